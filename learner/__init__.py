@@ -1,0 +1,1 @@
+"""The learner: rollouts in, better weights out."""

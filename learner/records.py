@@ -1,0 +1,202 @@
+"""The straight line, one frozen record per stage:
+
+    Sample -> Rollout -> ParsedRollout -> Assignment -> Segment -> PackedRow -> StepResult -> SyncReceipt
+
+Token ids are plain tuples or numpy arrays; only `VisionInputs` holds torch tensors. Token spans are half-open. A
+coordinate *bin* is an integer in 0..999: `round(999 * pixel / size)`, clamped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+GeometryKind = Literal["bbox_2d", "poly"]
+DropReason = Literal[
+    "missing_desc",
+    "missing_geom",
+    "wrong_arity",
+    "non_coord_token",
+    "bbox_invalid",
+    "key_invalid",
+    "unknown_geom",
+    "truncated",
+]
+Channel = Literal["A", "B"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DetectionObject:
+    """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...)."""
+
+    desc: str
+    kind: GeometryKind
+    bins: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
+    assistant's last turn; `images` are strings as the server will get them; `objects` are in canonical order."""
+
+    sample_id: str
+    messages: tuple[Mapping[str, Any], ...]
+    images: tuple[str, ...]
+    objects: tuple[DetectionObject, ...]
+    width: int  # pixels
+    height: int  # pixels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """What the policy of version `ver` answered. `response_token_ids` are stop-trimmed."""
+
+    sample: Sample
+    prompt_token_ids: tuple[int, ...]
+    response_token_ids: tuple[int, ...]
+    finish_reason: str  # "stop" or "length"
+    ver: int
+    seed: int | None
+    server_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordSlot:
+    """One coordinate of a predicted object: its tokens in the response and the number that they say."""
+
+    start: int  # first response token that holds a character of the number
+    end: int  # one past the last
+    bin: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedObject:
+    """A valid object of a rollout; `slots` has one entry per coordinate, in order."""
+
+    object: DetectionObject
+    slots: tuple[CoordSlot, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedRollout:
+    """A rollout, parsed strictly. `response_token_ids[:prefix_length]` is the prefix that is kept; `tail_opening` is the
+    text that the appended tail must begin with before its first object (what a fused token took away; "{" or "[" when
+    nothing of the rollout is usable)."""
+
+    rollout: Rollout
+    objects: tuple[PredictedObject, ...]
+    drops: Mapping[DropReason, int]
+    prefix_length: int
+    tail_opening: str
+    needs_separator: bool  # the prefix already holds an object, so ", " comes before the next
+    next_index: int  # number of the next `object_N` key (index map only)
+    truncated: bool  # the answer ended before its container did
+    usable: bool  # the container was opened as the task wants it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """One-to-one matching of valid predictions to ground truth. `pairs` are (prediction, ground truth, IoU)."""
+
+    parsed: ParsedRollout
+    pairs: tuple[tuple[int, int, float], ...]
+    missed: tuple[int, ...]  # FN: indices of ground-truth objects, in canonical order
+    spurious: tuple[int, ...]  # FP: indices of predictions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class VisionInputs:
+    """What the processor made of one sample's images. P patches in all, I images."""
+
+    pixel_values: torch.Tensor  # [P, patch_dim] float32
+    image_grid_thw: torch.Tensor  # [I, 3] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodedPrompt:
+    """A sample's prompt as the model sees it: token ids with image placeholders expanded, and the pixels."""
+
+    token_ids: tuple[int, ...]
+    vision: VisionInputs | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Target:
+    """Y_train of one sample, relative to its first token. `labels[i]` is the token that position i should have been
+    (-100: ignored); it differs from `token_ids[i]` at matched coordinates."""
+
+    token_ids: NDArray[np.int64]  # [Y]
+    labels: NDArray[np.int64]  # [Y]
+    loss_weights: NDArray[np.float32]  # [Y]
+    prefix_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segment:
+    """One sample's encoded prompt + Y_train. Atomic: never split, never truncated. `labels[i]` is predicted from the
+    logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
+
+    sample_id: str
+    input_ids: NDArray[np.int64]  # [L]
+    labels: NDArray[np.int64]  # [L]
+    loss_weights: NDArray[np.float32]  # [L]
+    prompt_length: int
+    vision: VisionInputs | None = None
+    ver: int | None = None  # None: ground truth, not a rollout
+    stats: Mapping[str, float] = field(default_factory=dict)  # matched, missed, ... for the step's metrics
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRow:
+    """Segments that are learned in one padding-free forward. An empty row is a zero-weight pass (D5)."""
+
+    segments: tuple[Segment, ...]
+    capacity: int  # packing_length
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s) for s in self.segments)
+
+    @property
+    def fill(self) -> float:
+        return self.num_tokens / self.capacity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """One optimizer step, reduced over ranks."""
+
+    global_step: int
+    channel: Channel
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_segments: int
+    num_rows: int
+    num_tokens: int
+    num_supervised: int
+    ver: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncReceipt:
+    """One completed and checked weight sync."""
+
+    ver: int
+    mode: Literal["full", "adapter"]
+    seconds: float
+    num_bytes: int
+    num_tensors: int
+    canary_gap: float  # mean |learner logprob - served logprob|, nats
+    canary_gap_max: float

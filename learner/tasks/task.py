@@ -1,0 +1,53 @@
+"""What a task must know: how to read an answer, score it against the truth, and write the truth as an answer.
+
+A task is pure: token ids and records in, records out; no model, no HTTP, no clock. The trainer, the evaluation and the
+target builder use only this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that tasks and targets need."""
+
+    eos_token_id: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SerializedTail:
+    """Text to append, and which of its characters are description text (half-open character spans)."""
+
+    text: str
+    desc_spans: tuple[tuple[int, int], ...]
+
+
+class Task(Protocol):
+    def parse(self, rollout: Rollout) -> ParsedRollout:
+        """Token-aligned and strict: no repair; a malformed object is dropped and counted, with a reason."""
+        ...
+
+    def match(self, parsed: ParsedRollout) -> Assignment:
+        """One-to-one assignment; pairs below the IoU threshold are infeasible before the assignment."""
+        ...
+
+    def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
+        """`objects` written so that they continue `after` (None: a fresh answer), container closed, without EOS."""
+        ...
+
+    def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
+        """Metrics over a whole evaluation set, by name."""
+        ...
+
+    def validate(self, sample: Sample) -> None:
+        """Raise DataError where the sample can't be used by this task."""
+        ...

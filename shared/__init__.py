@@ -1,0 +1,1 @@
+"""What the rollout server and the learner must agree on. Imports neither of them."""

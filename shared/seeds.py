@@ -1,0 +1,29 @@
+"""Seeds of rollouts (R11): a pure function of the run, the step and the request, so never of servers, ranks or time.
+
+    request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
+
+The learner sends the seed of a call's first request; the server seeds request `i` of the call with `offset_seed(seed, i)`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+SEED_MODULUS = 2**31 - 1
+
+
+def base_seed(run_seed: int, global_step: int, micro_step_idx: int) -> int:
+    """A stable 64-bit hash (BLAKE2b over three little-endian int64) of the run's seed and the micro-step."""
+    packed = struct.pack("<qqq", run_seed, global_step, micro_step_idx)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def offset_seed(seed: int, req_idx: int) -> int:
+    """The seed of the request that lies `req_idx` places after the one seeded with `seed`."""
+    return (seed + req_idx) % SEED_MODULUS
+
+
+def request_seed(*, run_seed: int, global_step: int, micro_step_idx: int, req_idx: int) -> int:
+    """The seed of request `req_idx` of a micro-step, counted over all ranks in dataloader order."""
+    return offset_seed(base_seed(run_seed, global_step, micro_step_idx), req_idx)
