@@ -86,7 +86,7 @@ class PredictedObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedRollout:
-    """A rollout, parsed strictly. `response_token_ids[:prefix_length]` is the prefix that is kept; `tail_opening` is the
+    """A rollout, parsed strictly. `response_token_ids[:prefix_length]` is the prefix kept; `tail_opening` is the
     text that the appended tail must begin with before its first object (what a fused token took away; "{" or "[" when
     nothing of the rollout is usable)."""
 

@@ -2,7 +2,7 @@
 
     request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
 
-The learner sends the seed of a call's first request; the server seeds request `i` of the call with `offset_seed(seed, i)`.
+The learner sends the seed of a call's first request; the server seeds request `i` of it with `offset_seed(seed, i)`.
 """
 
 from __future__ import annotations
