@@ -4,7 +4,7 @@ PyPI has only torchvision's CUDA build; beside CPU torch its compiled operators 
 with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those operators.
 It is enough to declare their schemas before torchvision is first imported, in every process, those that vLLM starts
 included. So this file is copied into site-packages, where a `.pth` line installs an import hook that costs nothing
-until somebody imports torchvision. Not needed where a proper CPU build of torchvision is installed: then nothing is done.
+until somebody imports torchvision. Where a proper CPU build of torchvision is installed, nothing is done.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
-The bodies of `/infer/` are ms-swift's `RolloutInferRequest`, `RequestConfig` and (nearly) `RolloutOutput`; the rest ours.
+The bodies of `/infer/` follow ms-swift: `RolloutInferRequest`, `RequestConfig`, (nearly) `RolloutOutput`; the rest is ours.
 Each request of an infer call carries a `uuid`; a server that has answered that uuid answers the same again, so a
 retry after a lost reply never makes a second rollout.
 """
@@ -150,7 +150,7 @@ class TensorSpec(WireModel):
 
 
 class Bucket(WireModel):
-    """Tensors that travel as one contiguous byte string, in order; `digest` is that of the bytes (`weights.py`, hex)."""
+    """Tensors that travel as one contiguous byte string, in order; `digest` is that of the bytes (`weights.py`)."""
 
     tensors: list[TensorSpec]
     num_bytes: int
