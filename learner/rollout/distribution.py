@@ -1,0 +1,102 @@
+"""Which request goes to which server, and how many may be in flight there (SPEC.md D4; R07, R21, R23).
+
+In: the number of requests of this rank, its place among the learner ranks, the servers' world sizes and
+`decode_batch_size`. Out: contiguous spans of requests, in request order, and a cap per server. Pure: every rank
+computes its own part without talking to the others, and where all ranks have the same number of requests, they
+together never hold more than `decode_batch_size * s_i` sequences on server `i`. Called by `server.py`.
+
+The line of slots: `W` ranks with `n` requests each lay `G = W * n` slots; server `i` owns the next `ceil(G * s_i /
+T)` of them, `T = sum(s_i)`; rank `r` owns `[r * n, (r + 1) * n)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """This rank's requests `[start, stop)` go to `server` (an index into the configured list)."""
+
+    server: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """`spans` cover this rank's requests in order; `caps[i]` bounds its requests in flight on server `i`."""
+
+    spans: tuple[Span, ...]
+    caps: tuple[int, ...]
+
+
+def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num_ranks: int) -> int:
+    """Requests that one rank may have in flight over all servers: `floor(decode_batch_size * T / W)`.
+
+    Raises ConfigError where that is zero: then the cap can't be kept while every rank sends at least one request (R23).
+    """
+    total = sum(server_world_sizes)
+    chunk = decode_batch_size * total // num_ranks
+    if chunk == 0:
+        raise ConfigError(
+            "custom.extra.rollout_matching.decode_batch_size: too few sequences for the learner's ranks",
+            found=f"decode_batch_size {decode_batch_size} x {total} rollout GPUs (servers: {list(server_world_sizes)}) "
+            f"for {num_ranks} learner ranks",
+            wanted="decode_batch_size x rollout GPUs >= learner ranks",
+            remedy="raise decode_batch_size, add rollout servers (or GPUs to them), or start fewer learner ranks",
+        )
+    return chunk
+
+
+def distribute(
+    num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
+) -> Distribution:
+    """The formula D4 for one rank and one call. Raises ConfigError as `chunk_size` does.
+
+    With more than `chunk` requests, a server on which the rank's cap is zero hands its slots to the next one, in
+    order and cyclically, that has a cap: the only case in which one server may own two spans.
+    """
+    chunk = chunk_size(decode_batch_size=decode_batch_size, server_world_sizes=server_world_sizes, num_ranks=num_ranks)
+    spans = _owned_spans(num_requests, rank, num_ranks, server_world_sizes)
+    if num_requests <= chunk:
+        return Distribution(spans=spans, caps=_totals(spans, len(server_world_sizes)))
+    caps = _totals(_owned_spans(chunk, rank, num_ranks, server_world_sizes), len(server_world_sizes))
+    moved = [Span(server=_next_with_cap(span.server, caps), start=span.start, stop=span.stop) for span in spans]
+    return Distribution(spans=_merge_neighbours(moved), caps=caps)
+
+
+def _owned_spans(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[Span, ...]:
+    num_slots, total = num_ranks * num_requests, sum(sizes)
+    first, last = rank * num_requests, (rank + 1) * num_requests
+    spans, edge = [], 0
+    for server, size in enumerate(sizes):
+        begin, edge = edge, min(num_slots, edge + -(-num_slots * size // total))
+        start, stop = max(begin, first), min(edge, last)
+        if start < stop:
+            spans.append(Span(server=server, start=start - first, stop=stop - first))
+    return tuple(spans)
+
+
+def _totals(spans: Sequence[Span], num_servers: int) -> tuple[int, ...]:
+    return tuple(sum(len(span) for span in spans if span.server == i) for i in range(num_servers))
+
+
+def _next_with_cap(server: int, caps: Sequence[int]) -> int:
+    return next(i % len(caps) for i in range(server, server + len(caps)) if caps[i % len(caps)])
+
+
+def _merge_neighbours(spans: Sequence[Span]) -> tuple[Span, ...]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].server == span.server:
+            merged[-1] = Span(server=span.server, start=merged[-1].start, stop=span.stop)
+        else:
+            merged.append(span)
+    return tuple(merged)

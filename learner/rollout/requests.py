@@ -1,0 +1,135 @@
+"""Samples into the server's requests, and its answers into rollouts (R03, R10, R11, R13).
+
+Pure. Every request gets a random uuid when it is built and keeps it through retries: a server that has answered it once
+answers the same again. Called by `server.py`; `infer_request` also by the canary of `learner/sync/`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from learner.config.schema import DecodingConfig
+from learner.records import Rollout, Sample
+from shared.errors import ConfigError, DataError, RolloutError, ServerMismatchError
+from shared.seeds import offset_seed
+from shared.wire import Message, RequestConfig, RolloutInferRequest, RolloutOutput
+
+DECODING = "custom.extra.rollout_matching.decoding"
+
+
+def infer_request(sample: Sample) -> RolloutInferRequest:
+    """The sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
+
+    Raises DataError where a message is not one that can travel.
+    """
+    try:
+        messages = [Message.model_validate(dict(message)) for message in sample.messages]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise DataError(
+            f"sample {sample.sample_id}: a message can't be sent to a rollout server",
+            found=f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.200}",
+            wanted=first["msg"],
+            remedy="correct the dataset row",
+        ) from error
+    return RolloutInferRequest(messages=messages, images=list(sample.images), uuid=uuid.uuid4().hex)
+
+
+def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> RequestConfig:
+    """How to decode, without a seed; `greedy` overrules the configuration (evaluation).
+
+    Raises ConfigError where the mode can't be had from a server.
+    """
+    mode = decoding.decode_mode or ("sample" if decoding.temperature > 0 else "greedy")
+    if mode == "beam" or (mode == "sample" and decoding.temperature == 0):
+        raise ConfigError(
+            f"{DECODING}.decode_mode: not possible with a rollout server",
+            found=f"decode_mode {mode!r}, temperature {decoding.temperature}",
+            wanted="greedy, or sample with a temperature above 0",
+            remedy=f"correct {DECODING}, or set rollout_backend: hf for beam search",
+        )
+    if greedy or mode == "greedy":
+        return RequestConfig(
+            max_tokens=decoding.max_new_tokens, temperature=0.0, repetition_penalty=decoding.repetition_penalty
+        )
+    return RequestConfig(
+        max_tokens=decoding.max_new_tokens,
+        temperature=decoding.temperature,
+        top_p=decoding.top_p,
+        top_k=decoding.top_k,
+        repetition_penalty=decoding.repetition_penalty,
+    )
+
+
+def read_rollouts(
+    outputs: Sequence[RolloutOutput],
+    *,
+    samples: Sequence[Sample],
+    requests: Sequence[RolloutInferRequest],
+    seed: int,
+    expected_ver: int | None,
+    base_url: str,
+) -> list[Rollout]:
+    """The rollouts of one call whose first request was seeded with `seed`.
+
+    Raises RolloutError where count, order, seed or content are wrong, ServerMismatchError where another weight version
+    answered than the one last synced (R10).
+    """
+    if len(outputs) != len(requests):
+        raise _malformed(base_url, "the list", f"{len(outputs)} answers", f"one per request ({len(requests)})")
+    return [
+        _read_rollout(
+            output,
+            sample=sample,
+            request_uuid=request.uuid,
+            seed=offset_seed(seed, i),
+            expected_ver=expected_ver,
+            base_url=base_url,
+        )
+        for i, (output, sample, request) in enumerate(zip(outputs, samples, requests, strict=True))
+    ]
+
+
+def _read_rollout(
+    output: RolloutOutput, *, sample: Sample, request_uuid: str, seed: int, expected_ver: int | None, base_url: str
+) -> Rollout:
+    infos = output.rollout_infos
+    if infos.uuid != request_uuid:
+        raise _malformed(base_url, "rollout_infos.uuid", infos.uuid, f"{request_uuid} (answers in request order)")
+    if infos.seed not in (None, seed):
+        raise _malformed(base_url, "rollout_infos.seed", str(infos.seed), str(seed))
+    if expected_ver is not None and infos.ver != expected_ver:
+        raise ServerMismatchError(
+            f"{base_url}: rollout_infos.ver: the rollout was made by other weights than those last synced",
+            found=f"ver {infos.ver}",
+            wanted=f"ver {expected_ver}",
+            remedy="make sure that no other learner uses this server and that it was not restarted; then start again",
+        )
+    if len(output.response.choices) != 1:
+        raise _malformed(base_url, "response.choices", f"{len(output.response.choices)} choices", "one")
+    finish_reason = output.response.choices[0].finish_reason
+    if finish_reason not in ("stop", "length"):
+        raise _malformed(base_url, "response.choices.0.finish_reason", repr(finish_reason), "'stop' or 'length'")
+    if not output.prompt_token_ids:
+        raise _malformed(base_url, "prompt_token_ids", "none", "the ids that the engine consumed")
+    return Rollout(
+        sample=sample,
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        response_token_ids=tuple(output.response_token_ids),
+        finish_reason=finish_reason,
+        ver=infos.ver,
+        seed=seed,
+        server_id=infos.server_id,
+    )
+
+
+def _malformed(base_url: str, field: str, found: str, wanted: str) -> RolloutError:
+    return RolloutError(
+        f"{base_url}: malformed answer at /infer/: {field}",
+        found=found,
+        wanted=wanted,
+        remedy="run the same version of this project on both sides, and look at the server's log",
+    )
