@@ -1,0 +1,152 @@
+"""The broadcast group (R09): right bytes on every rank, and an end to every wait."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.communicator import Communicator, join, start_join
+from shared.errors import CommunicatorError, DeadlineError
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:
+    port = free_port()
+    joined: list[Communicator | None] = [None] * world_size
+
+    def one(rank: int) -> None:
+        joined[rank] = join("gloo", "127.0.0.1", port, rank, world_size, timeout_s)
+
+    on_threads([lambda rank=rank: one(rank) for rank in range(world_size)])
+    return [communicator for communicator in joined if communicator is not None]
+
+
+def on_threads(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_gets_the_sources_bytes(world_size: int) -> None:
+    group = join_all(world_size)
+    assert len(group) == world_size
+    sent = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    got = [sent.clone() if rank == world_size - 1 else torch.zeros_like(sent) for rank in range(world_size)]
+    on_threads([lambda c=c, t=t: c.broadcast(t, src=world_size - 1) for c, t in zip(group, got, strict=True)])
+    assert all(tensor.equal(sent) for tensor in got)
+    for communicator in group:
+        communicator.close()
+        communicator.close()
+
+
+def test_rank_0_listens_on_its_own_address_only() -> None:
+    port = free_port()
+    joining = start_join("gloo", "127.0.0.1", port, 0, 2, 10.0)
+    deadline = time.monotonic() + 5
+    while not (listening := _listening_on(port)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert listening == {"0100007F"}  # 127.0.0.1 as /proc/net/tcp writes it
+    joining.cancel(CommunicatorError("a new learner came"))
+    with pytest.raises(CommunicatorError, match="a new learner came"):
+        joining.result()
+    while _listening_on(port) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _listening_on(port)
+
+
+def _listening_on(port: int) -> set[str]:
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+        found |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1].split(":")[1], 16) == port}
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_joining_alone_ends_at_the_deadline(rank: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match="joining .*group"):
+        join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0)
+    assert time.monotonic() - start < 4
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CommunicatorError, match=rf"127.0.0.1:{port}.*in use"):
+            join("gloo", "127.0.0.1", port, 0, 2, 5.0)
+
+
+def test_backend_and_device_must_fit() -> None:
+    with pytest.raises(CommunicatorError, match="nccl can't send tensors on cpu"):
+        join("nccl", "127.0.0.1", free_port(), 0, 2, 1.0, "cpu")
+
+
+def _peer(port: int, ready: Connection) -> None:
+    communicator = join("gloo", "127.0.0.1", port, 1, 2, 30.0)
+    ready.send("joined")
+    ready.recv()
+    communicator.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> None:
+    port = free_port()
+    context = multiprocessing.get_context("spawn")
+    ready, far_end = context.Pipe()
+    peer = context.Process(target=_peer, args=(port, far_end), daemon=True)
+    peer.start()
+    try:
+        communicator = join("gloo", "127.0.0.1", port, 0, 2, 30.0)
+        assert ready.poll(30)
+        assert peer.pid is not None
+        os.kill(peer.pid, sent)
+        start = time.monotonic()
+        with pytest.raises((DeadlineError, CommunicatorError), match="broadcasting 1048576 bytes from rank 1 of 2"):
+            communicator.broadcast(torch.zeros(1 << 20, dtype=torch.uint8), src=1, timeout_s=1.0)
+        assert time.monotonic() - start < 4
+        with pytest.raises(CommunicatorError, match="left"):
+            communicator.broadcast(torch.zeros(1), src=1)
+    finally:
+        peer.kill()
+        peer.join(10)
+
+
+def test_abort_from_another_thread_ends_a_broadcast() -> None:
+    first, _second = join_all(2, timeout_s=20.0)
+    timer = threading.Timer(0.3, first.abort)
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises((DeadlineError, CommunicatorError)):
+        first.broadcast(torch.zeros(1 << 20), src=1)
+    assert time.monotonic() - start < 5
+
+
+def test_the_port_is_free_again_after_close() -> None:
+    """A learner that comes back may ask for the same port."""
+    port = free_port()
+    for _ in range(2):
+        joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0) for rank in (0, 1)]
+        for operation in joining:
+            operation.result().close()
+        del joining, operation
