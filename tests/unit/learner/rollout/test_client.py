@@ -1,0 +1,249 @@
+"""One server's client over respx: URLs, tokens, patience, and how failures read (R05, R06, R13, R16)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import respx
+
+from learner.rollout.client import ServerClient, Timeouts, is_loopback
+from shared.errors import (
+    DeadlineError,
+    MediaError,
+    ProjectError,
+    RolloutError,
+    ServerBusyError,
+    ServerError,
+    ServerMismatchError,
+    ServerPoisonedError,
+    ServerUnreachableError,
+    UnauthorizedError,
+)
+from shared.wire import Bucket, InferCall, RolloutInferRequest, UpdateWeightsCall
+from tests.unit.learner.rollout.fakes import error, output, status
+
+T = TypeVar("T")
+URL = "http://rollout.test/fleet/a"
+CALL = InferCall(
+    infer_requests=[RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "request 7"}]})]
+)
+UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0, digest="")], timeout_s=1.0)
+
+
+def use(
+    work: Callable[[ServerClient], Awaitable[T]], *, token: str | None = None, gone_s: float = 0.2, **changes: Any
+) -> T:
+    timeouts = Timeouts.of(gone_s, changes.pop("infer_timeout_s", None))
+
+    async def run() -> T:
+        client = ServerClient(URL + "/", timeouts=timeouts, token=token)
+        try:
+            return await work(client)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+def answer(request: httpx.Request) -> httpx.Response:
+    return httpx.Response(200, json=[output(r, 0) for r in json.loads(request.content)["infer_requests"]])
+
+
+def test_every_path_lies_under_the_prefix_and_carries_the_token(respx_mock: respx.MockRouter) -> None:
+    """R06: base_url is a prefix, with or without a slash at its end."""
+    sizes = respx_mock.get(f"{URL}/get_world_size/").respond(200, json={"world_size": 3})
+    respx_mock.get(f"{URL}/status/").respond(200, json=status(ver=4))
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
+    assert use(lambda c: c.world_size(), token="secret") == 3
+    assert sizes.calls.last.request.headers["Authorization"] == "Bearer secret"
+    assert use(lambda c: c.status()).ver == 4
+    assert use(lambda c: c.infer(CALL))[0].response_token_ids == [7]
+
+
+def test_the_body_is_the_json_that_ms_swift_takes(respx_mock: respx.MockRouter) -> None:
+    """R13."""
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
+    use(lambda c: c.infer(CALL))
+    body = json.loads(route.calls.last.request.content)
+    assert set(body) == {"infer_requests", "request_config"}
+    assert body["infer_requests"][0]["messages"] == [{"role": "user", "content": "request 7"}]
+    assert route.calls.last.request.headers["Content-Type"] == "application/json"
+
+
+def test_the_server_s_own_error_arrives_with_its_url(respx_mock: respx.MockRouter) -> None:
+    wrong = MediaError("image too large", found="90 MP", wanted="at most 32 MP", remedy="resize it")
+    respx_mock.post(f"{URL}/infer/").mock(return_value=error(wrong))
+    with pytest.raises(MediaError) as caught:
+        use(lambda c: c.infer(CALL))
+    assert caught.value.what == f"{URL}: image too large"
+    assert (caught.value.found, caught.value.wanted, caught.value.remedy) == ("90 MP", "at most 32 MP", "resize it")
+
+
+def test_busy_then_answered(respx_mock: respx.MockRouter) -> None:
+    """503 with Retry-After is waited out; the repeat has the same uuid."""
+    busy = error(ServerBusyError("draining"), {"Retry-After": "0.02"})
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=[busy, busy, answer])
+    respx_mock.get(f"{URL}/health/").respond(200)
+    assert use(lambda c: c.infer(CALL), gone_s=2.0)[0].response_token_ids == [7]
+    uuids = {json.loads(c.request.content)["infer_requests"][0]["uuid"] for c in route.calls}
+    assert route.call_count == 3
+    assert uuids == {CALL.infer_requests[0].uuid}
+
+
+def test_busy_past_the_deadline_is_told(respx_mock: respx.MockRouter) -> None:
+    respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerBusyError("draining"), {"Retry-After": "60"}))
+    respx_mock.get(f"{URL}/health/").respond(200)
+    with pytest.raises(ServerBusyError, match="draining"):
+        use(lambda c: c.infer(CALL))
+
+
+def test_a_poisoned_server_is_not_waited_for(respx_mock: respx.MockRouter) -> None:
+    """Also a 503, but waiting does not mend it."""
+    route = respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerPoisonedError("sync failed")))
+    with pytest.raises(ServerPoisonedError):
+        use(lambda c: c.infer(CALL))
+    assert route.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "wanted"),
+    [
+        (httpx.Response(404, text="not here"), ServerMismatchError),
+        (httpx.Response(401, text="who?"), UnauthorizedError),
+        (httpx.Response(500, text="Traceback"), ServerError),
+    ],
+)
+def test_answers_of_something_else_name_the_status(
+    respx_mock: respx.MockRouter, response: httpx.Response, wanted: type[ProjectError]
+) -> None:
+    """R16: not our error body (a proxy, another program): by status, with what it said."""
+    respx_mock.post(f"{URL}/infer/").mock(return_value=response)
+    with pytest.raises(wanted) as caught:
+        use(lambda c: c.infer(CALL))
+    assert type(caught.value) is wanted
+    assert f"HTTP {response.status_code}" in caught.value.found
+
+
+def test_a_malformed_answer_names_server_and_field(respx_mock: respx.MockRouter) -> None:
+    broken = output({"messages": [{"content": "request 1"}], "uuid": "u"}, 0)
+    broken["rollout_infos"]["ver"] = "new"
+    respx_mock.post(f"{URL}/infer/").respond(200, json=[broken])
+    with pytest.raises(RolloutError) as caught:
+        use(lambda c: c.infer(CALL))
+    assert URL in caught.value.what
+    assert "0.rollout_infos.ver" in caught.value.found
+
+
+def test_an_answer_that_is_no_json_is_a_rollout_error(respx_mock: respx.MockRouter) -> None:
+    respx_mock.post(f"{URL}/infer/").respond(200, text="<html>")
+    with pytest.raises(RolloutError, match="malformed"):
+        use(lambda c: c.infer(CALL))
+
+
+def test_a_read_timeout_is_a_deadline_that_names_itself(respx_mock: respx.MockRouter) -> None:
+    """R05: infer_timeout_s is the read timeout of /infer/, and is not repeated here."""
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=httpx.ReadTimeout)
+    with pytest.raises(DeadlineError, match="infer_timeout_s") as caught:
+        use(lambda c: c.infer(CALL), infer_timeout_s=0.5)
+    assert "0.5 s" in caught.value.found
+    assert route.call_count == 1
+
+
+@pytest.mark.parametrize(("infer_timeout_s", "read"), [(None, None), (0.0, None), (-1.0, None), (7.0, 7.0)])
+def test_the_four_timeouts_reach_httpx(
+    respx_mock: respx.MockRouter, infer_timeout_s: float | None, read: float | None
+) -> None:
+    """R05: null or <= 0 means no read timeout for /infer/; the others are always there."""
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
+    use(lambda c: c.infer(CALL), gone_s=240.0, infer_timeout_s=infer_timeout_s)
+    timeouts = route.calls.last.request.extensions["timeout"]
+    assert timeouts == {"connect": 10.0, "read": read, "write": 240.0, "pool": 240.0}
+
+
+def test_a_silent_server_without_infer_timeout_is_given_up_when_health_is_gone(respx_mock: respx.MockRouter) -> None:
+    """Every wait has a deadline: null infer_timeout_s waits only while /health/ answers."""
+
+    async def forever(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=forever)
+    health = respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
+    with pytest.raises(ServerUnreachableError) as caught:
+        use(lambda c: c.infer(CALL))
+    assert health.call_count >= 2
+    assert "refused" in caught.value.found
+
+
+def test_a_slow_server_that_is_alive_is_waited_for(respx_mock: respx.MockRouter) -> None:
+    async def slow(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.5)
+        return answer(request)
+
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
+    health = respx_mock.get(f"{URL}/health/").respond(200)
+    assert use(lambda c: c.infer(CALL), gone_s=0.2)[0].response_token_ids == [7]
+    assert health.call_count >= 2
+
+
+def test_server_gone_within_the_deadline(respx_mock: respx.MockRouter) -> None:
+    """R16: the message names the way out."""
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=httpx.ConnectError("refused"))
+    respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
+    with pytest.raises(ServerUnreachableError) as caught:
+        use(lambda c: c.infer(CALL))
+    assert "vllm.mode: colocate" in caught.value.remedy
+    assert "rollout_backend: hf" in caught.value.remedy
+
+
+def test_a_broken_connection_to_a_living_server_is_another_error(respx_mock: respx.MockRouter) -> None:
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=httpx.RemoteProtocolError("disconnected"))
+    respx_mock.get(f"{URL}/health/").respond(200)
+    with pytest.raises(ServerError) as caught:
+        use(lambda c: c.infer(CALL))
+    assert type(caught.value) is ServerError
+
+
+def test_a_weight_update_is_never_repeated(respx_mock: respx.MockRouter) -> None:
+    route = respx_mock.post(f"{URL}/update_weights/").mock(
+        return_value=error(ServerBusyError("busy"), {"Retry-After": "0"})
+    )
+    with pytest.raises(ServerBusyError):
+        use(lambda c: c.update_weights(UPDATE), gone_s=2.0)
+    assert route.call_count == 1
+
+
+def test_waiting_for_a_server_that_is_still_starting(respx_mock: respx.MockRouter) -> None:
+    health = respx_mock.get(f"{URL}/health/").mock(
+        side_effect=[httpx.ConnectError("refused"), httpx.Response(503), httpx.Response(200)]
+    )
+    use(lambda c: c.wait_healthy(), gone_s=0.5)
+    assert health.call_count == 3
+
+
+def test_waiting_ends_at_once_where_the_answer_is_final(respx_mock: respx.MockRouter) -> None:
+    health = respx_mock.get(f"{URL}/health/").respond(404)
+    with pytest.raises(ServerMismatchError, match="base_url"):
+        use(lambda c: c.wait_healthy(), gone_s=60.0)
+    assert health.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("localhost", True), ("127.8.1.2", True), ("::1", True), ("a.localhost", True), ("10.0.0.1", False), ("b", False)],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) is loopback
+
+
+def test_a_proxy_in_the_environment_does_not_catch_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:1")
+    for url, proxied in (("http://127.0.0.1:9", False), ("http://rollout.test", True)):
+        client = ServerClient(url, timeouts=Timeouts.of(1.0, None))
+        assert bool(client._http._mounts) is proxied
+        asyncio.run(client.aclose())
