@@ -1,0 +1,1 @@
+"""The trained model: loading, packed forward, loss, gradients over ranks, and its weights under checkpoint names."""

@@ -1,0 +1,169 @@
+"""Attention inside segments: one row, several segments, no padding, no L x L mask.
+
+In: queries, keys and values of a whole row `[1, H, T, D]` and where its segments end. Out: `[1, T, H, D]`, every token
+attending to its own segment only (causally in the language model, fully among one image's patches in a vision tower).
+`use_segment_attention(model)` makes a transformers model call it; the packed forward (`packed.py`) hands the
+language model's `SegmentLayout` down as a keyword, and vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
+
+On CUDA in 16 bits it is one varlen kernel per layer. Elsewhere neighbouring segments of like length share an SDPA call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface, PreTrainedModel
+
+from shared.errors import ConfigError
+
+# transformers hands a vision tower's cu_seqlens down only to implementations whose name says "flash"; to all others it
+# gives one image at a time.
+SEGMENT_ATTENTION = "segment_flash"
+
+MAX_PADDING = 1.25  # segments share a padded call as long as its area is at most this times theirs
+MATMUL_LENGTH = 512  # CPU, bf16: up to here plain matmuls (AMX) beat the backward pass of SDPA's kernel
+_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentLayout:
+    """Where a row's S segments lie."""
+
+    lengths: tuple[int, ...]  # [S], tokens
+    cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> SegmentLayout:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(tuple(lengths), ends.to(device))
+
+
+def use_segment_attention(model: PreTrainedModel) -> None:
+    """Let every attention layer of `model` go through `segment_attention`."""
+    AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
+    model.config._attn_implementation = SEGMENT_ATTENTION  # the setter reaches text and vision configs too
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, H, T, D]
+    key: torch.Tensor,  # [1, H_kv, T, D]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    segments: SegmentLayout | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function behind `SEGMENT_ATTENTION`, in the form that transformers calls; returns `[1, T, H, D]`.
+
+    Raises ConfigError for a model whose attention has a window, a soft cap or sinks shorter than its segments.
+    """
+    assert attention_mask is None, "packed rows have no masks"
+    assert dropout == 0.0, "packed rows have no attention dropout"
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if cu_seq_lens_q is not None:  # a vision tower
+        lengths, cu_seqlens = None, cu_seq_lens_q
+        max_length = max_length_q or int(cu_seqlens.diff().max())
+    else:
+        assert segments is not None, "this model is called through learner.policy.packed only"
+        lengths, cu_seqlens, max_length = segments.lengths, segments.cu_seqlens, max(segments.lengths)
+    _refuse_variants(kwargs, max_length)
+    if torch.is_autocast_enabled(query.device.type):  # normalised queries and keys come in float32
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if _varlen_can(query):
+        return _varlen(query, key, value, cu_seqlens, max_length, scale, causal), None
+    if lengths is None:
+        lengths = tuple(cu_seqlens.diff().tolist())
+    assert sum(lengths) == query.shape[2], "segments do not add up to the row"
+    return _batched(query, key, value, lengths, scale, causal), None
+
+
+def _refuse_variants(kwargs: dict[str, Any], max_length: int) -> None:
+    window = kwargs.get("sliding_window")
+    if (window is not None and window < max_length) or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+        raise ConfigError(
+            "this model's attention is not supported in packed rows",
+            found=f"sliding_window={window}, softcap={kwargs.get('softcap')}, sinks={kwargs.get('s_aux') is not None}",
+            wanted=f"full attention over segments of {max_length} tokens",
+            remedy="lower global_max_length below the window, or choose a model with full attention",
+        )
+
+
+def _varlen_can(query: torch.Tensor) -> bool:
+    head_dim = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_length: int,
+    scale: float,
+    causal: bool,
+) -> torch.Tensor:
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
+    if q.shape[1] != k.shape[1]:
+        if _VARLEN_HAS_GQA:
+            options["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options)
+    assert isinstance(out, torch.Tensor)
+    return out[None]
+
+
+def _batched(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scale: float, causal: bool
+) -> torch.Tensor:
+    """SDPA over groups of neighbouring segments, padded at the end: a causal query never sees what comes after it."""
+    pieces = [x[0].transpose(0, 1).split(list(lengths)) for x in (query, key, value)]  # S x [L_s, H, D]
+    outputs: list[torch.Tensor] = []
+    for start, end in share_calls(lengths, MAX_PADDING if causal else 1.0):
+        q, k, v = (pad_sequence(list(x[start:end]), batch_first=True).transpose(1, 2) for x in pieces)
+        out = _attend(q, k, v, scale, causal).transpose(1, 2)  # [S', L_max, H, D]
+        outputs += [out[i, :length] for i, length in enumerate(lengths[start:end])]
+    return torch.cat(outputs)[None]
+
+
+def share_calls(lengths: Sequence[int], max_padding: float) -> list[tuple[int, int]]:
+    """Greedy groups `[start, end)` of neighbours whose padded area is at most `max_padding` times their own."""
+    groups: list[tuple[int, int]] = []
+    start = longest = total = 0
+    for i, length in enumerate(lengths):
+        if i > start and max(longest, length) * (i + 1 - start) > max_padding * (total + length):
+            groups.append((start, i))
+            start, longest, total = i, 0, 0
+        longest, total = max(longest, length), total + length
+    groups.append((start, len(lengths)))
+    return groups
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    """One batch of equally long sequences `[S, H, L, D]`; keys and values may have fewer heads."""
+    grouped = q.shape[1] != k.shape[1]
+    if q.is_cuda or q.dtype == torch.float32 or q.shape[2] > MATMUL_LENGTH:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal, enable_gqa=grouped)
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
+    if causal:
+        length = q.shape[2]
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v

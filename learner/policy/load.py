@@ -1,0 +1,174 @@
+"""The policy: a transformers model with its processor, and what the rest of the learner asks of it.
+
+In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
+names. Knows text-only causal language models and image-text-to-text models of the Qwen-VL kind.
+
+Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses; `logprobs` and
+`named_weights` change nothing that training sees. Called by the trainer, the sync and `learner/checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+
+from learner.config.schema import ModelConfig
+from learner.policy import lora, weights
+from learner.policy.attention import use_segment_attention
+from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
+from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
+from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
+from learner.prompt import PromptEncoder
+from learner.records import EncodedPrompt, PackedRow, Segment
+from shared.errors import ConfigError
+from shared.wire import TensorSpec
+
+# Configuration keys of models whose logits are more than head(hidden).
+_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+
+
+class Policy:
+    """One rank's copy of the trained model. `model` is the transformers model (adapters inside)."""
+
+    def __init__(
+        self, *, model: PreTrainedModel, adapter: Any | None, encoder: PromptEncoder, device: torch.device, bf16: bool
+    ) -> None:
+        self.model, self.adapter, self.encoder = model, adapter, encoder
+        self.device, self.bf16 = device, bf16
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.encoder.tokenizer
+
+    @property
+    def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Trained parameters by name, in an order that all ranks share."""
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    # ---- learning --------------------------------------------------------------------------------------------------
+
+    def forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs]:
+        """The row's summed weighted loss (float32 scalar, with gradient), and what went in.
+
+        Raises LossError where supervision leaves an assistant span.
+        """
+        inputs = pack_inputs(row, self.model, self.device)
+        with self._precision():
+            hidden = hidden_states(self.model, inputs)
+            loss = weighted_loss(hidden, self._head, inputs.predict_at, inputs.targets, inputs.weights)
+        return loss, inputs
+
+    def backward(self, row: PackedRow) -> RowLoss:
+        """One micro-batch of learning: adds the gradient of the row's summed loss; an empty row adds zeros (D5).
+
+        Raises LossError where the loss is not finite, before it reaches the gradients.
+        """
+        self.model.train()
+        loss, inputs = self.forward_row(row)
+        loss_sum = loss.item()
+        check_finite(loss_sum, [s.sample_id for s in row.segments])
+        loss.backward()
+        return RowLoss(
+            loss_sum=loss_sum, weight_sum=float(inputs.weights.double().sum()), num_supervised=len(inputs.targets)
+        )
+
+    def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
+        """Once per step, on every rank: the summed gradients become those of the step's weighted mean loss."""
+        reduce_gradients([p for _, p in self.trainable], ranks, weight_sum=weight_sum)
+
+    def broadcast(self, ranks: Ranks) -> None:
+        """Give every rank rank 0's weights; once, before the first step."""
+        broadcast_parameters(self.model, ranks)
+
+    # ---- looking ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, prompt: EncodedPrompt, response_token_ids: Sequence[int]) -> list[float]:
+        """Natural log-probability of each response token given all before it, in the precision of training."""
+        segment = _response_segment(prompt, response_token_ids)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            inputs = pack_inputs(PackedRow(segments=(segment,), capacity=len(segment)), self.model, self.device)
+            with self._precision():
+                hidden = hidden_states(self.model, inputs)[inputs.predict_at]
+                return token_logprobs(hidden, self._head, inputs.targets).tolist()
+        finally:
+            self.model.train(was_training)
+
+    @torch.no_grad()
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
+        return weights.checkpoint_weights(self.model, dtype)
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
+        return weights.weight_specs(self.model, dtype)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    @property
+    def _head(self) -> torch.nn.Module:
+        return self.model.get_output_embeddings()
+
+
+def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False) -> Policy:
+    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`.
+
+    Raises ConfigError where the path holds no model, or one that the packed forward does not do right.
+    """
+    model = _load_model(config)
+    _refuse_logit_transforms(model)
+    use_segment_attention(model)
+    adapter = lora.add_adapter(model, config.lora) if config.lora else None
+    lora.freeze(model, config.freeze)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.to(device)
+    return Policy(model=model, adapter=adapter, encoder=PromptEncoder.load(config.path), device=device, bf16=bf16)
+
+
+def _load_model(config: ModelConfig) -> PreTrainedModel:
+    try:
+        settings = AutoConfig.from_pretrained(config.path)
+        loader = AutoModelForImageTextToText if hasattr(settings, "vision_config") else AutoModelForCausalLM
+        return loader.from_pretrained(config.path, dtype=getattr(torch, config.dtype), attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        found = "a folder" if Path(config.path).is_dir() else "no folder of that name"
+        raise ConfigError(
+            "the model can't be loaded",
+            found=f"model.path: {config.path} ({found}); {str(error).splitlines()[0]}",
+            wanted="a Hugging Face checkpoint of a causal or an image-text-to-text model",
+            remedy="correct model.path",
+        ) from error
+
+
+def _refuse_logit_transforms(model: PreTrainedModel) -> None:
+    settings = model.config.get_text_config()
+    found = {key: value for key in _LOGIT_TRANSFORMS if (value := getattr(settings, key, None)) not in (None, 1, 1.0)}
+    if found:
+        raise ConfigError(
+            "this model's logits are not just its output head's",
+            found=f"{found} in the configuration of {type(model).__name__}",
+            wanted="a model without logit scaling or soft caps",
+            remedy="choose another model",
+        )
+
+
+def _response_segment(prompt: EncodedPrompt, response_token_ids: Sequence[int]) -> Segment:
+    ids = np.array([*prompt.token_ids, *response_token_ids], np.int64)
+    is_response = np.arange(len(ids)) >= len(prompt.token_ids)
+    return Segment(
+        sample_id="",
+        input_ids=ids,
+        labels=np.where(is_response, ids, -100),
+        loss_weights=is_response.astype(np.float32),
+        prompt_length=len(prompt.token_ids),
+        vision=prompt.vision,
+    )

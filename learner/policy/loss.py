@@ -1,0 +1,97 @@
+"""Weighted cross-entropy over the supervised tokens of a row.
+
+In: hidden states, and per supervised token the predicting position, the target and the weight. Out: the *sum* of
+weighted losses; the trainer divides by the step's whole weight once, so packing and ranks do not change the gradient.
+
+Only supervised positions meet the output head: a row's full logits (T x vocabulary) are never made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch.utils.checkpoint import checkpoint
+
+from learner.records import Segment
+from shared.errors import LossError
+
+IGNORED = -100
+LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at a time; each chunk is recomputed in the backward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLoss:
+    """What one row's forward/backward came to."""
+
+    loss_sum: float  # nats, weighted
+    weight_sum: float
+    num_supervised: int
+
+
+def check_supervision(segment: Segment) -> NDArray[np.int64]:
+    """Indices of the segment's supervised tokens (label set, weight positive).
+
+    Raises LossError where one lies outside the assistant span, or where labels and weights contradict each other.
+    """
+    labels, weights = segment.labels, segment.loss_weights
+    first = max(segment.prompt_length, 1)
+    if (labels[:first] != IGNORED).any() or (weights[:first] != 0).any():
+        bad = int(np.flatnonzero((labels[:first] != IGNORED) | (weights[:first] != 0))[0])
+        raise _error("a supervised index lies outside the assistant span", segment, bad, f"an index >= {first}")
+    wrong = ~np.isfinite(weights) | (weights < 0) | ((labels == IGNORED) & (weights != 0))
+    if wrong.any():
+        bad = int(np.flatnonzero(wrong)[0])
+        raise _error(
+            "a loss weight is not usable", segment, bad, "a finite weight >= 0, and 0 where nothing is to be learned"
+        )
+    return np.flatnonzero((labels != IGNORED) & (weights > 0))
+
+
+def weighted_loss(
+    hidden: torch.Tensor,  # [T, hidden]
+    head: torch.nn.Module,
+    predict_at: torch.Tensor,  # [N]
+    targets: torch.Tensor,  # [N]
+    weights: torch.Tensor,  # [N]
+) -> torch.Tensor:
+    """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradient is zero, not absent (D5)."""
+    if len(targets) == 0:
+        return hidden.float().sum() * 0.0
+    return -(token_logprobs(hidden[predict_at], head, targets) * weights).sum()
+
+
+def token_logprobs(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor) -> torch.Tensor:
+    """Natural log-probabilities `[N]` of `targets` after `hidden` `[N, hidden]`, by a float32 log-softmax."""
+
+    def chunk_logprobs(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return -F.cross_entropy(head(part).float(), wanted, reduction="none")
+
+    if len(targets) <= LOGITS_CHUNK:
+        return chunk_logprobs(hidden, targets)
+    parts = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
+    return torch.cat([checkpoint(chunk_logprobs, part, wanted, use_reentrant=False) for part, wanted in parts])
+
+
+def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
+    """Raises LossError where the loss of the row with these samples is not a number."""
+    if not np.isfinite(loss_sum):
+        raise LossError(
+            "the loss is not finite",
+            found=f"{loss_sum} on the row of samples {sample_ids}",
+            wanted="a finite loss",
+            remedy="lower training.learning_rate, or train the weights in float32 (model.dtype)",
+        )
+
+
+def _error(what: str, segment: Segment, index: int, wanted: str) -> LossError:
+    return LossError(
+        what,
+        found=f"label {segment.labels[index]}, weight {segment.loss_weights[index]} at index {index} of sample "
+        f"{segment.sample_id!r}, whose prompt has {segment.prompt_length} of {len(segment)} tokens",
+        wanted=wanted,
+        remedy="this is a defect of the target builder: please report the sample",
+    )

@@ -1,0 +1,136 @@
+"""A packed row as the tensors of one forward pass, and that pass.
+
+In: a `PackedRow` (its segments' token ids, labels, loss weights, pixels). Out: the final hidden states of the row, and
+for each supervised token the position that predicts it.
+
+Invariants: every segment's positions are those it would have alone (they restart at 0; multimodal rotary positions come
+from the model's own `get_rope_index`, a segment at a time). `labels[i]` is predicted at i-1 of the same segment, so no
+segment's end predicts the next one's start. An image token that a rollout wrote is text: only prompts hold images.
+Called by `load.Policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from learner.policy.attention import SegmentLayout
+from learner.policy.loss import check_supervision
+from learner.records import PackedRow, Segment
+
+# What an empty row computes on (D5): one token, nothing supervised.
+_BLANK = Segment(
+    sample_id="",
+    input_ids=np.zeros(1, np.int64),
+    labels=np.full(1, -100, np.int64),
+    loss_weights=np.zeros(1, np.float32),
+    prompt_length=1,
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedInputs:
+    """T tokens in S segments, N of them supervised."""
+
+    input_ids: torch.Tensor  # [1, T]
+    position_ids: torch.Tensor  # [1, T], or [3, 1, T] (time, height, width) for multimodal rotary positions
+    layout: SegmentLayout
+    pixel_values: torch.Tensor | None  # [P, patch_dim]
+    image_grid_thw: torch.Tensor | None  # [I, 3]
+    written_image_tokens: torch.Tensor | None  # [1, T] bool; None: there are none
+    predict_at: torch.Tensor  # [N] positions in the row whose logits are used
+    targets: torch.Tensor  # [N]
+    weights: torch.Tensor  # [N] float32
+
+
+def pack_inputs(row: PackedRow, model: PreTrainedModel, device: torch.device) -> PackedInputs:
+    """The row's tensors on `device`. Raises LossError where supervision leaves a segment's assistant span."""
+    segments = row.segments or (_BLANK,)
+    supervised = [check_supervision(s) for s in segments]
+    starts = np.cumsum([0, *(len(s) for s in segments)])
+    predict_at = np.concatenate([at + start - 1 for at, start in zip(supervised, starts[:-1], strict=True)])
+    vision = [s.vision for s in segments if s.vision is not None]
+    input_ids, written = _input_ids(segments, model)
+    return PackedInputs(
+        input_ids=input_ids.to(device),
+        position_ids=torch.cat([_positions(s, model) for s in segments], dim=-1).to(device),
+        layout=SegmentLayout.of([len(s) for s in segments], device),
+        pixel_values=torch.cat([v.pixel_values for v in vision]).to(device) if vision else None,
+        image_grid_thw=torch.cat([v.image_grid_thw for v in vision]).to(device) if vision else None,
+        written_image_tokens=written.to(device) if written is not None else None,
+        predict_at=torch.from_numpy(predict_at).to(device),
+        targets=_gather([s.labels for s in segments], supervised).to(device),
+        weights=_gather([s.loss_weights for s in segments], supervised).to(device),
+    )
+
+
+def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
+    """The last hidden states `[T, hidden]` of a row; the output head is left to the loss."""
+    kwargs: dict[str, Any] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
+    if inputs.pixel_values is not None:
+        kwargs |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
+    with _image_tokens_as_text(model, inputs):
+        return model.base_model(**kwargs, segments=inputs.layout, use_cache=False)[0][0]
+
+
+def image_token_id(model: PreTrainedModel) -> int | None:
+    """The id of the image placeholder; None for a text-only model."""
+    return getattr(model.config, "image_token_id", None)
+
+
+def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([a[i] for a, i in zip(arrays, indices, strict=True)]))
+
+
+def _input_ids(segments: Sequence[Segment], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids `[1, T]`, those of image tokens outside prompts replaced, and where that was."""
+    ids = torch.from_numpy(np.concatenate([s.input_ids for s in segments]))[None]
+    in_prompt = np.concatenate([np.arange(len(s)) < s.prompt_length for s in segments])
+    written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
+    if not written.any():
+        return ids, None
+    return ids.masked_fill(written, 0), written
+
+
+@contextmanager
+def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Iterator[None]:
+    """Models put image features wherever the input id is the image token. The server embeds an image token that the
+    policy wrote like any other, so here its id is hidden from the model and its embedding put back."""
+    written = inputs.written_image_tokens
+    if written is None:
+        yield
+        return
+    token = torch.tensor(image_token_id(model), device=written.device)
+
+    def put_back(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+        if args[0].shape != written.shape:  # the call for `token` below
+            return None
+        return torch.where(written[..., None], module(token), output)
+
+    handle = model.get_input_embeddings().register_forward_hook(put_back)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _positions(segment: Segment, model: PreTrainedModel) -> torch.Tensor:
+    """`[1, L]`, or `[3, 1, L]` where the model has multimodal rotary positions."""
+    length = len(segment)
+    rope_index = getattr(model.base_model, "get_rope_index", None)
+    if rope_index is None:
+        return torch.arange(length)[None]
+    if segment.vision is None:
+        return torch.arange(length).expand(3, 1, length)
+    ids = torch.from_numpy(segment.input_ids)[None]
+    is_image = (ids == image_token_id(model)) & (torch.arange(length) < segment.prompt_length)
+    positions, _ = rope_index(
+        input_ids=ids, mm_token_type_ids=is_image.int(), image_grid_thw=segment.vision.image_grid_thw
+    )
+    return positions

@@ -1,0 +1,175 @@
+"""Several learner processes as one: the group, small collectives with a deadline, and one gradient reduction per step.
+
+In: torchrun's environment and a timeout. Out: `Ranks`, handed to whoever needs to agree on something.
+
+Gradients are summed locally over a step's rows, then reduced over ranks once, in flat float32 buckets, in one order;
+torch's DistributedDataParallel is not used, because it reduces in the last backward pass, and which row is the last may
+differ between ranks. Invariants: every rank makes the same calls in the same order; a rank that had no gradient for a
+parameter contributes zeros; after `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shared.errors import ConfigError, DeadlineError
+
+T = TypeVar("T")
+BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of float32 at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process's place among the learner's processes. With `world_size` 1 no group exists and nothing waits."""
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    timeout_s: float = 600.0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
+        """Each value summed over ranks, in float64. Raises DeadlineError, like every call below."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, value: float) -> float:
+        return self._reduce([value], dist.ReduceOp.MAX)[0]
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Every rank's value, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        with self._deadline("all_gather_object"):
+            dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast_object(self, value: T | None) -> T:
+        """Rank 0's value, on every rank; what the others pass is ignored."""
+        if self.world_size == 1:
+            assert value is not None
+            return value
+        box = [value]
+        with self._deadline("broadcast_object"):
+            dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._reduce([0.0], dist.ReduceOp.SUM)
+
+    def all_reduce_tensor(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over ranks in place."""
+        if self.world_size > 1:
+            with self._deadline("all_reduce"):
+                dist.all_reduce(tensor)
+
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        if self.world_size > 1:
+            with self._deadline("broadcast"):
+                dist.broadcast(tensor, src=0)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _reduce(self, values: Sequence[float], op: Any) -> tuple[float, ...]:
+        if self.world_size == 1:
+            return tuple(float(v) for v in values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        with self._deadline("all_reduce"):
+            dist.all_reduce(tensor, op=op)
+        return tuple(tensor.tolist())
+
+    @contextmanager
+    def _deadline(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo's time-out, or a peer that is gone
+            raise DeadlineError(
+                f"collective {name} did not complete on rank {self.rank} of {self.world_size}",
+                found=str(error).splitlines()[0],
+                wanted=f"every rank there within training.collective_timeout_s = {self.timeout_s:g} s",
+                remedy="the log of the rank that stopped first says why; a slow rank needs a longer timeout",
+            ) from error
+
+
+def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
+    """Join torchrun's group (NCCL with a GPU, gloo without); outside torchrun, a world of one process.
+
+    Raises ConfigError where there are more processes than GPUs, DeadlineError where not all processes come.
+    """
+    rank, world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    local_rank = int(environment.get("LOCAL_RANK", 0))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                "more learner processes than GPUs",
+                found=f"local rank {local_rank}, {torch.cuda.device_count()} visible GPUs",
+                wanted="one GPU per process",
+                remedy="lower NPROC (torchrun --nproc-per-node), or make more GPUs visible",
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
+    if world_size > 1:
+        with ranks._deadline("init_process_group"):
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+    return ranks
+
+
+def broadcast_parameters(module: torch.nn.Module, ranks: Ranks) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        ranks.broadcast_tensor(tensor.data)
+
+
+def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, weight_sum: float) -> None:
+    """Turn locally summed gradients into the gradient of the step's weighted mean, on every rank.
+
+    `weight_sum` is the sum of all loss weights of the step over all ranks; with 0 every gradient becomes 0.
+    """
+    scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
+    for bucket in _buckets(parameters):
+        for p in bucket:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if ranks.world_size == 1:
+            for p in bucket:
+                assert p.grad is not None
+                p.grad.mul_(scale)
+            continue
+        flat = torch.cat([p.grad.flatten().float() for p in bucket if p.grad is not None])
+        ranks.all_reduce_tensor(flat)
+        flat.mul_(scale)
+        for p, part in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            assert p.grad is not None
+            p.grad.copy_(part.view_as(p))
+
+
+def _buckets(parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
+    bucket: list[torch.nn.Parameter] = []
+    for p in parameters:
+        if bucket and sum(q.numel() for q in bucket) + p.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(p)
+    if bucket:
+        yield bucket
