@@ -74,6 +74,7 @@ class CoordSlot:
     start: int  # first response token that holds a character of the number
     end: int  # one past the last
     bin: int
+    lead: int = 0  # bytes of token `start` that come before the number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,7 @@ class ParsedRollout:
     next_index: int  # number of the next `object_N` key (index map only)
     truncated: bool  # the answer ended before its container did
     usable: bool  # the container was opened as the task wants it
+    closed: bool = True  # the container was closed, and nothing but whitespace follows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

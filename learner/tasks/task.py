@@ -18,6 +18,8 @@ class Tokenizer(Protocol):
 
     eos_token_id: int
 
+    def __hash__(self) -> int: ...  # by identity: tables are cached per tokenizer
+
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
@@ -42,6 +44,10 @@ class Task(Protocol):
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
         """`objects` written so that they continue `after` (None: a fresh answer), container closed, without EOS."""
+        ...
+
+    def coordinate_text(self, value: int) -> str:
+        """One bin as an answer spells it."""
         ...
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:

@@ -1,0 +1,124 @@
+"""Boxes and polygons in bins: validity, canonical order, pixel conversion, and IoU by exact geometry.
+
+Boxes are (x1, y1, x2, y2), polygons (x1, y1, x2, y2, ...), with continuous coordinates: a box's area is
+(x2 - x1) * (y2 - y1). A polygon that crosses itself stands for what `shapely.make_valid` makes of it. Pure; used by the
+parser, the matcher, the evaluation and the dataset loaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+
+from learner.records import DetectionObject, GeometryKind
+from learner.tasks.detection.grammar import NUM_BINS
+
+_LAST_BIN = NUM_BINS - 1
+
+
+def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]:
+    """Pixel coordinates x, y, x, y, ... as bins: `round(999 * pixel / size)`, clamped to 0..999."""
+    sizes = (width, height)
+    scaled = (round(_LAST_BIN * value / sizes[i % 2]) for i, value in enumerate(coords))
+    return tuple(min(max(bin_, 0), _LAST_BIN) for bin_ in scaled)
+
+
+def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
+    """(x1, y1, x2, y2) in bins."""
+    if obj.kind == "bbox_2d":
+        x1, y1, x2, y2 = obj.bins
+        return x1, y1, x2, y2
+    xs, ys = obj.bins[0::2], obj.bins[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def canonical_order(objects: Iterable[DetectionObject]) -> tuple[DetectionObject, ...]:
+    """Top to bottom, then left to right, by the bounding box's (y1, x1); equal ones stay as they came."""
+    return tuple(sorted(objects, key=canonical_key))
+
+
+def canonical_key(obj: DetectionObject) -> tuple[int, int]:
+    """What `canonical_order` sorts by."""
+    x1, y1, _, _ = bounding_box(obj)
+    return y1, x1
+
+
+def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:
+    """Four numbers for a box; at least three points for a polygon."""
+    return len(bins) == 4 if kind == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
+
+
+def encloses_something(kind: GeometryKind, bins: Sequence[int]) -> bool:
+    """Whether x1 < x2 and y1 < y2: of the box itself, or of a polygon's bounding box."""
+    if kind == "bbox_2d":
+        return bins[0] < bins[2] and bins[1] < bins[3]
+    xs, ys = bins[0::2], bins[1::2]
+    return min(xs) < max(xs) and min(ys) < max(ys)
+
+
+def area(obj: DetectionObject) -> float:
+    """Area in square bins."""
+    if obj.kind == "bbox_2d":
+        x1, y1, x2, y2 = obj.bins
+        return float((x2 - x1) * (y2 - y1))
+    return float(_shape(obj).area)
+
+
+def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> NDArray[np.float64]:
+    """[len(a), len(b)] intersection over union; 0 where both areas are 0."""
+    if not a or not b:
+        return np.zeros((len(a), len(b)))
+    boxes_a, boxes_b = _boxes(a), _boxes(b)
+    overlap = _box_intersections(boxes_a, boxes_b)
+    poly_a, poly_b = _is_poly(a), _is_poly(b)
+    if not poly_a.any() and not poly_b.any():
+        return _ratio(overlap, _box_areas(boxes_a), _box_areas(boxes_b))
+    shapes_a, shapes_b = _shapes(a), _shapes(b)
+    # Disjoint bounding boxes need no polygon clipping, and two boxes are exact already.
+    rows, cols = np.nonzero((poly_a[:, None] | poly_b[None, :]) & (overlap > 0))
+    overlap[rows, cols] = shapely.area(shapely.intersection(shapes_a[rows], shapes_b[cols]))
+    return _ratio(overlap, shapely.area(shapes_a), shapely.area(shapes_b))
+
+
+def _ratio(
+    overlap: NDArray[np.float64], area_a: NDArray[np.float64], area_b: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    union = area_a[:, None] + area_b[None, :] - overlap
+    return np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
+
+
+def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:
+    return np.array([bounding_box(obj) for obj in objects], dtype=np.float64)
+
+
+def _is_poly(objects: Sequence[DetectionObject]) -> NDArray[np.bool_]:
+    return np.array([obj.kind == "poly" for obj in objects])
+
+
+def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
+    return (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+
+
+def _box_intersections(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    sides = np.minimum(a[:, None, 2:], b[None, :, 2:]) - np.maximum(a[:, None, :2], b[None, :, :2])
+    np.maximum(sides, 0.0, out=sides)
+    return sides[..., 0] * sides[..., 1]
+
+
+def _shapes(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
+    shapes = np.empty(len(objects), dtype=object)
+    shapes[:] = [_shape(obj) for obj in objects]
+    return shapes
+
+
+def _shape(obj: DetectionObject) -> shapely.Geometry:
+    if obj.kind == "bbox_2d":
+        return shapely.box(*obj.bins)
+    polygon = shapely.Polygon(np.array(obj.bins, dtype=np.float64).reshape(-1, 2))
+    if polygon.is_valid:
+        return polygon
+    parts = shapely.get_parts(shapely.make_valid(polygon))  # lines and points may be left over
+    return shapely.union_all(parts[shapely.get_dimensions(parts) == 2])

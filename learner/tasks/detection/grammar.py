@@ -1,0 +1,75 @@
+"""How a detection answer is spelled: one `Grammar` per pair of container and coordinate format.
+
+    index_map  {"object_1": {"desc": "seven", "bbox_2d": [C, C, C, C]}, "object_2": {...}}
+    array      [{"bbox_2d": [C, C, C, C], "label": "seven"}, ...]
+
+C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
+`poly`. Written with ", " and ": "; read with any JSON whitespace between, fields in any order. All patterns are over
+bytes and possessive, so that reading is linear in the answer's length whatever the model wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from learner.config.schema import TaskConfig
+from learner.records import GeometryKind
+
+NUM_BINS = 1000
+GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "poly"}
+
+_WS = rb"[ \t\n\r]*+"
+_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared as written: a name with escapes is no name of ours
+_STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
+_SCALAR = rb'[^][{}",: \t\n\r]++'
+
+# One field of an object and what ends it: name, string value, content of a flat list, "," or "}".
+_VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|' + _SCALAR + rb")"
+FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
+# What matters to bracket balance: whole strings, brackets, and a quote that never closes.
+BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
+OBJECT_NAME = re.compile(rb"object_([1-9][0-9]{0,17})")
+SPACE = re.compile(_WS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grammar:
+    opener: str
+    closer: str
+    indexed: bool  # entries are named `object_N`
+    desc_name: str
+    digits: bool
+    open_pattern: re.Pattern[bytes]  # up to and with the container's opener
+    entry_pattern: re.Pattern[bytes]  # up to and with an object's "{"; group 1 is its name, where indexed
+    list_pattern: re.Pattern[bytes]  # a list's content that is coordinates and nothing else
+    number_pattern: re.Pattern[bytes]  # one coordinate
+
+    def coordinate_text(self, value: int) -> str:
+        """Bin `value` as an answer spells it."""
+        return str(value) if self.digits else f"<|coord_{value}|>"
+
+
+@lru_cache(maxsize=8)
+def grammar_of(container: str, coordinates: str) -> Grammar:
+    """The grammar of `task.container` and `task.coordinates`."""
+    indexed, digits = container == "index_map", coordinates == "digits"
+    opener, closer = ("{", "}") if indexed else ("[", "]")
+    number = rb"(?:0|[1-9][0-9]{0,2}+)" if digits else rb"<\|coord_[0-9]{1,3}+\|>"
+    name = _NAME + _WS + b":" + _WS if indexed else b""
+    return Grammar(
+        opener=opener,
+        closer=closer,
+        indexed=indexed,
+        desc_name="desc" if indexed else "label",
+        digits=digits,
+        open_pattern=re.compile(_WS + re.escape(opener.encode())),
+        entry_pattern=re.compile(_WS + name + rb"\{"),
+        list_pattern=re.compile(_WS + number + rb"(?:" + _WS + b"," + _WS + number + rb")*+" + _WS),
+        number_pattern=re.compile(number),
+    )
+
+
+def grammar_for(config: TaskConfig) -> Grammar:
+    return grammar_of(config.container, config.coordinates)

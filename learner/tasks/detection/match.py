@@ -1,0 +1,46 @@
+"""One-to-one matching of predictions to ground truth (Hungarian, gated), by IoU alone.
+
+Among all assignments whose every pair has IoU >= the threshold, the one with the most pairs is taken, and among those
+the one with the largest total IoU. Pairs below the threshold are never candidates; leaving an object unmatched is
+always allowed. Descriptions do not matter here. Called by `DetectionTask.match` and, per threshold, by the
+evaluation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from learner.records import Assignment, ParsedRollout
+from learner.tasks.detection.geometry import iou_matrix
+
+
+def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
+    """Match `parsed.objects` to its sample's objects."""
+    truth = parsed.rollout.sample.objects
+    iou = iou_matrix([p.object for p in parsed.objects], truth)
+    pairs = assign(iou, iou >= iou_threshold)
+    predictions, truths = {p for p, _, _ in pairs}, {t for _, t, _ in pairs}
+    return Assignment(
+        parsed=parsed,
+        pairs=tuple(pairs),
+        missed=tuple([t for t in range(len(truth)) if t not in truths]),
+        spurious=tuple([p for p in range(len(parsed.objects)) if p not in predictions]),
+    )
+
+
+def assign(iou: NDArray[np.float64], feasible: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
+    """The best one-to-one pairs (row, column, IoU) of a [P, G] matrix, by row.
+
+    A feasible pair is worth its IoU plus more than all IoUs together can be, so that one pair more always wins; any
+    other cell is worth what leaving both unmatched is, nothing. scipy's rectangular solver (Crouse 2016) maximises
+    the sum.
+    """
+    if not feasible.any():
+        return []
+    value = np.where(feasible, iou + (1 + min(iou.shape)), 0.0)
+    rows, cols = linear_sum_assignment(value, maximize=True)
+    chosen = feasible[rows, cols]
+    rows, cols = rows[chosen], cols[chosen]
+    return list(zip(rows.tolist(), cols.tolist(), iou[rows, cols].tolist(), strict=True))

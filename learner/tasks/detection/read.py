@@ -1,0 +1,224 @@
+"""Reads an answer's text into entries, strictly, one after the other.
+
+In: the answer's bytes with each token's place in them. Out: an `Entry` per syntactically closed object, in order, and
+what became of the container. No repair: an object that is closed but wrong is dropped with one reason and reading
+goes on after it; where no next object can be found, reading stops.
+
+An object is *closed* when its brackets balance outside strings, so nothing inside it can make the rest unreadable.
+Its fields are read until the first unreadable one, and the first of these that holds is the reason:
+
+    key_invalid       its key is not `object_N` (N >= 1, no leading zeros, at most 18 digits), or N came before;
+                      or one of its fields came twice
+    missing_desc      no description, or one that is empty, blank, not a string, or not valid text
+    unknown_geom      a field that is neither description nor geometry, two geometries, or a rest that is unreadable
+    missing_geom      no geometry that is a flat list
+    non_coord_token   something in the list is not a coordinate as the task spells it (`<|coord_k|>` must be that
+                      very token; digits must be 0..999 without leading zeros)
+    wrong_arity       not 4 numbers for a box; fewer than 6 or an odd number for a polygon
+    bbox_invalid      x2 <= x1 or y2 <= y1, degenerate ones included; for a polygon, of its bounding box
+
+`truncated` counts what was cut off by the answer's end, or by a syntax error between objects that makes the rest
+unreadable (a missing comma, an entry that is no object, unbalanced brackets): once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from learner.records import CoordSlot, DetectionObject, DropReason, PredictedObject
+from learner.tasks.detection.geometry import arity_is_right, encloses_something
+from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, OBJECT_NAME, SPACE, Grammar
+from learner.tasks.pieces import TokenText
+
+_CLOSER = {b"{": b"}", b"[": b"]"}
+
+
+class Entry(NamedTuple):
+    """One syntactically closed object. `end` is the offset after its "}"."""
+
+    end: int
+    number: int  # N of `object_N`; 0 where it has none
+    predicted: PredictedObject | None  # None: dropped
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was read of one answer."""
+
+    opened: bool = False
+    closed: bool = False  # the container's own closer was met
+    clean: bool = False  # ... and only whitespace follows
+    entries: list[Entry] = field(default_factory=list)
+    drops: Counter[DropReason] = field(default_factory=Counter)
+
+
+def read_answer(
+    text: TokenText, token_ids: Sequence[int], bin_of_token: Mapping[int, int], grammar: Grammar
+) -> Reading:
+    """Read `text`, which is that of `token_ids`. `bin_of_token` maps coordinate token ids to bins (empty for digits).
+
+    Linear in the length of the text; never raises on an answer, whatever it holds.
+    """
+    reading = Reading()
+    opening = grammar.open_pattern.match(text.data)
+    if opening is None:
+        return reading
+    reading.opened = True
+    pos = SPACE.match(text.data, opening.end()).end()  # type: ignore[union-attr]
+    if _closes(reading, text.data, pos, grammar):
+        return reading
+    objects = _ObjectReader(text, token_ids, bin_of_token, grammar)
+    while _read_entry(reading, objects, pos):
+        pos = SPACE.match(text.data, reading.entries[-1].end).end()  # type: ignore[union-attr]
+        if _closes(reading, text.data, pos, grammar):
+            return reading
+        separator = text.data[pos : pos + 1]
+        pos += 1
+        if separator != b",":
+            if separator:
+                reading.drops["truncated"] += 1
+            break
+    return reading
+
+
+def _closes(reading: Reading, data: bytes, pos: int, grammar: Grammar) -> bool:
+    if data[pos : pos + 1] != grammar.closer.encode():
+        return False
+    reading.closed = True
+    reading.clean = not data[pos + 1 :].strip(b" \t\n\r")
+    return True
+
+
+def _read_entry(reading: Reading, objects: _ObjectReader, pos: int) -> bool:
+    """Read one entry at `pos`; False where there is none that closes."""
+    data, grammar = objects.text.data, objects.grammar
+    opening = grammar.entry_pattern.match(data, pos)
+    if opening is None:
+        if data[pos:].strip(b" \t\n\r"):
+            reading.drops["truncated"] += 1
+        return False
+    end, outcome = objects.read(opening.end())
+    if end is None:
+        reading.drops["truncated"] += 1
+        return False
+    number = 0
+    if grammar.indexed:
+        name = OBJECT_NAME.fullmatch(opening[1])
+        number = int(name[1]) if name else 0
+        if not number or number in objects.numbers:
+            outcome = "key_invalid"
+        objects.numbers.add(number)
+    if isinstance(outcome, PredictedObject):
+        reading.entries.append(Entry(end, number, outcome))
+    else:
+        reading.entries.append(Entry(end, number, None))
+        reading.drops[outcome] += 1
+    return True
+
+
+class _ObjectReader:
+    """Reads objects of one answer from the byte after their "{"."""
+
+    def __init__(
+        self, text: TokenText, token_ids: Sequence[int], bin_of_token: Mapping[int, int], grammar: Grammar
+    ) -> None:
+        self.text = text
+        self.grammar = grammar
+        self.numbers: set[int] = set()
+        self._token_ids = token_ids
+        self._bin_of_token = bin_of_token
+        self._desc_name = grammar.desc_name.encode()
+
+    def read(self, pos: int) -> tuple[int | None, PredictedObject | DropReason]:
+        """The offset after the object's "}" (None where it never closes), and the object or why it is dropped."""
+        data, start = self.text.data, pos - 1
+        fields: dict[bytes, tuple[bytes | None, tuple[int, int]]] = {}
+        repeated = False
+        while match := FIELD.match(data, pos):
+            name, string, _, stop = match.groups()
+            repeated = repeated or name in fields
+            fields[name] = string, match.span(3)
+            pos = match.end()
+            if stop == b"}":
+                return pos, "key_invalid" if repeated else self._judge(fields, complete=True)
+        end = closing_brace(data, start)
+        return end, "key_invalid" if repeated else self._judge(fields, complete=False)
+
+    def _judge(
+        self, fields: Mapping[bytes, tuple[bytes | None, tuple[int, int]]], *, complete: bool
+    ) -> PredictedObject | DropReason:
+        string = fields[self._desc_name][0] if self._desc_name in fields else None
+        desc = None if string is None else _decode(string)
+        if desc is None:
+            return "missing_desc"
+        geometries = [name for name in fields if name in GEOMETRY_KINDS]
+        if len(fields) > 1 + len(geometries) or len(geometries) > 1:
+            return "unknown_geom"
+        if not geometries or fields[geometries[0]][1][0] < 0:
+            return "missing_geom"
+        if not complete:
+            return "unknown_geom"
+        slots = self._slots(*fields[geometries[0]][1])
+        if slots is None:
+            return "non_coord_token"
+        kind = GEOMETRY_KINDS[geometries[0]]
+        bins = tuple([slot.bin for slot in slots])
+        if not arity_is_right(kind, bins):
+            return "wrong_arity"
+        if not encloses_something(kind, bins):
+            return "bbox_invalid"
+        return PredictedObject(object=DetectionObject(desc=desc, kind=kind, bins=bins), slots=slots)
+
+    def _slots(self, start: int, end: int) -> tuple[CoordSlot, ...] | None:
+        """The coordinates in bytes start..end, which are a list's content; None where something else is there."""
+        data, grammar = self.text.data, self.grammar
+        if grammar.list_pattern.fullmatch(data, start, end) is None:
+            return () if not data[start:end].strip(b" \t\n\r") else None
+        slots = []
+        for match in grammar.number_pattern.finditer(data, start, end):
+            begin, stop = match.span()
+            token = self.text.token_at(begin)
+            lead = begin - self.text.start(token)
+            if grammar.digits:
+                last = self.text.token_at(stop - 1)
+                slots.append(CoordSlot(start=token, end=last + 1, bin=int(match[0]), lead=lead))
+                continue
+            value = self._bin_of_token.get(self._token_ids[token])
+            if value is None:
+                return None  # the token's text, spelled out by other tokens
+            slots.append(CoordSlot(start=token, end=token + 1, bin=value))
+        return tuple(slots)
+
+
+def closing_brace(data: bytes, start: int) -> int | None:
+    """The offset after the bracket that closes the one at `start`; None where none does, or brackets are crossed."""
+    stack: list[bytes] = []
+    for match in BALANCE.finditer(data, start):
+        mark = match[0]
+        if mark in _CLOSER:
+            stack.append(_CLOSER[mark])
+        elif mark == b'"':
+            return None  # a string that never ends
+        elif mark in (b"}", b"]"):
+            if stack.pop() != mark:
+                return None
+            if not stack:
+                return match.end()
+    return None
+
+
+def _decode(string: bytes) -> str | None:
+    """A JSON string's text; None where it is blank or no valid text."""
+    try:
+        text = string[1:-1].decode()
+    except UnicodeDecodeError:
+        return None
+    if "\\" in text:
+        text = json.loads(f'"{text}"')
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            return None  # half of a surrogate pair
+    return text if text.strip() else None

@@ -1,0 +1,43 @@
+"""Writes objects as an answer, fresh or continuing a prefix, and says where the descriptions are.
+
+The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters as they are. Parsing
+prefix + tail gives the prefix's objects, then the written ones, in a closed container. Called by
+`DetectionTask.serialize`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from learner.records import DetectionObject, ParsedRollout
+from learner.tasks.detection.grammar import Grammar
+from learner.tasks.task import SerializedTail
+
+
+def serialize_objects(
+    objects: Sequence[DetectionObject], after: ParsedRollout | None, grammar: Grammar
+) -> SerializedTail:
+    """`objects`, in the order given, as text that continues `after` (None: a whole answer) and closes the container."""
+    parts = [grammar.opener if after is None else after.tail_opening]
+    length = len(parts[0])
+    spans: list[tuple[int, int]] = []
+    separator = ", " if after is not None and after.needs_separator else ""
+    for number, obj in enumerate(objects, start=1 if after is None else after.next_index):
+        before, desc, behind = _write(obj, number, grammar)
+        start = length + len(separator) + len(before)
+        spans.append((start, start + len(desc)))
+        parts += (separator, before, desc, behind)
+        length = start + len(desc) + len(behind)
+        separator = ", "
+    parts.append(grammar.closer)
+    return SerializedTail(text="".join(parts), desc_spans=tuple(spans))
+
+
+def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
+    """One object's text: what is before its description, the description between its quotes, and what is behind."""
+    desc = json.dumps(obj.desc, ensure_ascii=False)[1:-1]
+    numbers = ", ".join([grammar.coordinate_text(value) for value in obj.bins])
+    if grammar.indexed:
+        return f'"object_{number}": {{"desc": "', desc, f'", "{obj.kind}": [{numbers}]}}'
+    return f'{{"{obj.kind}": [{numbers}], "label": "', desc, '"}'

@@ -1,0 +1,67 @@
+"""The detection task: the `Task` protocol over this package's stages. Built once per run, from `task` in the YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from learner.config.schema import TaskConfig
+from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
+from learner.tasks.detection.counts import CountTable, count_objects
+from learner.tasks.detection.evaluate import evaluate_counts
+from learner.tasks.detection.grammar import NUM_BINS, grammar_for
+from learner.tasks.detection.match import match_objects
+from learner.tasks.detection.parse import parse_rollout
+from learner.tasks.detection.serialize import serialize_objects
+from learner.tasks.detection.validate import validate_sample
+from learner.tasks.pieces import pieces_of
+from learner.tasks.task import SerializedTail, Tokenizer
+from shared.errors import ConfigError
+
+
+class DetectionTask:
+    """Implements `learner.tasks.task.Task`. Pure and reusable; holds only the grammar and token tables."""
+
+    def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError where coordinates are tokens and the tokenizer lacks one of them."""
+        self.config = config
+        self.grammar = grammar_for(config)
+        self._pieces = pieces_of(tokenizer)
+        self._bin_of_token = {} if self.grammar.digits else _coordinate_tokens(tokenizer)
+
+    def parse(self, rollout: Rollout) -> ParsedRollout:
+        return parse_rollout(rollout, self._pieces, self._bin_of_token, self.grammar)
+
+    def match(self, parsed: ParsedRollout) -> Assignment:
+        return match_objects(parsed, self.config.iou_threshold)
+
+    def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
+        return serialize_objects(objects, after, self.grammar)
+
+    def coordinate_text(self, value: int) -> str:
+        return self.grammar.coordinate_text(value)
+
+    def count(self, assignments: Sequence[Assignment]) -> CountTable:
+        """What `evaluate` adds up, one row per sample: the input of the bootstrap."""
+        return count_objects(assignments)
+
+    def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
+        return evaluate_counts(self.count(assignments))
+
+    def validate(self, sample: Sample) -> None:
+        validate_sample(sample, self._pieces)
+
+
+def _coordinate_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """Token id -> bin of the thousand `<|coord_k|>` tokens."""
+    bins: dict[int, int] = {}
+    for value in range(NUM_BINS):
+        ids = tokenizer.encode(f"<|coord_{value}|>", add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(
+                "task.coordinates is `tokens`, and the tokenizer does not have them all",
+                found=f"<|coord_{value}|> is {len(ids)} tokens",
+                wanted="one token for each <|coord_k|>, k in 0..999",
+                remedy="add them to the tokenizer and train their embeddings, or set task.coordinates: digits",
+            )
+        bins[ids[0]] = value
+    return bins
