@@ -1,6 +1,6 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
-The bodies of `/infer/` follow ms-swift: `RolloutInferRequest`, `RequestConfig`, (nearly) `RolloutOutput`; the rest is ours.
+`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig`, and nearly answers its `RolloutOutput`.
 Each request of an infer call carries a `uuid`; a server that has answered that uuid answers the same again, so a
 retry after a lost reply never makes a second rollout.
 """
@@ -207,6 +207,7 @@ class ServerStatus(WireModel):
     protocol: int = PROTOCOL_VERSION
     server_id: str
     model: str
+    dtype: str = ""  # of the served weights, as in `TensorSpec`; "": not told, and weights travel as they are trained
     vocab_size: int
     max_model_len: int
     gate: Literal["serving", "draining", "updating", "poisoned"]

@@ -83,9 +83,8 @@ class ServerBackend:
 
         Raises ServerUnreachableError, ServerMismatchError (protocol, vocabulary), ConfigError (caps, lengths).
         """
-        found = self.loop.run(_gather(self._look(client) for client in self.clients))
-        statuses = tuple(status for status, _ in found)
-        self.world_sizes = tuple(world_size for _, world_size in found)
+        statuses = self.statuses()
+        self.world_sizes = tuple(self.loop.run(_gather(client.world_size() for client in self.clients)))
         self.chunk = chunk_size(
             decode_batch_size=self.config.decode_batch_size,
             server_world_sizes=self.world_sizes,
@@ -103,6 +102,10 @@ class ServerBackend:
             )
         log.info("rank %d of %d: at most %d requests in flight", self._rank, self._num_ranks, self.chunk)
         return statuses
+
+    def statuses(self) -> tuple[ServerStatus, ...]:
+        """Every server's state now, in configured order. Raises as `connect` does."""
+        return tuple(self.loop.run(_gather(self._look(client) for client in self.clients)))
 
     def generate(
         self,
@@ -146,11 +149,11 @@ class ServerBackend:
             self.loop.submit(_gather(client.aclose() for client in self.clients)).result(CLOSE_S)
             self.loop.close(CLOSE_S)
 
-    async def _look(self, client: ServerClient) -> tuple[ServerStatus, int]:
+    async def _look(self, client: ServerClient) -> ServerStatus:
         await client.wait_healthy()
         status = await client.status()
         self._check(client.base_url, status)
-        return status, await client.world_size()
+        return status
 
     def _check(self, base_url: str, status: ServerStatus) -> None:
         if status.protocol != PROTOCOL_VERSION:

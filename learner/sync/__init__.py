@@ -1,0 +1,6 @@
+"""Weight sync: what the trainer needs of it."""
+
+from learner.sync.canary import CanaryItem
+from learner.sync.weight_sync import WeightSync
+
+__all__ = ["CanaryItem", "WeightSync"]

@@ -1,0 +1,254 @@
+"""Full weight sync from the learner to every rollout server, in memory and checked (R09, R10, R24; D1).
+
+In: the policy's weights. Out: a `SyncReceipt` on every rank. Invariants:
+- only rank 0 talks to servers; all ranks do `barrier -> sync -> barrier`, and all learn rank 0's outcome, good or bad;
+- `ver` rises by one with a completed sync and never otherwise; the backend accepts rollouts of that version only;
+- complete means: every server has checked bytes and coverage, and its canary gap is within the tolerance;
+- after a failed sync the first cause is raised with the server named, every group is aborted, and the next `sync` opens
+  new ones under a new incarnation.
+Buckets are packed twice, first for the digests and then to be sent: the first pass costs the servers no pause, and no
+more than one bucket is in memory. Called by the trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from learner.config.schema import VllmConfig
+from learner.records import SyncReceipt
+from learner.rollout.client import REPLY_GRACE_S
+from learner.rollout.server import ServerBackend
+from learner.sync.canary import CanaryGap, CanaryItem, compare, score_call
+from learner.sync.link import Join, ServerLink
+from learner.sync.source import WeightSource, check_specs, packed_buckets
+from learner.sync.waiting import await_all, cancel
+from shared import communicator
+from shared.errors import ConfigError, ProjectError, SyncError
+from shared.weights import DTYPES, plan_buckets, seal
+from shared.wire import Bucket, TensorSpec, UpdateWeightsCall, UpdateWeightsReply
+
+T = TypeVar("T")
+log = logging.getLogger("learner.sync")
+
+Logprobs = Callable[[CanaryItem], Sequence[float]]
+
+
+class Fence(Protocol):
+    """What the ranks agree through; `learner.policy.parallel.Ranks` is one."""
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def barrier(self) -> None: ...
+
+    def broadcast_object(self, value: Any) -> Any: ...
+
+
+class WeightSync:
+    """`canary` and `learner_logprobs` are used on rank 0 only; `device` is where the policy's weights are."""
+
+    def __init__(
+        self,
+        backend: ServerBackend,
+        weights: WeightSource,
+        *,
+        config: VllmConfig,
+        canary: Sequence[CanaryItem],
+        learner_logprobs: Logprobs,
+        fence: Fence,
+        device: torch.device,
+        join: Join = communicator.join,
+    ) -> None:
+        _require_full(config)
+        assert canary or not fence.is_main, "a sync without a canary is not checked"
+        self.ver = 0
+        self.receipts: list[SyncReceipt] = []
+        self._backend, self._weights, self._config = backend, weights, config
+        self._canary, self._learner_logprobs = tuple(canary), learner_logprobs
+        self._fence, self._device, self._join = fence, device, join
+        self._links: tuple[ServerLink, ...] = ()  # empty: not connected
+        self._incarnation = ""
+        self._dtype: torch.dtype | None = None
+
+    def connect(self) -> None:
+        """Join a group with every server; on all ranks, after the backend's `connect`. `sync` does it where needed.
+
+        Raises CommunicatorError, DeadlineError or the server's own error.
+        """
+        self.ver = self._on_main(self._connect)
+
+    def sync(self) -> SyncReceipt:
+        """Bring every server to the policy's weights; on all ranks, which all return when all servers serve them.
+
+        Raises SyncError (Communicator, Digest, Coverage, Canary), ServerError, DeadlineError: rank 0's, on every rank.
+        """
+        receipt = self._on_main(self._sync)
+        self.ver = self._backend.expected_ver = receipt.ver
+        self.receipts.append(receipt)
+        return receipt
+
+    def close(self) -> None:
+        """Leave the groups; bounded in time. A server that no longer answers is only logged."""
+        links, self._links = self._links, ()
+        goodbyes = {link: link.post_close(self._incarnation) for link in links}
+        wait(goodbyes.values(), timeout=REPLY_GRACE_S)
+        for link, goodbye in goodbyes.items():
+            if not goodbye.done() or goodbye.exception() is not None:
+                log.warning("%s did not hear that the learner leaves: %s", link.base_url, goodbye)
+            goodbye.cancel()
+            link.leave(abort=False)
+
+    def _on_main(self, work: Callable[[], T]) -> T:
+        self._fence.barrier()
+        outcome: T | ProjectError | None = None
+        if self._fence.is_main:
+            try:
+                outcome = work()
+            except ProjectError as error:  # raised below, on every rank
+                outcome = error
+        shared = self._fence.broadcast_object(outcome)
+        self._fence.barrier()
+        if isinstance(outcome, ProjectError):
+            raise outcome  # with its traceback
+        if isinstance(shared, ProjectError):
+            raise shared
+        return shared
+
+    # ---- rank 0 ----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> int:
+        """The version to count from: above all that the servers have seen, so that no old rollout passes for new."""
+        statuses = self._backend.statuses()
+        dtypes = {status.dtype for status in statuses}
+        self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+        check_specs(self._weights.weight_specs(self._dtype))
+        self._incarnation = uuid.uuid4().hex
+        links = [
+            ServerLink(
+                client,
+                loop=self._backend.loop,
+                group_port=entry.group_port,
+                world_size=world_size,
+                device=self._device,
+                timeout_s=self._config.server.timeout_s,
+                join=self._join,
+            )
+            for client, entry, world_size in zip(
+                self._backend.clients, self._backend.servers, self._backend.world_sizes, strict=True
+            )
+        ]
+        posts = {link: link.post_init(self._incarnation) for link in links}
+        joins = {link: link.join() for link in links}
+        try:
+            await_all(joins, posts)
+            await_all(posts, {})
+        except BaseException:
+            for future in joins.values():
+                future.add_done_callback(_abort_late)
+            cancel(posts)
+            raise
+        for link in links:
+            link.adopt(joins[link].result())
+        self._links = tuple(links)
+        log.info("joined %d servers, sync mode full, weights travel in %s", len(links), self._dtype or "their own type")
+        return max(self.ver, *(status.ver for status in statuses))
+
+    def _sync(self) -> SyncReceipt:
+        if not self._links:
+            self.ver = self._connect()
+        begin = time.monotonic()
+        try:
+            plan = plan_buckets(self._weights.weight_specs(self._dtype), self._config.sync.bucket_bytes)
+            buckets = [seal(specs, buffer) for specs, buffer in zip(plan, self._packed(plan), strict=True)]
+            self._send(buckets)
+            gap = self._check_canary()
+        except BaseException:
+            links, self._links = self._links, ()
+            for link in links:
+                link.leave(abort=True)
+            raise
+        receipt = SyncReceipt(
+            ver=self.ver + 1,
+            mode="full",
+            seconds=time.monotonic() - begin,
+            num_bytes=sum(bucket.num_bytes for bucket in buckets),
+            num_tensors=sum(len(bucket.tensors) for bucket in buckets),
+            canary_gap=gap.mean,
+            canary_gap_max=gap.max,
+        )
+        log.info("weights synced: %s", receipt)
+        return receipt
+
+    def _packed(self, plan: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor]:
+        return packed_buckets(self._weights, plan, dtype=self._dtype, device=self._device)
+
+    def _send(self, buckets: Sequence[Bucket]) -> None:
+        call = UpdateWeightsCall(
+            incarnation=self._incarnation,
+            ver=self.ver + 1,
+            buckets=list(buckets),
+            timeout_s=self._config.server.timeout_s,
+        )
+        posts = {link: link.post_update(call) for link in self._links}
+        try:
+            for i, buffer in enumerate(self._packed([bucket.tensors for bucket in buckets]), start=1):
+                sent = {link: link.broadcast(buffer) for link in self._links}
+                await_all(sent, posts, may_reply=i == len(buckets))
+            await_all(posts, {})
+        except BaseException:
+            cancel(posts)
+            raise
+        for link, post in posts.items():
+            _check_reply(call, post.result(), link.base_url)
+
+    def _check_canary(self) -> CanaryGap:
+        """The worst gap over servers."""
+        learner = [list(self._learner_logprobs(item)) for item in self._canary]
+        call = score_call(self._canary)
+        replies = {link: self._backend.loop.submit(link.client.score(call)) for link in self._links}
+        await_all(replies, {})
+        gaps = [
+            compare(
+                self._canary,
+                learner,
+                replies[link].result(),
+                tolerance=self._config.sync.canary_tolerance,
+                base_url=link.base_url,
+            )
+            for link in self._links
+        ]
+        return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
+
+
+def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: str) -> None:
+    wanted = (call.ver, sum(b.num_bytes for b in call.buckets), sum(len(b.tensors) for b in call.buckets))
+    found = (reply.ver, reply.num_bytes, reply.num_tensors)
+    if found != wanted:
+        raise SyncError(
+            f"{base_url}: the server confirmed another update than the one that was sent",
+            found=f"(ver, bytes, tensors) {found}",
+            wanted=str(wanted),
+            remedy="run the same version of this project on both sides",
+        )
+
+
+def _abort_late(joined: Future[communicator.Communicator]) -> None:
+    if joined.exception() is None:
+        joined.result().abort()
+
+
+def _require_full(config: VllmConfig) -> None:
+    if config.sync.mode == "adapter" or (config.sync.mode == "auto" and config.enable_lora):
+        raise ConfigError(
+            "custom.extra.rollout_matching.vllm.sync.mode: adapters can't be synced to a rollout server",
+            found=f"mode {config.sync.mode!r}, enable_lora {config.enable_lora}",
+            wanted="full (merged weights)",
+            remedy="set sync.mode: full",
+        )
