@@ -1,0 +1,226 @@
+"""The top of the page: what the run was, the result in a sentence and four cards, what is missing, how runs compare."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from learner.report.axes import number
+from learner.report.charts import Bar, Series, interval_chart, line_chart
+from learner.report.markup import Html, el, join
+from learner.report.read import Run, RunSet
+from learner.report.scores import Estimate
+from learner.report.standings import Standing, f1_of, gain_between
+
+
+def header(runs: RunSet) -> Html:
+    """Name and facts of the main run."""
+    main = runs.runs[0]
+    facts = [
+        main.setting("custom", "trainer_variant"),
+        main.setting("model", "path"),
+        f"{len(main.steps)} optimizer steps",
+        f"{number(sum(s.num_segments for s in main.steps))} samples",
+        duration(main.wall_s) if math.isfinite(main.wall_s) and main.wall_s > 0 else None,
+    ]
+    return el(
+        "header",
+        el("p", "Run report" if len(runs.runs) == 1 else f"Report of {len(runs.runs)} runs", cls="kicker"),
+        el("h1", runs.title),
+        el("p", "  ·  ".join(str(fact) for fact in facts if fact), cls="facts"),
+    )
+
+
+def notes(runs: RunSet, all_standings: Sequence[Standing]) -> Html | None:
+    """What this page can't show, and why."""
+    found = []
+    for standing in all_standings:
+        run = standing.run
+        name = f"{run.name}: " if len(runs.runs) > 1 else ""
+        found += [f"{name}{note}." for note in run.notes]
+        if not run.steps:
+            found.append(f"{name}no optimizer step is recorded yet.")
+        if not run.evals:
+            found.append(f"{name}no evaluation is recorded yet, so there is no F1 and no gallery.")
+        elif standing.after is None:
+            found.append(
+                f"{name}only one evaluation, at step {run.evals[0].global_step}: nothing to compare it with yet."
+            )
+        if any(not point.scenes for point in run.evals):
+            found.append(f"{name}scenes were not kept for every evaluation; F1 has no interval there.")
+        if standing.borrowed:
+            found.append(
+                f"{name}“before” is {runs.runs[0].name}'s evaluation at step 0: both began from the same model."
+            )
+    return el("ul", *(el("li", text) for text in found), cls="notes") if found else None
+
+
+def verdict(standing: Standing) -> Html | None:
+    """The result in a sentence."""
+    before, after, gain = standing.f1_before, standing.f1_after, standing.gain
+    if before is None:
+        return None
+    scenes = f" on {before.num_scenes} test scenes" if before.num_scenes else ""
+    if after is None or gain is None:
+        return el("p", f"F1@0.5{scenes} is {before.value:.3f}.", cls="verdict")
+    moved = f"F1@0.5{scenes} went from {before.value:.3f} to {after.value:.3f}"
+    steps = standing.after.global_step if standing.after else 0
+    text = f"After {steps} optimizer steps, {moved}; "
+    if gain.low is None or gain.high is None:
+        text += "without the scenes there is no telling how sure that is."
+    elif gain.low > 0:
+        text += f"the gain is at least {gain.low:.3f} with 97.5% confidence."
+    elif gain.high < 0:
+        text += "a loss that the interval sets apart from zero."
+    else:
+        text += "the interval of the change includes zero, so no gain is shown."
+    return el("p", text, cls="verdict")
+
+
+def cards(all_standings: Sequence[Standing]) -> Html:
+    """Four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed."""
+    main = all_standings[0]
+    third = _against(main, all_standings[1]) if len(all_standings) > 1 else _parse_rate(main)
+    return el("div", _f1_card(main), _gain_card("Gain", main.gain), third, _sync_card(main.run), cls="cards")
+
+
+def _card(name: str, big: Html | str, sub: str, tone: str = "") -> Html:
+    return el(
+        "div",
+        el("div", name, cls="name"),
+        el("div", big, cls=f"big {tone}".strip()),
+        el("div", sub, cls="sub"),
+        cls="card",
+    )
+
+
+def _f1_card(standing: Standing) -> Html:
+    shown = [e for e in (standing.f1_before, standing.f1_after) if e is not None]
+    if not shown:
+        return _card("F1@0.5", "–", "not evaluated")
+    last = f"{shown[-1].value:.3f}"
+    big = join(el("s", f"{shown[0].value:.3f} → "), last) if len(shown) == 2 else join(last)
+    name = "F1@0.5, before → after" if len(shown) == 2 else "F1@0.5"
+    return _card(name, big, " → ".join(filter(None, map(interval, shown))) or "no scenes, no interval")
+
+
+def _gain_card(name: str, gain: Estimate | None) -> Html:
+    if gain is None:
+        return _card(name, "–", "needs two evaluations")
+    tone = "good" if (gain.low or 0) > 0 else "bad" if (gain.high or 0) < 0 else ""
+    sub = f"{interval(gain)}, paired" if gain.low is not None else "no interval"
+    return _card(name, signed(gain.value), sub, tone)
+
+
+def _against(main: Standing, other: Standing) -> Html:
+    name = f"After, against {other.run.name}"
+    return _gain_card(name, gain_between(other.after or other.before, main.after))
+
+
+def _parse_rate(standing: Standing) -> Html:
+    points = [p.metrics["parse_rate"] for p in (standing.before, standing.after) if p and "parse_rate" in p.metrics]
+    if not points:
+        return _card("Parse rate", "–", "not evaluated")
+    sub = f"before {points[0]:.1%}" if len(points) == 2 else "one evaluation"
+    return _card("Parse rate", f"{points[-1]:.1%}", sub)
+
+
+def _sync_card(run: Run) -> Html:
+    if not run.syncs:
+        speeds = [s.metrics["tokens_per_s"] for s in run.steps if "tokens_per_s" in s.metrics]
+        return _card("Tokens/s", number(statistics.median(speeds)) if speeds else "–", "median step; no sync recorded")
+    gaps = [s.canary_gap for s in run.syncs if math.isfinite(s.canary_gap)]
+    seconds = [s.seconds for s in run.syncs if math.isfinite(s.seconds)]
+    worst = f"worst canary gap {number(max(gaps))}" if gaps else "no canary gap recorded"
+    typical = f" × {number(statistics.median(seconds))} s" if seconds else ""
+    return _card("Weight syncs", f"{len(run.syncs)}{typical}", worst)
+
+
+def evaluation_charts(all_standings: Sequence[Standing]) -> Html | None:
+    """F1 with intervals, one row per evaluation that matters, and F1 over steps."""
+    rows, series = [], []
+    several = len(all_standings) > 1
+    for index, standing in enumerate(all_standings):
+        if index == 0 or not standing.borrowed:
+            name = "before" if index == 0 else f"{standing.run.name} before"
+            rows += _interval_row(name, "before", standing.f1_before)
+        rows += _interval_row(standing.run.name if several else "after", standing.tone, standing.f1_after)
+        points = [(p.global_step, f1_of(p)) for p in standing.run.evals]
+        if standing.borrowed:
+            points.insert(0, (0, standing.f1_before))
+        kept = [(float(step), estimate.value) for step, estimate in points if estimate]
+        series.append(Series(standing.run.name if several else "F1@0.5", kept, standing.tone))
+    drawn = [
+        interval_chart("F1@0.5 over scenes", rows, note="95% bootstrap"),
+        line_chart("F1@0.5 by step", series, dots=True) if any(len(s.points) > 1 for s in series) else None,
+    ]
+    return el("div", *drawn, cls="charts two") if rows else None
+
+
+def _interval_row(name: str, tone: str, estimate: Estimate | None) -> list[Bar]:
+    if estimate is None:
+        return []
+    return [Bar(name, estimate.value, tone, estimate.low, estimate.high)]
+
+
+def comparison_table(all_standings: Sequence[Standing]) -> Html | None:
+    """One row per run with intervals; None for a single run."""
+    if len(all_standings) < 2:
+        return None
+    main = all_standings[0]
+    rows = []
+    for standing in all_standings:
+        against = None if standing is main else gain_between(standing.after, main.after)
+        cells = [_estimate_cell(e) for e in (standing.f1_before, standing.f1_after)]
+        cells += [_estimate_cell(e, sign=True) for e in (standing.gain, against)]
+        rows.append([standing.run.name, str(len(standing.run.steps)), *cells, duration(standing.run.wall_s)])
+    head = ["Run", "Steps", "F1@0.5 before", "after", "gain", f"{main.run.name} ahead by", "Wall time"]
+    return table(head, rows)
+
+
+def metrics_table(all_standings: Sequence[Standing]) -> Html | None:
+    """Every metric of the task, before and after."""
+    several = len(all_standings) > 1
+    columns = [("Before", all_standings[0].before)]
+    columns += [(f"After, {s.run.name}" if several else "After", s.after) for s in all_standings if s.after]
+    shown = [(name, point.metrics) for name, point in columns if point and point.metrics]
+    names = sorted({key for _, metrics in shown for key in metrics})
+    rows = [[key, *(f"{metrics[key]:.3f}" if key in metrics else "–" for _, metrics in shown)] for key in names]
+    return table(["Metric", *(name for name, _ in shown)], rows) if rows else None
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str | Html]]) -> Html:
+    """A table that scrolls sideways where there is no room."""
+    top = el("tr", *(el("th", name, scope="col") for name in head))
+    body = [el("tr", *(el("td", cell) for cell in row)) for row in rows]
+    return el("div", el("table", el("thead", top), el("tbody", *body)), cls="table")
+
+
+def _estimate_cell(estimate: Estimate | None, *, sign: bool = False) -> Html:
+    if estimate is None:
+        return join("–")
+    value = signed(estimate.value) if sign else f"{estimate.value:.3f}"
+    return join(value, el("small", interval(estimate)) if estimate.low is not None else None)
+
+
+def interval(estimate: Estimate) -> str:
+    """`[low, high]`, or nothing."""
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"[{estimate.low:.3f}, {estimate.high:.3f}]".replace("-", "−")
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds in words."""
+    if not math.isfinite(seconds):
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

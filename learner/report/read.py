@@ -1,0 +1,230 @@
+"""A run directory, read into records.
+
+In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.resolved.yaml`. Any of them
+may be absent, and the last line of a file may be cut: a killed run still has a report. What is missing or damaged is
+said in `Run.notes`. A directory with none of them is a `DataError`. Of an optimizer step that a resumed run repeated,
+the last record counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from learner.records import StepResult, SyncReceipt
+from learner.report.scenes import Scene, read_scene
+from shared.errors import DataError
+
+METRICS, CONFIG, EVAL_FILE = "metrics.jsonl", "config.resolved.yaml", re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalPoint:
+    """One evaluation. `metrics` is empty where only the scenes were kept, `scenes` where only the metrics were."""
+
+    global_step: int
+    metrics: Mapping[str, float]
+    scenes: tuple[Scene, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What one run measured. `evals` and `steps` are in the order of `global_step`, `syncs` as they happened."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    steps: tuple[StepResult, ...]
+    syncs: tuple[SyncReceipt, ...]
+    evals: tuple[EvalPoint, ...]
+    wall_s: float  # between the first and the last event
+    notes: tuple[str, ...]
+
+    def setting(self, *keys: str) -> Any:
+        """A value of the configuration by its path of keys, or None."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSet:
+    """The runs that one report shows, the main one first, and the `summary.json` of the directory, if any."""
+
+    title: str
+    runs: tuple[Run, ...]
+    summary: Mapping[str, Any]
+
+
+def read_runs(path: Path) -> RunSet:
+    """A run directory, or a directory of runs (`runs/demo`). Raises DataError where there is neither."""
+    if not path.is_dir():
+        raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
+    if is_run(path):
+        return RunSet(title=_title(path), runs=(read_run(path),), summary={})
+    children = sorted((p for p in path.iterdir() if p.is_dir() and not p.is_symlink() and is_run(p)), key=_rank)
+    if not children:
+        raise DataError(
+            "the directory is no run",
+            found=str(path),
+            wanted=f"{METRICS}, {CONFIG} or eval/step_*.jsonl in it, or run directories in it",
+            remedy="give training.output_dir of a run",
+        )
+    runs = tuple(read_run(child) for child in children)
+    return RunSet(title=_title(path), runs=runs, summary=_read_mapping(path / "summary.json")[0])
+
+
+def is_run(path: Path) -> bool:
+    """Whether a learner wrote this directory."""
+    return (path / METRICS).is_file() or (path / CONFIG).is_file() or any(_eval_files(path))
+
+
+def read_run(path: Path) -> Run:
+    """One run directory. Raises DataError where it is none; anything missing in it becomes a note."""
+    if not path.is_dir() or not is_run(path):
+        raise DataError("the directory is no run", found=str(path), wanted=f"{METRICS} in it")
+    config, config_note = _read_mapping(path / CONFIG)
+    events, damaged = _read_jsonl(path / METRICS)
+    named: dict[str, list[Mapping[str, Any]]] = {}
+    for event in events:
+        named.setdefault(str(event.get("event")), []).append(event)
+    steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
+    evals, eval_damage = _evals(path, named.get("eval", ()), config)
+    times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
+    notes = [config_note, _damage(METRICS, damaged), *eval_damage]
+    return Run(
+        name=_title(path),
+        path=path,
+        config=config,
+        steps=tuple(steps[key] for key in sorted(steps)),
+        syncs=tuple(map(_sync, named.get("sync", ()))),
+        evals=evals,
+        wall_s=max(times) - min(times) if times else math.nan,
+        notes=tuple(note for note in notes if note),
+    )
+
+
+def _title(path: Path) -> str:
+    return path.resolve().name
+
+
+def _rank(path: Path) -> tuple[bool, bool, str]:
+    """Plain teacher forcing is what the others are compared with, so it comes last."""
+    return (path.name == "sft", path.name != "stage2", path.name)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _eval_files(path: Path) -> Iterator[tuple[int, Path]]:
+    folder = path / "eval"
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if name := EVAL_FILE.fullmatch(file.name):
+            yield int(name[1]), file
+
+
+def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
+    """The lines that are JSON objects, and how many others there are."""
+    if not path.is_file():
+        return [], 0
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    found: list[Mapping[str, Any]] = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # counted: the caller says how many lines are damaged
+        if isinstance(value, dict):
+            found.append(value)
+    return found, len(lines) - len(found)
+
+
+def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
+    """A YAML or JSON mapping, and a note where there is none."""
+    if not path.is_file():
+        return {}, f"{path.name} is absent"
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}, f"{path.name} can't be read"
+    return (value, "") if isinstance(value, dict) else ({}, f"{path.name} holds no mapping")
+
+
+def _damage(name: str, lines: int) -> str:
+    return f"{name}: {lines} damaged line{'s' if lines > 1 else ''} left out" if lines else ""
+
+
+# ---- events --------------------------------------------------------------------------------------------------------
+
+
+def _number(fields: Mapping[str, Any], key: str) -> float:
+    """A number, or NaN where it is null, absent or something else."""
+    value = fields.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _count(fields: Mapping[str, Any], key: str) -> int:
+    value = _number(fields, key)
+    return int(value) if math.isfinite(value) else 0
+
+
+def _numbers(fields: Any) -> dict[str, float]:
+    if not isinstance(fields, Mapping):
+        return {}
+    values = {str(key): _number(fields, key) for key in fields}
+    return {key: value for key, value in values.items() if math.isfinite(value)}
+
+
+def _step(event: Mapping[str, Any]) -> StepResult:
+    return StepResult(
+        global_step=_count(event, "global_step"),
+        channel="A" if event.get("channel") == "A" else "B",
+        loss=_number(event, "loss"),
+        grad_norm=_number(event, "grad_norm"),
+        learning_rate=_number(event, "learning_rate"),
+        num_segments=_count(event, "num_segments"),
+        num_rows=_count(event, "num_rows"),
+        num_tokens=_count(event, "num_tokens"),
+        num_supervised=_count(event, "num_supervised"),
+        ver=_count(event, "ver"),
+        metrics=_numbers(event.get("metrics")),
+    )
+
+
+def _sync(event: Mapping[str, Any]) -> SyncReceipt:
+    return SyncReceipt(
+        ver=_count(event, "ver"),
+        mode="adapter" if event.get("mode") == "adapter" else "full",
+        seconds=_number(event, "seconds"),
+        num_bytes=_count(event, "num_bytes"),
+        num_tensors=_count(event, "num_tensors"),
+        canary_gap=_number(event, "canary_gap"),
+        canary_gap_max=_number(event, "canary_gap_max"),
+    )
+
+
+def _evals(
+    path: Path, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> tuple[tuple[EvalPoint, ...], list[str]]:
+    """Evaluations by step, metrics and scenes joined."""
+    metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
+    scenes: dict[int, tuple[Scene, ...]] = {}
+    notes: list[str] = []
+    for step, file in _eval_files(path):
+        lines, damaged = _read_jsonl(file)
+        read = [read_scene(line) for line in lines]
+        scenes[step] = tuple(scene for scene in read if scene is not None)
+        notes.append(_damage(f"eval/{file.name}", damaged + read.count(None)))
+    points = tuple(
+        EvalPoint(global_step=step, metrics=metrics.get(step, {}), scenes=scenes.get(step, ()))
+        for step in sorted(metrics.keys() | scenes.keys())
+    )
+    return points, notes
