@@ -1,210 +1,298 @@
 """The learner's configuration: one frozen pydantic model per YAML section, unknown keys refused at every level.
 
-`load.py` reads YAML into `RunConfig`; `legacy.py` turns retired keys into advice; `plan.py` derives every number that
-follows. Every field's description, default, unit (in its name) and requirement id land in CONFIG.md.
+`load.py` reads YAML into `RunConfig`; `legacy.py` turns retired keys into advice; `rules.py` holds what must be true
+between keys; `plan.py` derives every number that follows. CONFIG.md and config.schema.json are made from this file
+(`make docs`). Types and ranges of single keys are here and nowhere else.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from learner.config.section import Section, key
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 # ---- model, data, task, loss ---------------------------------------------------------------------------------------
 
 
 class LoraConfig(Section):
-    type: Literal["lora", "dora"] = "lora"
-    r: int = Field(default=16, ge=1)
-    alpha: int = Field(default=32, ge=1)
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    target_modules: str | list[str] = "all-linear"
+    """Train a low-rank adapter instead of the whole model."""
+
+    type: Literal["lora", "dora"] = key("plain LoRA, or DoRA (weight-decomposed)", "lora", req="R09")
+    r: int = key("rank", 16, ge=1)
+    alpha: int = key("scaling: the update is multiplied by alpha / r", 32, ge=1)
+    dropout: float = key("dropout before the adapter", 0.0, unit="probability", ge=0.0, lt=1.0)
+    target_modules: str | list[str] = key("peft's `target_modules`: module names, or a pattern", "all-linear")
 
 
 class ModelConfig(Section):
-    path: str
-    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the trained weights
-    lora: LoraConfig | None = None
-    freeze: list[str] = []  # parameter-name prefixes that are not trained
-    gradient_checkpointing: bool = False
+    """The trained model."""
+
+    path: str = key("folder or hub name of a Hugging Face checkpoint with its processor", min_length=1)
+    dtype: Literal["float32", "bfloat16"] = key("dtype of the trained weights", "float32")
+    lora: LoraConfig | None = key("train an adapter; null: train the weights themselves", None, req="R09")
+    freeze: list[str] = key("parameters whose names start with one of these are not trained", [])
+    gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
 
 
 class DataConfig(Section):
-    train: str
-    val: str | None = None
-    test: str | None = None
-    format: Literal["jsonl", "coco"] = "jsonl"
-    image_root: str | None = None  # relative image paths start here; default: the annotation file's folder
-    prompt: str | None = None  # COCO only: the user's turn
-    shuffle: bool = True
-    max_samples: int | None = Field(default=None, ge=1)
-    num_workers: int = Field(default=0, ge=0)
+    """Annotation files. Paths are relative to the working directory."""
+
+    train: str = key("annotations that are trained on", min_length=1, req="R12")
+    val: str | None = key("annotations that `eval_steps` evaluates on", None)
+    test: str | None = key("annotations for the evaluations before and after training", None)
+    format: Literal["jsonl", "coco"] = key("the project's JSONL, or COCO JSON", "jsonl")
+    image_root: str | None = key("relative image paths start here; null: the annotation file's folder", None)
+    prompt: str | None = key("`coco` only: the user's turn, with `<image>` where the image goes", None)
+    shuffle: bool = key("a new order every epoch, derived from `training.seed`", True)
+    max_samples: int | None = key("use only the first so many of `train`", None, unit="samples", ge=1)
+    num_workers: int = key("processes per rank that read and encode images; 0: the learner itself", 0, ge=0)
 
 
 class TaskConfig(Section):
-    name: Literal["detection"] = "detection"
-    container: Literal["index_map", "array"] = "index_map"
-    coordinates: Literal["tokens", "digits"] = "tokens"
-    iou_threshold: float = Field(default=0.5, ge=0.0, le=1.0)  # pairs below it are infeasible
+    """How answers are read and compared with ground truth."""
+
+    name: Literal["detection"] = key("the task", "detection")
+    container: Literal["index_map", "array"] = key(
+        '`{"object_1": {"desc": ..., "bbox_2d": [...]}}`, or `[{"bbox_2d": [...], "label": ...}]`', "index_map"
+    )
+    coordinates: Literal["tokens", "digits"] = key(
+        "coordinates as `<|coord_k|>` tokens or as integers, both 0 to 999", "tokens"
+    )
+    iou_threshold: float = key("pairs below it can't be matched", 0.5, unit="IoU", ge=0.0, le=1.0)
 
 
 class LossConfig(Section):
-    desc_weight: float = Field(default=1.0, ge=0.0)
+    """Weights of the loss on Y_train (SPEC.md, "Loss on Y_train")."""
+
+    desc_weight: float = key("weight of description text in the appended tail; structure and boxes have 1", 1.0, ge=0.0)
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
 class TrainingConfig(Section):
-    output_dir: str
-    seed: int = Field(default=42, ge=0)
-    max_steps: int | None = Field(default=None, ge=1)  # optimizer steps
-    num_train_epochs: int | None = Field(default=None, ge=1)
-    per_device_train_batch_size: int = Field(default=1, ge=1)  # samples per micro-step and rank
-    effective_batch_size: int | None = Field(default=None, ge=1)  # samples per optimizer step, all ranks
-    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
-    learning_rate: float = Field(default=1e-5, gt=0.0)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    adam_epsilon: float = Field(default=1e-8, gt=0.0)
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    bf16: bool = False  # autocast of the forward pass
-    packing: bool = True
-    packing_buffer: int = Field(default=64, ge=1)  # segments carried at most
-    packing_min_fill_ratio: float = Field(default=0.6, gt=0.0, le=1.0)
-    packing_drop_last: bool = True
-    eval_steps: int | None = Field(default=None, ge=1)
-    eval_on_start: bool = False
-    eval_on_end: bool = False
-    eval_samples: int | None = Field(default=None, ge=1)
-    save_steps: int | None = Field(default=None, ge=1)
-    save_total_limit: int | None = Field(default=None, ge=1)
-    save_on_end: bool = True
-    resume_from_checkpoint: str | None = None  # a path, or "latest"
-    collective_timeout_s: float = Field(default=600.0, gt=0.0)
+    """The loop, the optimizer, packing, evaluation and checkpoints."""
+
+    output_dir: str = key("the run directory", min_length=1)
+    seed: int = key("every random choice of the run follows from it", 42, req="R11", ge=0)
+    max_steps: int | None = key("length of the run (this or `num_train_epochs`)", None, unit="optimizer steps", ge=1)
+    num_train_epochs: int | None = key("length of the run (this or `max_steps`)", None, unit="epochs", ge=1)
+    per_device_train_batch_size: int = key("dataloader batch of one rank", 1, unit="samples per micro-step", ge=1)
+    effective_batch_size: int | None = key(
+        "batch of an optimizer step over all ranks; a multiple of per_device_train_batch_size x ranks. Required by "
+        "`stage2_ab_training`, whose rollouts per step it is",
+        None,
+        unit="samples",
+        req="D8 R31 R33",
+        ge=1,
+    )
+    gradient_accumulation_steps: int | None = key(
+        "micro-steps per optimizer step; null: from `effective_batch_size`, else 1", None, req="D8 R33", ge=1
+    )
+    learning_rate: float = key("peak learning rate", 1e-5, gt=0.0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("decay after the warm-up", "cosine")
+    warmup_steps: int = key("linear warm-up", 0, unit="optimizer steps", ge=0)
+    weight_decay: float = key("AdamW's decoupled weight decay", 0.0, ge=0.0)
+    adam_beta1: float = key("AdamW's first moment", 0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = key("AdamW's second moment", 0.95, ge=0.0, lt=1.0)
+    adam_epsilon: float = key("AdamW's epsilon", 1e-8, gt=0.0)
+    max_grad_norm: float = key("gradients are clipped to this global norm", 1.0, gt=0.0)
+    bf16: bool = key("autocast of the forward pass to bfloat16", False)
+    packing: bool = key("several segments in one padding-free row of `global_max_length`", True, req="D6 R36")
+    packing_buffer: int = key(
+        "`rollout_matching_sft`: segments carried to later micro-steps, at most", 64, unit="segments", req="D6", ge=1
+    )
+    packing_min_fill_ratio: float = key(
+        "rows filled less than this are counted as underfilled", 0.6, unit="share of the row", req="D6", gt=0.0, le=1.0
+    )
+    packing_drop_last: bool = key(
+        "`rollout_matching_sft`: segments still carried at the end of the run are dropped (and counted); must be true "
+        "there, as every micro-step has exactly one row",
+        True,
+        req="D6",
+    )
+    eval_steps: int | None = key("evaluate every so many optimizer steps", None, unit="optimizer steps", ge=1)
+    eval_on_start: bool = key("evaluate before the first step", False)
+    eval_on_end: bool = key("evaluate after the last step", False)
+    eval_samples: int | None = key("evaluate on the first so many only", None, unit="samples", ge=1)
+    save_steps: int | None = key("write a checkpoint every so many steps", None, unit="optimizer steps", ge=1)
+    save_total_limit: int | None = key("keep only the newest checkpoints", None, unit="checkpoints", ge=1)
+    save_on_end: bool = key("write a checkpoint after the last step", True)
+    resume_from_checkpoint: str | None = key("a checkpoint folder, or `latest` of `output_dir`", None, req="R18 R26")
+    collective_timeout_s: float = key("no rank waits longer for another", 600.0, unit="s", req="R24", gt=0.0)
 
 
 class LoggingConfig(Section):
-    tensorboard: bool = True
-    progress_bar: bool = True
-    wandb_project: str | None = None
+    """Where numbers go besides metrics.jsonl."""
+
+    tensorboard: bool = key("write TensorBoard events", True)
+    progress_bar: bool = key("show a progress bar", True)
+    wandb_project: str | None = key("also log to this W&B project", None)
 
 
 # ---- custom.extra.rollout_matching ---------------------------------------------------------------------------------
 
 
 class DecodingConfig(Section):
-    temperature: float = Field(default=0.0, ge=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)
-    max_new_tokens: int = Field(default=512, ge=1)
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
-    decode_mode: Literal["greedy", "sample", "beam"] | None = None  # null: follows temperature
-    num_beams: int = Field(default=1, ge=1)
+    """How rollouts are decoded."""
+
+    temperature: float = key("0: greedy; above: sampling", 0.0, req="D7 R29", ge=0.0)
+    top_p: float = key(
+        "sample from the likeliest tokens of this total", 1.0, unit="probability", req="R29", gt=0.0, le=1.0
+    )
+    top_k: int = key("sample from the so many likeliest tokens; -1 or 0: all", -1, unit="tokens", req="R29", ge=-1)
+    max_new_tokens: int = key("longest rollout", 512, unit="tokens", req="D7", ge=1)
+    repetition_penalty: float = key("above 1: tokens that occurred become less likely", 1.0, req="D7", gt=0.0)
+    decode_mode: Literal["greedy", "sample", "beam"] | None = key(
+        "null: `greedy` at temperature 0, else `sample`; `beam` needs `rollout_backend: hf`", None, req="D7"
+    )
+    num_beams: int = key("`decode_mode: beam` only: beams, of which the best is the rollout", 1, req="D7", ge=1)
 
 
 class ServerEntry(Section):
-    base_url: str
-    group_port: int = Field(ge=1, le=65535)
+    """One rollout server."""
+
+    base_url: str = key("URL prefix of the server's endpoints", req="R05 R06", min_length=1)
+    group_port: int = key("TCP port of the weight-sync group on that server's host", req="R05", ge=1, le=65535)
 
 
 class ServerClientConfig(Section):
-    """Either `servers`, or `base_url` with `group_port`; `load.py` turns the second form into the first."""
+    """Either `servers`, or `base_url` with `group_port`; loading turns the second form into the first."""
 
-    servers: list[ServerEntry] | None = None
-    base_url: str | list[str] | None = None
-    group_port: int | list[int] | None = None
-    timeout_s: float = 240.0  # reachability checks, communicator set-up, weight updates
-    infer_timeout_s: float | None = None  # null or <= 0: none
+    servers: list[ServerEntry] | None = key("the rollout servers, in order", None, req="R05")
+    base_url: str | list[str] | None = key("paired form: one URL prefix, or several", None, req="R05")
+    group_port: Port | list[Port] | None = key(
+        "paired form: one port (server i gets port + i), or one per URL", None, req="R05"
+    )
+    timeout_s: float = key(
+        "reachability checks, communicator set-up, weight updates", 240.0, unit="s", req="R05", gt=0.0
+    )
+    infer_timeout_s: float | None = key("one `/infer/` call; null or <= 0: no limit", None, unit="s", req="R05 R30")
 
 
 class SyncConfig(Section):
-    mode: Literal["full", "adapter", "auto"] = "full"
-    fallback_to_full: bool = True
-    bucket_bytes: int = Field(default=512 * 2**20, ge=1)
-    canary_samples: int = Field(default=2, ge=1)
-    canary_tolerance: float = Field(default=0.1, gt=0.0)  # mean |logprob gap|, nats per token
+    """How trained weights reach the generator, in memory."""
+
+    mode: Literal["full", "adapter", "auto"] = key(
+        "merged weights, adapters only, or `auto`: adapters where `enable_lora` is true", "full", req="R08"
+    )
+    fallback_to_full: bool = key("a failed adapter sync: warn and stay on full; false: stop the run", True, req="R08")
+    bucket_bytes: int = key("tensors travel in pieces of this size", 512 * 2**20, unit="bytes", req="R09", ge=1)
+    canary_samples: int = key("prompts scored on both sides after a sync", 2, req="R09", ge=1)
+    canary_tolerance: float = key(
+        "largest mean difference between learner and server", 0.1, unit="nats per token", req="R09", gt=0.0
+    )
 
 
 class VllmConfig(Section):
-    mode: Literal["colocate", "server"] = "colocate"
-    enable_lora: bool = False
-    gpu_memory_utilization: float = Field(default=0.45, gt=0.0, le=1.0)
-    tensor_parallel_size: int = Field(default=4, ge=1)
-    max_model_len: int | None = Field(default=None, ge=1)
-    server: ServerClientConfig = ServerClientConfig()
-    sync: SyncConfig = SyncConfig()
+    """vLLM: inside the learner's job, or behind rollout servers."""
+
+    mode: Literal["colocate", "server"] = key(
+        "on the training devices, or on servers of their own", "colocate", req="R02"
+    )
+    enable_lora: bool = key("the generator takes adapters", False, req="R08")
+    gpu_memory_utilization: float = key(
+        "`colocate`: share of each device that vLLM may use", 0.45, unit="share", req="R04", gt=0.0, le=1.0
+    )
+    tensor_parallel_size: int = key(
+        "`colocate`: devices per engine; divides the number of ranks (1 where there is one rank)", 4, req="R04", ge=1
+    )
+    max_model_len: int | None = key("`colocate`: longest prompt + answer; null: the model's", None, unit="tokens", ge=1)
+    server: ServerClientConfig = key("`server`: where the servers are", ServerClientConfig(), req="R05")
+    sync: SyncConfig = key("weight sync", SyncConfig(), req="R08")
 
 
 class RolloutBufferConfig(Section):
-    enabled: bool = False
-    m_steps: int = Field(default=1, ge=1)
+    """Reuse the rollouts of one accumulation window; `rollout_matching_sft` only."""
+
+    enabled: bool = key("reuse rollouts", False, req="R18")
+    m_steps: int = key("optimizer steps that learn one window", 1, unit="optimizer steps", req="R18", ge=1)
 
 
 class OffloadConfig(Section):
-    enabled: bool = False
-    offload_model: bool = False
-    offload_optimizer: bool = False
+    """Move training state off the device while colocated vLLM generates; no effect elsewhere."""
+
+    enabled: bool = key("offload what the two keys below name", False, req="R20")
+    offload_model: bool = key("the trained model", False, req="R20")
+    offload_optimizer: bool = key("the optimizer's state", False, req="R20")
 
 
 class RolloutMatchingConfig(Section):
-    rollout_backend: Literal["vllm", "hf"] = "vllm"
-    decode_batch_size: int = Field(default=1, ge=1)  # sequences per rollout GPU and generation call
-    decoding: DecodingConfig = DecodingConfig()
-    vllm: VllmConfig = VllmConfig()
-    rollout_buffer: RolloutBufferConfig | None = None
-    offload: OffloadConfig = OffloadConfig()
+    """How rollouts are made."""
+
+    rollout_backend: Literal["vllm", "hf"] = key("vLLM, or `generate` of the training model itself", "vllm", req="R02")
+    decode_batch_size: int = key(
+        "sequences decoded at once", 1, unit="sequences per rollout GPU and generation call", req="R21 R34", ge=1
+    )
+    decoding: DecodingConfig = key("decoding", DecodingConfig(), req="D7")
+    vllm: VllmConfig = key("`rollout_backend: vllm`", VllmConfig(), req="R02")
+    rollout_buffer: RolloutBufferConfig | None = key("rollout reuse; null: none", None, req="D2 R18")
+    offload: OffloadConfig = key("offloading during colocated rollouts", OffloadConfig(), req="R20")
 
 
 class ExtraConfig(Section):
-    rollout_matching: RolloutMatchingConfig = RolloutMatchingConfig()
+    """Extensions."""
+
+    rollout_matching: RolloutMatchingConfig = key("rollouts", RolloutMatchingConfig(), req="R02")
 
 
 class CustomConfig(Section):
-    trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training"]
-    extra: ExtraConfig = ExtraConfig()
+    """What this project adds to plain supervised training."""
+
+    trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training"] = key(
+        "plain teacher forcing, rollout matching, or scheduled A/B channels", req="R01"
+    )
+    extra: ExtraConfig = key("extensions", ExtraConfig())
 
 
 # ---- stage2_ab -----------------------------------------------------------------------------------------------------
 
 
 class ScheduleConfig(Section):
-    b_ratio: float = Field(ge=0.0, le=1.0)
+    """Which steps run Channel-B (on rollouts); the others run Channel-A (on ground truth)."""
+
+    b_ratio: float = key("share of Channel-B steps", unit="share", req="R26", ge=0.0, le=1.0)
 
 
 class AsyncActorLearnerConfig(Section):
-    enabled: bool = False
-    version_window: int = Field(default=1, ge=0)
-    queue_limit: int = Field(default=8, ge=1)
-    prefetch_target_packs: int = Field(default=4, ge=1)
+    """Rollouts ahead of learning, with bounded staleness; needs servers and full sync."""
+
+    enabled: bool = key("prepare packs ahead of the step that learns them", False, req="D3 R25")
+    version_window: int = key("packs older than this are dropped", 1, unit="weight versions", req="D3 R25", ge=0)
+    queue_limit: int = key(
+        "packs waiting per rank; beyond it the oldest is dropped", 8, unit="packs", req="D3 R25", ge=1
+    )
+    prefetch_target_packs: int = key("packs that each rank tries to have ready", 4, unit="packs", req="D3 R25", ge=1)
 
 
 class Stage2Config(Section):
-    schedule: ScheduleConfig
-    async_actor_learner: AsyncActorLearnerConfig = AsyncActorLearnerConfig()
+    """`stage2_ab_training` only."""
+
+    schedule: ScheduleConfig = key("when Channel-B runs", req="R26")
+    async_actor_learner: AsyncActorLearnerConfig = key(
+        "rollouts ahead of learning", AsyncActorLearnerConfig(), req="D3"
+    )
 
 
 # ---- the whole -----------------------------------------------------------------------------------------------------
 
 
 class RunConfig(Section):
-    model: ModelConfig
-    data: DataConfig
-    task: TaskConfig = TaskConfig()
-    loss: LossConfig = LossConfig()
-    training: TrainingConfig
-    logging: LoggingConfig = LoggingConfig()
-    custom: CustomConfig
-    stage2_ab: Stage2Config | None = None
-    global_max_length: int = Field(default=4096, ge=8)  # tokens; the cap of a packed row
+    """A learner's run."""
+
+    model: ModelConfig = key("the trained model")
+    data: DataConfig = key("annotations and images")
+    task: TaskConfig = key("the task", TaskConfig())
+    loss: LossConfig = key("the loss", LossConfig())
+    training: TrainingConfig = key("the loop")
+    logging: LoggingConfig = key("logging", LoggingConfig())
+    custom: CustomConfig = key("trainer variant and rollouts", req="R01")
+    stage2_ab: Stage2Config | None = key("required by `stage2_ab_training`, refused elsewhere", None, req="R26")
+    global_max_length: int = key("cap of a packed row and of a segment", 4096, unit="tokens", req="R36", ge=8)
 
     @property
     def rollout_matching(self) -> RolloutMatchingConfig:

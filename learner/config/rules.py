@@ -1,0 +1,258 @@
+"""What must be true between the keys of a configuration, whatever the number of ranks.
+
+Each rule takes a `RunConfig` (or `config_io`'s view of one that is partly wrong) and yields one `Mistake` per thing
+that is wrong. `RULES` is all of them, in the order of the file's sections; those that need the number of ranks are in
+`topology.py`. Called by `load.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from learner.config.schema import RunConfig
+from learner.config.servers import SERVER, server_mistakes
+from shared.config_errors import Mistake
+
+ROLLOUT = "custom.extra.rollout_matching"
+Rule = Callable[[RunConfig], Iterator[Mistake]]
+
+
+def sync_mode(config: RunConfig) -> str:
+    """`full` or `adapter`: `auto` follows `enable_lora` (R08)."""
+    vllm = config.rollout_matching.vllm
+    if vllm.sync.mode == "auto":
+        return "adapter" if vllm.enable_lora else "full"
+    return vllm.sync.mode
+
+
+def uses_servers(config: RunConfig) -> bool:
+    return config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
+
+
+def overlaps(config: RunConfig) -> bool:
+    """Whether Channel-B learns a step's first packs while its other rollouts run (R32)."""
+    stage2 = config.stage2_ab
+    return (
+        config.custom.trainer_variant == "stage2_ab_training"
+        and config.training.packing
+        and (stage2 is not None and stage2.schedule.b_ratio > 0)
+    )
+
+
+# ---- data, training ------------------------------------------------------------------------------------------------
+
+
+def prompt_needs_coco(config: RunConfig) -> Iterator[Mistake]:
+    if config.data.prompt is not None and config.data.format != "coco":
+        remedy = "remove it (JSONL rows carry their own messages), or set data.format: coco"
+        yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
+
+
+def run_length(config: RunConfig) -> Iterator[Mistake]:
+    steps, epochs = config.training.max_steps, config.training.num_train_epochs
+    wanted = "exactly one of training.max_steps and training.num_train_epochs"
+    if steps is None and epochs is None:
+        remedy = "say how long to train"
+        yield Mistake(path="training.max_steps", found="no length of the run", wanted=wanted, remedy=remedy)
+    if steps is not None and epochs is not None:
+        remedy = "remove one (or set it to null where it comes from a base)"
+        yield Mistake(path="training.max_steps", found="both", wanted=wanted, remedy=remedy)
+
+
+def warmup_fits(config: RunConfig) -> Iterator[Mistake]:
+    warmup, steps = config.training.warmup_steps, config.training.max_steps
+    if steps is not None and warmup > steps:
+        wanted, remedy = f"at most training.max_steps ({steps})", "lower it"
+        yield Mistake(path="training.warmup_steps", found=str(warmup), wanted=wanted, remedy=remedy)
+
+
+def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
+    training, data = config.training, config.data
+    asked = [name for name in ("eval_steps", "eval_on_start", "eval_on_end") if getattr(training, name)]
+    if asked and data.val is None and data.test is None:
+        wanted, remedy = "data.val or data.test to evaluate on", "name the annotations, or remove the key"
+        yield Mistake(path=f"training.{asked[0]}", found="no evaluation data", wanted=wanted, remedy=remedy)
+
+
+def carry_packing(config: RunConfig) -> Iterator[Mistake]:
+    """D6: one row per micro-step and a carry buffer, `rollout_matching_sft` only."""
+    training = config.training
+    if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing:
+        return
+    if not training.packing_drop_last:
+        wanted = "true: each micro-step has one row, so what is carried at the end has no step to be learned in"
+        remedy = "remove it, or set training.packing: false"
+        yield Mistake(path="training.packing_drop_last", found="false", wanted=wanted, remedy=remedy)
+    if training.packing_buffer < training.per_device_train_batch_size:
+        wanted = f"at least training.per_device_train_batch_size ({training.per_device_train_batch_size})"
+        remedy = "raise it: a micro-step brings that many segments, and one row may take only the first"
+        yield Mistake(path="training.packing_buffer", found=str(training.packing_buffer), wanted=wanted, remedy=remedy)
+
+
+# ---- rollouts ------------------------------------------------------------------------------------------------------
+
+
+def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
+    """D7: `decode_mode` says the same as the temperature."""
+    decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
+    mode, temperature = decoding.decode_mode, decoding.temperature
+    if mode in ("greedy", "beam") and temperature > 0:
+        wanted, remedy = f"temperature 0 with decode_mode: {mode}", "set temperature: 0, or decode_mode: sample"
+        yield Mistake(path=f"{path}.temperature", found=f"{temperature:g}", wanted=wanted, remedy=remedy)
+    if mode == "sample" and temperature == 0:
+        wanted, remedy = "above 0 with decode_mode: sample", "raise it, or set decode_mode: greedy"
+        yield Mistake(path=f"{path}.temperature", found="0", wanted=wanted, remedy=remedy)
+    if mode == "beam" and decoding.num_beams == 1:
+        wanted, remedy = "at least 2 with decode_mode: beam", "raise it, or set decode_mode: greedy"
+        yield Mistake(path=f"{path}.num_beams", found="1", wanted=wanted, remedy=remedy)
+    if mode != "beam" and decoding.num_beams > 1:
+        wanted, remedy = "1 without decode_mode: beam", "set decode_mode: beam, or remove it"
+        yield Mistake(path=f"{path}.num_beams", found=str(decoding.num_beams), wanted=wanted, remedy=remedy)
+
+
+def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
+    if config.rollout_matching.decoding.decode_mode == "beam" and config.rollout_matching.rollout_backend == "vllm":
+        found = f"beam with rollout_backend: vllm (vllm.mode: {config.rollout_matching.vllm.mode})"
+        remedy = f"set {ROLLOUT}.rollout_backend: hf, or decode_mode: greedy"
+        path = f"{ROLLOUT}.decoding.decode_mode"
+        yield Mistake(path=path, found=found, wanted="greedy or sample", remedy=remedy)
+
+
+def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
+    """A segment holds prompt and rollout; so does the colocated engine's context."""
+    longest = config.rollout_matching.decoding.max_new_tokens
+    path = f"{ROLLOUT}.decoding.max_new_tokens"
+    if config.custom.trainer_variant != "sft" and longest >= config.global_max_length:
+        wanted = f"less than global_max_length ({config.global_max_length}), which holds prompt and answer"
+        yield Mistake(path=path, found=str(longest), wanted=wanted, remedy="lower it, or raise global_max_length")
+    vllm = config.rollout_matching.vllm
+    colocated = config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "colocate"
+    if colocated and vllm.max_model_len is not None and longest >= vllm.max_model_len:
+        wanted = f"less than vllm.max_model_len ({vllm.max_model_len}), which holds prompt and answer"
+        yield Mistake(path=path, found=str(longest), wanted=wanted, remedy="lower it, or raise vllm.max_model_len")
+
+
+def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
+    if uses_servers(config):
+        yield from server_mistakes(config.rollout_matching.vllm.server)
+
+
+def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
+    """R08: adapters travel only where both sides have them."""
+    vllm, lora = config.rollout_matching.vllm, config.model.lora
+    if config.rollout_matching.rollout_backend != "vllm" or sync_mode(config) != "adapter":
+        return
+    path = f"{ROLLOUT}.vllm.sync.mode"
+    if not vllm.enable_lora:
+        remedy = f"set {ROLLOUT}.vllm.enable_lora: true, or sync.mode: full"
+        yield Mistake(path=path, found="adapter with enable_lora: false", wanted="enable_lora: true", remedy=remedy)
+    if lora is None:
+        remedy = "add model.lora, or set sync.mode: full"
+        yield Mistake(path=path, found="adapter sync of a model without adapter", wanted="model.lora", remedy=remedy)
+    elif lora.type == "dora" and not vllm.sync.fallback_to_full:
+        remedy = "set sync.mode: full, or fallback_to_full: true"
+        found = "adapter sync of a DoRA adapter, with fallback_to_full: false"
+        yield Mistake(path=path, found=found, wanted="plain LoRA: vLLM does not apply DoRA", remedy=remedy)
+
+
+def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
+    """D2: rollout reuse belongs to `rollout_matching_sft`."""
+    buffer, variant = config.rollout_matching.rollout_buffer, config.custom.trainer_variant
+    if buffer is None or variant == "rollout_matching_sft":
+        return
+    path = f"{ROLLOUT}.rollout_buffer"
+    if variant == "stage2_ab_training":
+        wanted = "no such key: staleness belongs to the asynchronous pipeline there"
+        remedy = "remove it; for rollouts ahead of learning set stage2_ab.async_actor_learner.enabled"
+        yield Mistake(path=path, found="rollout reuse under stage2_ab_training", wanted=wanted, remedy=remedy)
+    elif buffer.enabled:
+        wanted, remedy = "trainer_variant: rollout_matching_sft", "remove it: sft has no rollouts to reuse"
+        yield Mistake(path=path, found="rollout reuse under sft", wanted=wanted, remedy=remedy)
+
+
+def offload_has_work(config: RunConfig) -> Iterator[Mistake]:
+    """R20: where offloading takes effect, it has something to move."""
+    rollout, offload = config.rollout_matching, config.rollout_matching.offload
+    if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not offload.enabled:
+        return
+    if not offload.offload_model and not offload.offload_optimizer:
+        wanted, remedy = "offload_model or offload_optimizer", "set one of them to true, or enabled: false"
+        path = f"{ROLLOUT}.offload.enabled"
+        yield Mistake(path=path, found="offloading of nothing", wanted=wanted, remedy=remedy)
+
+
+# ---- stage2_ab -----------------------------------------------------------------------------------------------------
+
+
+def stage2_section(config: RunConfig) -> Iterator[Mistake]:
+    variant, stage2 = config.custom.trainer_variant, config.stage2_ab
+    if variant == "stage2_ab_training" and stage2 is None:
+        remedy = "add `stage2_ab: {schedule: {b_ratio: ...}}`"
+        wanted = "the share of Channel-B steps, in [0, 1]"
+        yield Mistake(path="stage2_ab.schedule.b_ratio", found="nothing", wanted=wanted, remedy=remedy)
+    if variant != "stage2_ab_training" and stage2 is not None:
+        remedy = "remove the section, or set custom.trainer_variant: stage2_ab_training"
+        found, wanted = f"a section that {variant} does not read", "no such section"
+        yield Mistake(path="stage2_ab", found=found, wanted=wanted, remedy=remedy)
+
+
+def stage2_batch(config: RunConfig) -> Iterator[Mistake]:
+    """D8, R31: the step budget is the effective batch."""
+    if config.custom.trainer_variant == "stage2_ab_training" and config.training.effective_batch_size is None:
+        wanted = "the rollouts per optimizer step, over all ranks"
+        remedy = "add it (a multiple of per_device_train_batch_size x ranks)"
+        yield Mistake(path="training.effective_batch_size", found="nothing", wanted=wanted, remedy=remedy)
+
+
+def overlap_needs_servers(config: RunConfig) -> Iterator[Mistake]:
+    """R32: rollouts and learning at the same time, never on the same devices."""
+    if overlaps(config) and not uses_servers(config):
+        rollout = config.rollout_matching
+        backend = "rollout_backend: hf" if rollout.rollout_backend == "hf" else f"vllm.mode: {rollout.vllm.mode}"
+        wanted = "rollout_backend: vllm and vllm.mode: server, as packed Channel-B learns while it rolls out"
+        remedy = f"set {ROLLOUT}.vllm.mode: server and {SERVER}.servers, or training.packing: false (no overlap)"
+        yield Mistake(path=f"{ROLLOUT}.vllm.mode", found=backend, wanted=wanted, remedy=remedy)
+
+
+def async_needs_servers(config: RunConfig) -> Iterator[Mistake]:
+    """D3, R25."""
+    if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
+        return
+    path = "stage2_ab.async_actor_learner.enabled"
+    if not uses_servers(config):
+        remedy = f"set {ROLLOUT}.rollout_backend: vllm and vllm.mode: server, or enabled: false"
+        yield Mistake(path=path, found="true without servers", wanted="vllm.mode: server", remedy=remedy)
+    elif sync_mode(config) != "full":
+        remedy = f"set {ROLLOUT}.vllm.sync.mode: full, or enabled: false"
+        yield Mistake(path=path, found="true with adapter sync", wanted="full weight sync", remedy=remedy)
+
+
+def async_queue(config: RunConfig) -> Iterator[Mistake]:
+    if config.stage2_ab is None:
+        return
+    queue = config.stage2_ab.async_actor_learner
+    if queue.prefetch_target_packs > queue.queue_limit:
+        path = "stage2_ab.async_actor_learner.prefetch_target_packs"
+        wanted, remedy = f"at most queue_limit ({queue.queue_limit})", "lower it, or raise queue_limit"
+        yield Mistake(path=path, found=str(queue.prefetch_target_packs), wanted=wanted, remedy=remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    prompt_needs_coco,
+    run_length,
+    warmup_fits,
+    evaluation_has_data,
+    carry_packing,
+    decode_mode_fits,
+    beam_needs_hf,
+    rollout_fits,
+    servers_are_named,
+    adapter_sync,
+    buffer_variant,
+    offload_has_work,
+    stage2_section,
+    stage2_batch,
+    overlap_needs_servers,
+    async_needs_servers,
+    async_queue,
+)

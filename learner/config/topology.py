@@ -1,0 +1,77 @@
+"""What must be true between the configuration and the number of ranks: batch arithmetic and device counts.
+
+`topology_rules(world_size)` gives rules as in `rules.py`; `derived_gas` the micro-steps per optimizer step. Called by
+`load.py` (with a known number of ranks) and `plan.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from learner.config.rules import ROLLOUT, Rule
+from learner.config.schema import RunConfig
+from shared.config_errors import Mistake
+
+
+def topology_rules(world_size: int) -> tuple[Rule, ...]:
+    """Rules that hold for `world_size` learner ranks."""
+
+    def batch(config: RunConfig) -> Iterator[Mistake]:
+        return _batch_divides(config, world_size)
+
+    def devices(config: RunConfig) -> Iterator[Mistake]:
+        return _tensor_parallel_divides(config, world_size)
+
+    return batch, devices
+
+
+def derived_gas(config: RunConfig, world_size: int) -> int:
+    """`gradient_accumulation_steps`, from `effective_batch_size` where that is given (D8)."""
+    training = config.training
+    if training.effective_batch_size is not None:
+        return training.effective_batch_size // (training.per_device_train_batch_size * world_size)
+    return training.gradient_accumulation_steps or 1
+
+
+def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
+    """Devices per colocated engine: one where there is one rank (R04)."""
+    return 1 if world_size == 1 else config.rollout_matching.vllm.tensor_parallel_size
+
+
+def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    """R33, D8: whole micro-steps, and one answer to how many."""
+    training = config.training
+    batch, given = training.effective_batch_size, training.gradient_accumulation_steps
+    if batch is None:
+        return
+    unit = training.per_device_train_batch_size * world_size
+    terms = f"per_device_train_batch_size ({training.per_device_train_batch_size}) x {world_size} rank(s)"
+    if batch % unit:
+        lower = max(unit, batch // unit * unit)
+        remedy = f"the nearest that are: {lower} and {lower + unit}"
+        wanted = f"a multiple of {unit} = {terms}"
+        yield Mistake(path="training.effective_batch_size", found=str(batch), wanted=wanted, remedy=remedy)
+    elif given is not None and given != batch // unit:
+        wanted = f"{batch // unit} = effective_batch_size ({batch}) / ({terms})"
+        remedy = f"remove it (it is derived), or set it to {batch // unit}"
+        path = "training.gradient_accumulation_steps"
+        yield Mistake(path=path, found=str(given), wanted=wanted, remedy=remedy)
+
+
+def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    """R04: colocated engines share out the learner's devices."""
+    rollout = config.rollout_matching
+    if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not _rolls_out(config):
+        return
+    size = tensor_parallel_size(config, world_size)
+    if world_size % size:
+        fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        wanted, remedy = f"a divisor of the {world_size} ranks", f"set it to {' or '.join(fitting[:6])}"
+        path = f"{ROLLOUT}.vllm.tensor_parallel_size"
+        yield Mistake(path=path, found=str(size), wanted=wanted, remedy=remedy)
+
+
+def _rolls_out(config: RunConfig) -> bool:
+    training = config.training
+    evaluates = bool(training.eval_steps or training.eval_on_start or training.eval_on_end)
+    return evaluates or config.custom.trainer_variant != "sft"
