@@ -11,9 +11,10 @@ one pipeline per run over an endless stream; it runs ahead across steps, and fre
             ranks.barrier()                        # and now none has
             fence.synced(sync_and_broadcast_ver())
 
-Invariants: those of `protocol.py`, of which this is the thread-safe shell; the rows in memory are those of the protocol's
-queue and no others; the first error of either side is what every later call raises; every wait has a deadline and names
-itself. Nothing here decides for other ranks: the trainer reduces `eligible()`. Called by the trainer, from one thread.
+Invariants: those of `protocol.py`, of which this is the thread-safe shell; the rows in memory are those of the
+protocol's queue and no others; the first error of either side is what every later call raises; every wait has a
+deadline and names itself. Nothing here decides for other ranks: the trainer reduces `eligible()`. Called by the
+trainer, from one thread.
 """
 
 from __future__ import annotations
