@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # numpy too: `--check` reads the schedule, and must be quick
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 GeometryKind = Literal["bbox_2d", "poly"]
 DropReason = Literal[

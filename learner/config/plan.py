@@ -35,7 +35,7 @@ class Plan:
     tensor_parallel_size: int | None  # colocate: devices per engine
     servers: tuple[ServerEntry, ...]
     sync_mode: str | None
-    timeout_s: float | None
+    timeout_s: float
     infer_timeout_s: float | None  # None: no limit
     packing_length: int  # tokens
     overlap: bool  # Channel-B learns while the step's other rollouts run (R32)
@@ -64,7 +64,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
     batch = training.per_device_train_batch_size * world_size * gas
     rollouts = 0 if variant == "sft" else batch
     vllm = rollout.vllm if rollout.rollout_backend == "vllm" else None
-    server = rollout.vllm.server if uses_servers(config) else None
+    server = rollout.vllm.server
     colocated = vllm is not None and vllm.mode == "colocate"
     carries = variant == "rollout_matching_sft" and training.packing
     decoding = rollout.decoding
@@ -82,10 +82,10 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
         decode_batch_size=rollout.decode_batch_size,
         decode_mode=decoding.decode_mode or ("sample" if decoding.temperature > 0 else "greedy"),
         tensor_parallel_size=tensor_parallel_size(config, world_size) if colocated else None,
-        servers=tuple(server.servers or ()) if server else (),
+        servers=tuple(server.servers or ()) if uses_servers(config) else (),
         sync_mode=sync_mode(config) if vllm else None,
-        timeout_s=server.timeout_s if server else None,
-        infer_timeout_s=_limit(server.infer_timeout_s) if server else None,
+        timeout_s=server.timeout_s,
+        infer_timeout_s=_limit(server.infer_timeout_s),
         packing_length=config.global_max_length,
         overlap=overlaps(config),
         async_actor_learner=bool(config.stage2_ab and config.stage2_ab.async_actor_learner.enabled),
