@@ -1,0 +1,43 @@
+# `make help` lists the targets. Each does its own set-up, and says what it is doing.
+SHELL := /bin/bash
+PY := .venv/bin/python
+NPROC ?= 1
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint format serve learn launch docs check
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup:  ## make .venv (SETUP=cpu or cuda; default: what the machine has)
+	@deploy/setup.sh $(SETUP)
+
+demo: setup  ## the main job end to end on this machine: serve, learn, sync, compare (about 5 minutes)
+	@$(PY) -m deploy.demo.run
+
+test: setup  ## unit and integration tests, real vLLM included
+	@$(PY) -m pytest tests
+
+test-fast: setup  ## unit tests only
+	@$(PY) -m pytest tests/unit
+
+lint: setup  ## ruff and mypy
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
+
+format: setup  ## let ruff mend what it can
+	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
+
+serve: setup  ## a rollout server: make serve CONFIG=server.yaml
+	@$(PY) -m rollout_server --config $(or $(CONFIG),$(error CONFIG=server.yaml is missing))
+
+learn: setup  ## a learner: make learn CONFIG=run.yaml NPROC=1
+	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m learner --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
+
+launch: setup  ## servers and learner together: make launch CONFIG=launch.yaml
+	@$(PY) -m deploy.launch --config $(or $(CONFIG),$(error CONFIG=launch.yaml is missing))
+
+docs: setup  ## write CONFIG.md and config.schema.json from the schema
+	@$(PY) -m deploy.docs
+
+check: lint test  ## what CI runs

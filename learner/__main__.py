@@ -1,0 +1,65 @@
+"""The learner's command line.
+
+    torchrun -m learner --config run.yaml                        train
+    python -m learner --config run.yaml                          train, one rank
+    python -m learner --config run.yaml --check [--probe]        validate; print the resolved plan as JSON
+    python -m learner export --checkpoint DIR --out DIR          a checkpoint's merged weights, ready to serve
+
+Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. Errors are one message, never
+a traceback; programmers' errors keep theirs. `--check` imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from shared.errors import ProjectError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        if arguments[:1] == ["export"]:
+            return _export(arguments[1:])
+        return _train_or_check(arguments)
+    except ProjectError as error:
+        rank = os.environ.get("RANK")
+        print(f"error{f' (rank {rank})' if rank else ''}: {type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _train_or_check(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="learner", description="Train on the policy's own rollouts.")
+    parser.add_argument("--config", required=True, help="run.yaml")
+    parser.add_argument("--check", action="store_true", help="validate, print the resolved plan as JSON, and stop")
+    parser.add_argument("--probe", action="store_true", help="with --check: ask the rollout servers too")
+    parser.add_argument("--world-size", type=int, help="with --check: number of learner ranks")
+    args = parser.parse_args(arguments)
+    if args.check:
+        from learner.config.check import run_check
+
+        return run_check(args.config, world_size=args.world_size, probe=args.probe)
+    from learner.build import train
+
+    return train(args.config, environment=os.environ)
+
+
+def _export(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="learner export", description="Write a checkpoint's merged weights.")
+    parser.add_argument("--checkpoint", required=True, help="a checkpoint-STEP folder")
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    args = parser.parse_args(arguments)
+    from learner.build import export
+
+    return export(args.checkpoint, args.out, args.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Sums of one optimizer step: over its micro-steps, then over ranks, then as a `StepResult`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from learner.policy.packed import RowLoss
+from learner.policy.parallel import Ranks
+from learner.records import Channel, PackedRow, StepResult
+
+# The counts that are always there, so that every rank reduces the same vector whatever it saw.
+_COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
+
+
+@dataclass
+class StepTotals:
+    """Counts by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, row: PackedRow, loss: RowLoss) -> None:
+        """One row that was learned: what it held, and its summed weighted loss."""
+        self.counts.update(
+            loss=loss.loss_sum,
+            weight=loss.weight_sum,
+            supervised=loss.num_supervised,
+            segments=len(row.segments),
+            rows=1 if row.segments else 0,
+            tokens=row.num_tokens,
+        )
+        for segment in row.segments:
+            self.counts.update(segment.stats)
+
+    @property
+    def weight(self) -> float:
+        """The sum of all loss weights: what the step's gradient is divided by."""
+        return self.counts["weight"]
+
+    def reduced(self, ranks: Ranks) -> StepTotals:
+        """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
+        if ranks.world_size == 1:
+            return self
+        total: Counter[str] = Counter()
+        for part in ranks.all_gather_object(dict(self.counts)):
+            total.update(part)
+        return StepTotals(total)
+
+    def result(
+        self,
+        *,
+        global_step: int,
+        channel: Channel,
+        grad_norm: float,
+        learning_rate: float,
+        ver: int,
+        seconds: Mapping[str, float],
+        capacity: int,
+    ) -> StepResult:
+        counts = self.counts
+        metrics = dict(seconds)
+        metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
+        metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
+        metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
+        if "matched" in counts:
+            metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
+        return StepResult(
+            global_step=global_step,
+            channel=channel,
+            loss=counts["loss"] / counts["weight"] if counts["weight"] else 0.0,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_segments=int(counts["segments"]),
+            num_rows=int(counts["rows"]),
+            num_tokens=int(counts["tokens"]),
+            num_supervised=int(counts["supervised"]),
+            ver=ver,
+            metrics=metrics,
+        )

@@ -1,0 +1,204 @@
+"""The training loop: sync, segments, rows, forward/backward, one update; evaluate and save when due.
+
+One optimizer step: `gradient_accumulation_steps` micro-steps, each of which takes one micro-batch, makes segments of
+it, packs rows and runs forward/backward; then gradients are reduced over ranks once, clipped, and applied. The step's
+loss is the weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not
+change the gradient.
+
+Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10). Every rank
+runs the same number of forward/backward passes (D5). A sample is trained once per epoch, also across a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from learner.checkpoint import CheckpointStore, TrainerState
+from learner.config.plan import Plan
+from learner.config.schema import RunConfig
+from learner.console import Console
+from learner.data import Batches, MicroBatch
+from learner.evaluation import evaluate, write_evaluation
+from learner.metrics import MetricsLog, PhaseClock
+from learner.optim import Optimizer
+from learner.policy.load import Policy
+from learner.policy.parallel import Ranks
+from learner.records import PackedRow, Sample, StepResult, SyncReceipt
+from learner.rollout.backend import RolloutBackend
+from learner.rows import RowMaker
+from learner.segments import SegmentSource
+from learner.sync import WeightSync
+from learner.tasks.task import Task
+from learner.totals import StepTotals
+
+
+class Trainer:
+    """Owns the loop and its state. Built by `learner.build`; every collaborator does one thing."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        plan: Plan,
+        total_steps: int,
+        ranks: Ranks,
+        policy: Policy,
+        optimizer: Optimizer,
+        batches: Batches,
+        samples_by_id: Mapping[str, Sample],
+        source: SegmentSource,
+        rows: RowMaker,
+        task: Task,
+        eval_samples: list[Sample],
+        backend: RolloutBackend | None,
+        sync: WeightSync | None,
+        checkpoints: CheckpointStore,
+        log: MetricsLog,
+        console: Console,
+    ) -> None:
+        self.config, self.plan, self.total_steps, self.ranks = config, plan, total_steps, ranks
+        self.run_dir = Path(config.training.output_dir)
+        self.policy, self.optimizer = policy, optimizer
+        self.batches, self.samples_by_id = batches, samples_by_id
+        self.source, self.rows, self.task = source, rows, task
+        self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
+        self.checkpoints, self.log, self.console = checkpoints, log, console
+        self.clock = PhaseClock()
+        self.state = TrainerState()
+        self._synced_at: int | None = None  # global_step of the weights that the servers have
+        self._owed: list[str] = []  # samples whose segments a resume must make again
+        self._evaluated_at: int | None = None
+
+    def run(self) -> None:
+        """Train to the last step. Raises ProjectError; the newest checkpoint stays resumable."""
+        training = self.config.training
+        self.restore()
+        if training.eval_on_start:
+            self.evaluate()
+        while self.state.global_step < self.total_steps:
+            receipt = self.sync_if_stale() if self.source.needs_rollouts else None
+            result = self.step()
+            self.report(result, receipt)
+            if training.eval_steps and result.global_step % training.eval_steps == 0:
+                self.evaluate()
+            if training.save_steps and result.global_step % training.save_steps == 0:
+                self.save()
+        if training.eval_on_end:
+            self.evaluate()
+        if training.save_on_end:
+            self.save()
+        self.note_leftovers()
+
+    # ---- one optimizer step ----------------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """One accumulation window and one parameter update."""
+        totals = StepTotals()
+        for micro_step_idx in range(self.plan.gradient_accumulation_steps):
+            batch = self.next_batch()
+            self.training_step(batch, micro_step_idx, totals)
+            if batch.ends_epoch:
+                break  # the last window of an epoch may be shorter
+        with self.clock.phase("learn"):
+            totals = totals.reduced(self.ranks)
+            self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight)
+            learning_rate, grad_norm = self.optimizer.update(self.state.global_step)
+        self.state = self.state.after_step()
+        return totals.result(
+            global_step=self.state.global_step,
+            channel=self.source.channel,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            ver=self.sync.ver if self.sync else 0,
+            seconds=self.clock.read(),
+            capacity=self.config.global_max_length,
+        )
+
+    def training_step(self, batch: MicroBatch, micro_step_idx: int, totals: StepTotals) -> None:
+        """One micro-step: one micro-batch in, gradients accumulated, no update."""
+        segments = self.source.segments(
+            batch.samples,
+            batch.prompts,
+            global_step=self.state.global_step,
+            micro_step_idx=micro_step_idx,
+            first_req_idx=batch.first_req_idx,
+            clock=self.clock,
+        )
+        with self.clock.phase("pack"):
+            rows = self._same_number_on_every_rank(self.rows.rows(segments))
+        with self.clock.phase("learn"):
+            for row in rows:
+                totals.add(row, self.policy.backward(row))
+
+    def next_batch(self) -> MicroBatch:
+        """The next micro-batch; the first one after a resume also brings back what the packing buffer had carried."""
+        with self.clock.phase("data"):
+            batch = next(self.batches)
+            if self._owed:
+                batch = batch.with_samples([self.samples_by_id[i] for i in self._owed], self.policy.encoder)
+                self._owed = []
+        return batch
+
+    def _same_number_on_every_rank(self, rows: list[PackedRow]) -> list[PackedRow]:
+        wanted = int(self.ranks.all_reduce_max(len(rows)))
+        empty = PackedRow(segments=(), capacity=self.config.global_max_length)
+        return rows + [empty] * (wanted - len(rows))
+
+    # ---- between steps ---------------------------------------------------------------------------------------------
+
+    def sync_if_stale(self) -> SyncReceipt | None:
+        """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
+        if self.sync is None or self._synced_at == self.state.global_step:
+            return None
+        with self.clock.phase("sync"):
+            receipt = self.sync.sync()
+        self._synced_at = self.state.global_step
+        self.log.write("sync", receipt, step=self.state.global_step)
+        return receipt
+
+    def evaluate(self) -> None:
+        """Roll out the evaluation samples with the present weights; once per step at most."""
+        if self._evaluated_at == self.state.global_step:
+            return
+        assert self.backend is not None
+        self.sync_if_stale()
+        step = self.state.global_step
+        with self.clock.phase("eval"):
+            evaluation = evaluate(self.backend, self.eval_samples, self.task, self.ranks, global_step=step)
+        self._evaluated_at = step
+        if self.ranks.is_main:
+            write_evaluation(evaluation, self.run_dir / "eval" / f"step_{step:06d}.jsonl")
+        self.log.write("eval", {"metrics": evaluation.metrics, **self.clock.read()}, step=step)
+        self.console.evaluation(step, evaluation.metrics)
+
+    def save(self) -> None:
+        """A checkpoint from which `restore` goes on exactly, on as many ranks."""
+        carried = self.ranks.all_gather_object(self.rows.carried())
+        cursor = {"batches": self.batches.state(), "carried": carried}
+        with self.clock.phase("save"):
+            path = self.checkpoints.save(self.policy, self.optimizer, replace(self.state, cursor=cursor))
+        self.console.note(f"saved {path}")
+
+    def restore(self) -> None:
+        """Go on from `training.resume_from_checkpoint`, if it is set."""
+        where = self.config.training.resume_from_checkpoint
+        if where is None:
+            return
+        self.state = self.checkpoints.load(where, self.policy, self.optimizer)
+        self.batches.restore(self.state.cursor["batches"])
+        carried = [sample_id for part in self.state.cursor["carried"] for sample_id in part]
+        self._owed = carried[self.ranks.rank :: self.ranks.world_size]
+        self.console.note(f"resumed at step {self.state.global_step}; {len(carried)} carried samples come again")
+
+    def report(self, result: StepResult, receipt: SyncReceipt | None) -> None:
+        self.log.write("step", result, step=result.global_step)
+        self.console.step(result, receipt)
+
+    def note_leftovers(self) -> None:
+        """Segments that training ended on before they were learned: told, never dropped in silence (R12)."""
+        left = [sample_id for part in self.ranks.all_gather_object(self.rows.carried()) for sample_id in part]
+        if left:
+            self.log.write("note", {"carried_and_not_learned": left})
+            self.console.note(f"{len(left)} samples were still in the packing buffer when training ended (not learned)")
