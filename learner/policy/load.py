@@ -101,7 +101,6 @@ class Policy:
         finally:
             self.model.train(was_training)
 
-    @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
         return weights.checkpoint_weights(self.model, dtype)

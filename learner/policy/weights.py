@@ -22,6 +22,7 @@ from shared.wire import TensorSpec
 _BASE = ".base_layer."
 
 
+@torch.no_grad()
 def checkpoint_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.
 

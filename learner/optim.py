@@ -1,0 +1,103 @@
+"""AdamW with a learning-rate schedule and clipping by the global norm.
+
+In: the policy's trained parameters by name, whose gradients are already those of the whole step (`reduce_gradients`).
+Out: updated parameters, zeroed gradients, and the two numbers that the step reports. Called once per optimizer step.
+
+Weight decay reaches matrices only: norms, biases and DoRA magnitudes (one dimension) are not pulled to zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+
+from learner.config.schema import TrainingConfig
+from shared.errors import CheckpointError, LossError
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
+    """The learning rate of the update after `step` others: linear warmup to `peak`, then the schedule towards 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    match schedule:
+        case "constant":
+            return peak
+        case "linear":
+            return peak * (1.0 - progress)
+        case "cosine":
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """AdamW over named parameters; `total_steps` is where the schedule ends."""
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], config: TrainingConfig, *, total_steps: int
+    ) -> None:
+        self._named, self._config, self._total_steps = list(parameters), config, total_steps
+        matrices = [p for _, p in parameters if p.ndim >= 2]
+        others = [p for _, p in parameters if p.ndim < 2]
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            fused=True,
+        )
+
+    def update(self, step: int) -> tuple[float, float]:
+        """Clip, update, zero the gradients; returns the learning rate used and the gradient's norm before clipping.
+
+        Raises LossError where the gradient is not finite, before any weight is touched.
+        """
+        config = self._config
+        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self._named], config.max_grad_norm))
+        if not math.isfinite(norm):
+            raise LossError(
+                f"the gradient of optimizer step {step} is not finite",
+                found=f"a norm of {norm}",
+                wanted="a finite gradient",
+                remedy="lower training.learning_rate, or train the weights in float32 (model.dtype)",
+            )
+        rate = learning_rate(
+            step,
+            peak=config.learning_rate,
+            schedule=config.lr_scheduler_type,
+            warmup_steps=config.warmup_steps,
+            total_steps=self._total_steps,
+        )
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        return rate, norm
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update."""
+        return {
+            f"{name}.{key}": tensor for name, p in self._named for key, tensor in self._adamw.state.get(p, {}).items()
+        }
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state()` of a like optimizer. Raises CheckpointError where the trained parameters differ."""
+        stored: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, moment = key.rpartition(".")
+            stored.setdefault(name, {})[moment] = tensor
+        wanted = {name for name, _ in self._named}
+        if stored and stored.keys() != wanted:
+            different = sorted(stored.keys() ^ wanted)
+            raise CheckpointError(
+                "the optimizer state belongs to other parameters",
+                found=f"{len(stored)} parameters, {len(different)} of them different: {different[:3]}",
+                wanted=f"the {len(wanted)} parameters that are trained now",
+                remedy="resume with the same model.freeze and model.lora, or start anew from the checkpoint's model",
+            )
+        for name, p in self._named if stored else ():
+            self._adamw.state[p] = {moment: tensor.clone().to(p.device) for moment, tensor in stored[name].items()}
