@@ -1,0 +1,150 @@
+"""The same step on one rank or two, packed or not, is the same step (real processes, gloo)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy.demo.model import build
+from learner.checkpoint import CheckpointStore, TrainerState
+from learner.config.schema import TrainingConfig
+from learner.optim import Optimizer
+from learner.policy.parallel import Ranks, init_ranks
+from shared.errors import DeadlineError
+from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 10
+
+
+def launch(world_size: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run this file once per rank, as torchrun would."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+        environment = os.environ | {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        command = [sys.executable, "-m", "tests.integration.test_ddp", *arguments]
+        processes.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        outputs = [p.communicate(timeout=120) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
+
+
+def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool) -> None:
+    """A rank's share of a step of five segments: an uneven share, so that one rank runs empty rows."""
+    policy = policy_of(model)
+    if ranks.rank:  # ranks begin with different weights: the broadcast must mend that
+        for _, p in policy.trainable:
+            torch.nn.init.zeros_(p)
+    policy.broadcast(ranks)
+    settings = TrainingConfig(output_dir=str(out), learning_rate=1e-3)
+    optimizer = Optimizer(policy.trainable, settings, total_steps=1)
+    prompts = [policy.encoder.encode(sample([image(64, 64, seed=i)] * (i % 3))) for i in range(5)]
+    segments = [segment(p, 6 + 5 * i, seed=i) for i, p in enumerate(prompts)]
+    mine = segments if ranks.world_size == 1 else (segments[:1], segments[1:])[ranks.rank]
+    rows = [row(*mine)] if packed else [row(one) for one in mine]
+    rows += [row()] * (int(ranks.all_reduce_max(len(rows))) - len(rows))
+    results = [policy.backward(one) for one in rows]
+    loss, weight = ranks.all_reduce_sum(sum(r.loss_sum for r in results), sum(r.weight_sum for r in results))
+    policy.reduce_gradients(ranks, weight_sum=weight)
+    grads = gradients(policy)
+    optimizer.update(0)
+    store = CheckpointStore(root=out / f"run-{packed}", ranks=ranks)
+    store.save(policy, optimizer, TrainerState(global_step=1))
+    assert store.load("latest", policy, optimizer).global_step == 1
+    updated = {f"updated.{name}": p.detach().clone() for name, p in policy.trainable}
+    save_file({"loss": torch.tensor(loss / weight)} | grads | updated, out / f"{ranks.rank}-{packed}.safetensors")
+
+
+def stay_away(ranks: Ranks) -> None:
+    """Rank 1 comes to one collective fewer than rank 0, which must be told so."""
+    ranks.barrier()
+    if ranks.rank == 0:
+        with pytest.raises(DeadlineError) as raised:
+            ranks.barrier()
+        print(raised.value)
+
+
+def rank_main(model: Path, out: Path) -> None:
+    ranks = init_ranks(os.environ, timeout_s=TIMEOUT_S)
+    for packed in (False, True):
+        one_step(model, out, ranks, packed=packed)
+    if ranks.world_size > 1:
+        stay_away(ranks)
+
+
+@dataclass(frozen=True)
+class Run:
+    world_size: int
+    out: Path
+    printed: str  # by rank 0
+
+    def result(self, rank: int, *, packed: bool) -> dict[str, torch.Tensor]:
+        return load_file(self.out / f"{rank}-{packed}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
+    """One process and two, each with both kinds of rows."""
+    model = tmp_path_factory.mktemp("models") / "tiny"
+    build(model, "tiny", seed=0)
+    found = {}
+    for world_size in (1, 2):
+        out = tmp_path_factory.mktemp(f"ranks-{world_size}")
+        done = launch(world_size, str(model), str(out))
+        for process in done:
+            assert process.returncode == 0, process.stderr[-3000:]
+        found[world_size] = Run(world_size, out, done[0].stdout)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "packed"), [(1, True), (2, False), (2, True)])
+def test_ranks_and_packing_do_not_change_the_step(runs: dict[int, Run], world_size: int, packed: bool) -> None:
+    """R24, D5: the weighted mean over all supervised tokens of the step, on all ranks."""
+    reference = runs[1].result(0, packed=False)
+    results = [runs[world_size].result(rank, packed=packed) for rank in range(world_size)]
+    for result in results:
+        assert result.keys() == reference.keys()
+        for name, tensor in reference.items():
+            if not name.startswith("updated."):
+                torch.testing.assert_close(result[name], tensor, atol=1e-6, rtol=1e-3)
+            assert torch.equal(result[name], results[0][name]), f"ranks differ in {name}"
+
+
+def test_a_rank_that_stays_away_is_an_error_within_the_deadline(runs: dict[int, Run]) -> None:
+    """Every wait has a deadline from the configuration, and names itself when it passes."""
+    assert "did not complete on rank 0 of 2" in runs[2].printed
+    assert f"training.collective_timeout_s = {TIMEOUT_S} s" in runs[2].printed
+
+
+def test_one_process_needs_no_group() -> None:
+    ranks = init_ranks({}, timeout_s=1)
+    assert ranks == Ranks(device=ranks.device, timeout_s=1)
+    ranks.barrier()
+    assert ranks.all_reduce_sum(1.5, 2) == (1.5, 2.0)
+    assert ranks.all_gather_object("x") == ["x"]
+    assert ranks.broadcast_object({"a": 1}) == {"a": 1}
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]), Path(sys.argv[2]))
