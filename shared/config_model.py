@@ -11,16 +11,24 @@ import difflib
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from shared.config_errors import KeyPath, Mistake, dotted, show
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+    type(None): "null",
+}
 
 
 # ---- types in words ------------------------------------------------------------------------------------------------
@@ -237,10 +245,12 @@ class _View:
         section = section_of(annotation)
         if section is not None and isinstance(value, dict):
             return _View(section, value, path, self._bad)
-        if isinstance(value, list):
+        if isinstance(value, list) and section_of(item_of(annotation)) is not None:
             item = item_of(annotation)
-            return tuple(self._shown(entry, item, (*path, index)) for index, entry in enumerate(value))
-        return value
+            return [self._shown(entry, item, (*path, index)) for index, entry in enumerate(value)]
+        if any(bad[: len(path)] == path for bad in self._bad):
+            raise UntrustedValueError(dotted(path))
+        return TypeAdapter(annotation).validate_python(value)
 
 
 def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:

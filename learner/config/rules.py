@@ -43,12 +43,14 @@ def overlaps(config: RunConfig) -> bool:
 
 
 def prompt_needs_coco(config: RunConfig) -> Iterator[Mistake]:
+    """`data.prompt` belongs to `data.format: coco`; JSONL rows carry their own messages."""
     if config.data.prompt is not None and config.data.format != "coco":
         remedy = "remove it (JSONL rows carry their own messages), or set data.format: coco"
         yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
 
 
 def run_length(config: RunConfig) -> Iterator[Mistake]:
+    """Exactly one of `training.max_steps` and `training.num_train_epochs` is given."""
     steps, epochs = config.training.max_steps, config.training.num_train_epochs
     wanted = "exactly one of training.max_steps and training.num_train_epochs"
     if steps is None and epochs is None:
@@ -60,6 +62,7 @@ def run_length(config: RunConfig) -> Iterator[Mistake]:
 
 
 def warmup_fits(config: RunConfig) -> Iterator[Mistake]:
+    """`training.warmup_steps` is at most `training.max_steps`."""
     warmup, steps = config.training.warmup_steps, config.training.max_steps
     if steps is not None and warmup > steps:
         wanted, remedy = f"at most training.max_steps ({steps})", "lower it"
@@ -67,6 +70,7 @@ def warmup_fits(config: RunConfig) -> Iterator[Mistake]:
 
 
 def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
+    """Evaluations need `data.val` or `data.test`."""
     training, data = config.training, config.data
     asked = [name for name in ("eval_steps", "eval_on_start", "eval_on_end") if getattr(training, name)]
     if asked and data.val is None and data.test is None:
@@ -75,7 +79,8 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
 
 
 def carry_packing(config: RunConfig) -> Iterator[Mistake]:
-    """D6: one row per micro-step and a carry buffer, `rollout_matching_sft` only."""
+    """`rollout_matching_sft` with packing carries segments over (D6): `packing_drop_last` is true, and `packing_buffer`
+    holds at least `per_device_train_batch_size`."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing:
         return
@@ -93,7 +98,8 @@ def carry_packing(config: RunConfig) -> Iterator[Mistake]:
 
 
 def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
-    """D7: `decode_mode` says the same as the temperature."""
+    """`decode_mode` agrees with `temperature` (`sample` above 0, `greedy` and `beam` at 0), `beam` has 2 or more
+    `num_beams` (D7)."""
     decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
     mode, temperature = decoding.decode_mode, decoding.temperature
     if mode in ("greedy", "beam") and temperature > 0:
@@ -111,6 +117,7 @@ def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
 
 
 def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
+    """`decode_mode: beam` needs `rollout_backend: hf`."""
     if config.rollout_matching.decoding.decode_mode == "beam" and config.rollout_matching.rollout_backend == "vllm":
         found = f"beam with rollout_backend: vllm (vllm.mode: {config.rollout_matching.vllm.mode})"
         remedy = f"set {ROLLOUT}.rollout_backend: hf, or decode_mode: greedy"
@@ -119,7 +126,8 @@ def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
 
 
 def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
-    """A segment holds prompt and rollout; so does the colocated engine's context."""
+    """`max_new_tokens` is below `global_max_length` (a segment holds prompt and answer) and below a colocated engine's
+    `max_model_len`."""
     longest = config.rollout_matching.decoding.max_new_tokens
     path = f"{ROLLOUT}.decoding.max_new_tokens"
     if config.custom.trainer_variant != "sft" and longest >= config.global_max_length:
@@ -133,12 +141,14 @@ def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
 
 
 def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
+    """`vllm.mode: server` needs servers in exactly one form, well paired, with good URLs and ports that do not clash
+    (R05 R16)."""
     if uses_servers(config):
         yield from server_mistakes(config.rollout_matching.vllm.server)
 
 
 def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
-    """R08: adapters travel only where both sides have them."""
+    """Adapter sync needs `vllm.enable_lora` and `model.lora`; DoRA also needs `sync.fallback_to_full` (R08)."""
     vllm, lora = config.rollout_matching.vllm, config.model.lora
     if config.rollout_matching.rollout_backend != "vllm" or sync_mode(config) != "adapter":
         return
@@ -156,7 +166,7 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
 
 
 def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
-    """D2: rollout reuse belongs to `rollout_matching_sft`."""
+    """`rollout_buffer` belongs to `rollout_matching_sft` (D2)."""
     buffer, variant = config.rollout_matching.rollout_buffer, config.custom.trainer_variant
     if buffer is None or variant == "rollout_matching_sft":
         return
@@ -171,7 +181,7 @@ def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
 
 
 def offload_has_work(config: RunConfig) -> Iterator[Mistake]:
-    """R20: where offloading takes effect, it has something to move."""
+    """`offload.enabled` with colocated vLLM names the model, the optimizer or both (R20)."""
     rollout, offload = config.rollout_matching, config.rollout_matching.offload
     if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not offload.enabled:
         return
@@ -185,6 +195,7 @@ def offload_has_work(config: RunConfig) -> Iterator[Mistake]:
 
 
 def stage2_section(config: RunConfig) -> Iterator[Mistake]:
+    """`stage2_ab` is given with `stage2_ab_training`, and only with it (R26)."""
     variant, stage2 = config.custom.trainer_variant, config.stage2_ab
     if variant == "stage2_ab_training" and stage2 is None:
         remedy = "add `stage2_ab: {schedule: {b_ratio: ...}}`"
@@ -197,7 +208,7 @@ def stage2_section(config: RunConfig) -> Iterator[Mistake]:
 
 
 def stage2_batch(config: RunConfig) -> Iterator[Mistake]:
-    """D8, R31: the step budget is the effective batch."""
+    """`stage2_ab_training` needs `training.effective_batch_size`, its rollouts per step (D8 R31)."""
     if config.custom.trainer_variant == "stage2_ab_training" and config.training.effective_batch_size is None:
         wanted = "the rollouts per optimizer step, over all ranks"
         remedy = "add it (a multiple of per_device_train_batch_size x ranks)"
@@ -205,7 +216,7 @@ def stage2_batch(config: RunConfig) -> Iterator[Mistake]:
 
 
 def overlap_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """R32: rollouts and learning at the same time, never on the same devices."""
+    """Packed Channel-B learns while it rolls out, so it needs `vllm.mode: server` (R32)."""
     if overlaps(config) and not uses_servers(config):
         rollout = config.rollout_matching
         backend = "rollout_backend: hf" if rollout.rollout_backend == "hf" else f"vllm.mode: {rollout.vllm.mode}"
@@ -215,7 +226,7 @@ def overlap_needs_servers(config: RunConfig) -> Iterator[Mistake]:
 
 
 def async_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """D3, R25."""
+    """`async_actor_learner` needs `vllm.mode: server` and full sync (D3 R25)."""
     if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
         return
     path = "stage2_ab.async_actor_learner.enabled"
@@ -228,6 +239,7 @@ def async_needs_servers(config: RunConfig) -> Iterator[Mistake]:
 
 
 def async_queue(config: RunConfig) -> Iterator[Mistake]:
+    """`prefetch_target_packs` is at most `queue_limit` (R25)."""
     if config.stage2_ab is None:
         return
     queue = config.stage2_ab.async_actor_learner

@@ -42,8 +42,8 @@ class DataConfig(Section):
     """Annotation files. Paths are relative to the working directory."""
 
     train: str = key("annotations that are trained on", min_length=1, req="R12")
-    val: str | None = key("annotations that `eval_steps` evaluates on", None)
-    test: str | None = key("annotations for the evaluations before and after training", None)
+    val: str | None = key("annotations to evaluate on, where `test` is not given", None)
+    test: str | None = key("annotations to evaluate on", None)
     format: Literal["jsonl", "coco"] = key("the project's JSONL, or COCO JSON", "jsonl")
     image_root: str | None = key("relative image paths start here; null: the annotation file's folder", None)
     prompt: str | None = key("`coco` only: the user's turn, with `<image>` where the image goes", None)
@@ -66,7 +66,7 @@ class TaskConfig(Section):
 
 
 class LossConfig(Section):
-    """Weights of the loss on Y_train (SPEC.md, "Loss on Y_train")."""
+    """Weights of the loss on Y_train: the rollout's prefix and every missed object appended."""
 
     desc_weight: float = key("weight of description text in the appended tail; structure and boxes have 1", 1.0, ge=0.0)
 

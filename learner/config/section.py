@@ -14,7 +14,7 @@ class Section(BaseModel):
 
 
 def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
-    """A pydantic field. `meaning`, `unit` and `req` (requirement ids of SPEC.md) go to CONFIG.md and the JSON Schema.
+    """A pydantic field. `meaning`, `unit` and `req` (requirement ids) go to CONFIG.md and the JSON Schema.
 
     Without a default the key is required. `bounds` are pydantic's `ge`, `gt`, `le`, `lt`, `min_length`.
     """

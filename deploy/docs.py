@@ -1,0 +1,129 @@
+"""CONFIG.md and the JSON Schemas, made from the configuration models: `python -m deploy.docs` (`make docs`).
+
+In: `RunConfig`, `ServerConfig` and the learner's rules. Out: `documents()`, file name to text; `main` writes them into
+the working directory. A test compares the committed files with `documents()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from learner.config.legacy import RETIRED
+from learner.config.rules import RULES
+from learner.config.schema import RunConfig
+from rollout_server.config import ServerConfig
+from shared.config_errors import dotted
+from shared.config_model import describe_field, item_of, section_of
+
+INTRO = """\
+# Configuration
+
+Made by `make docs` from the schema; a test keeps the two equal. Don't edit.
+
+Everything a run does is in one YAML file. `python -m learner --config FILE --check [--world-size W] [--probe]` finds
+every mistake without GPU, model or server, and prints what follows from the file as JSON;
+`python -m rollout_server --config FILE --check` does the same for a server. Both exit with 2 when something is wrong.
+
+- **Composition.** `base: other.yaml` (or a list) at the top names files relative to the one that says so. Later files
+  win, the file itself wins over its bases, mappings merge key by key, everything else is replaced.
+- **Environment.** `${NAME}` inside a string is that variable's text, and stays a string; `$${` is a literal `${`.
+  What a variable held is written into the run directory with the rest: keep secrets out.
+- **Paths** are relative to the working directory (those of `base:` to the file).
+- **Types** are strict: `true` and `false` are the only booleans, `3.0` is no integer, `1e-4` is a number, keys occur once,
+  unknown keys are refused.
+- **Repeating a run.** The resolved configuration is `config.yaml` in the run directory; it is a configuration itself.
+- `config.schema.json` and `server.schema.json` are JSON Schemas for editors:
+  `# yaml-language-server: $schema=config.schema.json` as a file's first line.
+
+Requirement ids (R.., D..) are those of the specification.
+"""
+
+TABLE_HEAD = "| key | type | default | unit | meaning | requirement |\n| --- | --- | --- | --- | --- | --- |\n"
+_COMMENTED = re.compile(r"^    (\w+):.*?  # (.+)$", re.MULTILINE)
+
+
+def main() -> None:
+    for name, text in documents().items():
+        Path(name).write_text(text, encoding="utf-8")
+        print(f"wrote {name}")
+
+
+def documents() -> dict[str, str]:
+    """The text of every generated file by its name."""
+    return {
+        "CONFIG.md": config_markdown(),
+        "config.schema.json": json_schema(RunConfig, "Learner configuration"),
+        "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
+    }
+
+
+def config_markdown() -> str:
+    learner = "".join(_section(RunConfig, "", "Learner: the top level"))
+    server = "".join(_section(ServerConfig, "", "Rollout server"))
+    return "\n".join([INTRO, "## Learner\n", learner + _rules(), _retired(), "## Rollout server\n", server])
+
+
+def json_schema(model: type[BaseModel], title: str) -> str:
+    """The JSON Schema of a file: the model's, and `base`, which composition takes out."""
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
+    paths = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    schema["title"] = title
+    schema["properties"]["base"] = {"description": "files that this one builds on; later ones win", **paths}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _section(model: type[BaseModel], path: str, title: str) -> Iterator[str]:
+    """A heading and a table of the section's own keys, then its subsections."""
+    comments = dict(_COMMENTED.findall(inspect.getsource(model)))  # models that document their keys beside them
+    rows = [_row(f"{path}{name}", field, comments.get(name, "")) for name, field in model.model_fields.items()]
+    yield f"### {title}\n\n{_first_line(model)}\n\n{TABLE_HEAD}{''.join(rows)}\n"
+    for name, field in model.model_fields.items():
+        here, items = f"{path}{name}", item_of(field.annotation)
+        if section := section_of(field.annotation):
+            yield from _section(section, f"{here}.", f"`{here}`")
+        elif items is not None and (section := section_of(items)):
+            yield from _section(section, f"{here}[].", f"`{here}[]`")
+
+
+def _row(name: str, field: FieldInfo, comment: str) -> str:
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    meaning = field.description or comment
+    unit, requirement = extra.get("unit", ""), extra.get("requirement", "")
+    cells = (f"`{name}`", describe_field(field), _default(field), str(unit), meaning, str(requirement))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)
+    return "its keys' defaults" if isinstance(value, BaseModel) else f"`{json.dumps(value, default=str)}`"
+
+
+def _first_line(item: object) -> str:
+    return (inspect.getdoc(item) or "").replace("\n", " ")
+
+
+def _rules() -> str:
+    lines = [f"- {_first_line(rule)}" for rule in RULES]
+    lines.append("- `effective_batch_size` is a multiple of `per_device_train_batch_size` x ranks, and an explicit")
+    lines.append("  `gradient_accumulation_steps` equals what follows from it (D8 R33).")
+    lines.append("- A colocated engine's `tensor_parallel_size` divides the number of ranks (R04).")
+    return "### Rules between keys\n\n" + "\n".join(lines) + "\n"
+
+
+def _retired() -> str:
+    rows = "".join(f"| `{dotted(tuple(path.split('.')))}` | {remedy} |\n" for path, (_, remedy) in RETIRED.items())
+    return f"### Retired keys\n\nRefused, whatever their value.\n\n| key | what to do |\n| --- | --- |\n{rows}"
+
+
+if __name__ == "__main__":
+    main()
