@@ -103,7 +103,7 @@ class Plane:
             for tick in self.y_ticks
         ]
         base = self.height - 6
-        whole = [t for t in ticks(self.x_low, self.x_high, 3) if self.x_low <= t <= self.x_high and t == int(t)]
+        whole = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high and t == int(t)]
         room = [t for t in whole if self.x(t) < WIDTH - RIGHT - 8 * len(x_label)]
         parts += [el("text", number(tick), cls="tick mid", x=self.x(tick), y=base) for tick in room]
         parts.append(el("text", x_label, cls="tick end", x=WIDTH - RIGHT, y=base))

@@ -64,7 +64,7 @@ def line_chart(
     )
 
 
-def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "", wide: bool = False) -> Html | None:
+def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Html | None:
     """Bars over steps, layers on top of each other; all of the same x values. Neighbours are merged to means."""
     drawn = [(layer, thin(layer.points)) for layer in layers if any(y > 0 for _, y in layer.points)]
     if not drawn:
@@ -90,7 +90,6 @@ def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "", wide:
         svg(title, join(frame.frame("step"), *bars)),
         legend=[(layer.name, layer.tone) for layer, _ in drawn],
         value=f"{number(sum(totals) / len(totals))}{unit} mean",
-        wide=wide,
     )
 
 
@@ -140,9 +139,7 @@ def interval_chart(title: str, rows: Sequence[Bar], *, note: str = "") -> Html |
     return figure(title, svg(title, join(*parts), height=height), value=note)
 
 
-def figure(
-    title: str, drawing: Html, *, legend: Sequence[tuple[str, str]] = (), value: str = "", wide: bool = False
-) -> Html:
+def figure(title: str, drawing: Html, *, legend: Sequence[tuple[str, str]] = (), value: str = "") -> Html:
     """A chart with its heading, the value that matters most, and a legend."""
     keys = [el("span", el("i", cls=f"b-{tone}"), name, cls="key") for name, tone in legend]
     return el(
@@ -150,7 +147,7 @@ def figure(
         el("figcaption", el("b", title), el("span", value, cls="value") if value else None),
         drawing,
         el("div", *keys, cls="legend") if keys else None,
-        cls="chart wide" if wide else "chart",
+        cls="chart",
     )
 
 

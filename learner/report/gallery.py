@@ -15,8 +15,8 @@ from learner.report.markup import Html, el, join
 from learner.report.pictures import Picture
 from learner.report.scenes import Scene, Verdict, judge
 
-PANEL = 360.0  # drawing units across; about one pixel each
-PER_GROUP = 3
+PANEL = 300.0  # drawing units across; about one pixel each
+PER_GROUP = 4
 _TONES: Mapping[Verdict, str] = {"correct": "hit", "wrong_class": "class", "false_positive": "spurious"}
 LEGEND = (
     ("truth", "ground truth"),
@@ -58,22 +58,18 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
 def gallery(chosen: Chosen, panels: Sequence[Panel], load: Callable[[Scene], Picture | None]) -> Html:
     """All groups. `load` finds a scene's picture."""
     legend = el("div", *(el("span", el("i", cls=f"box x-{t}"), name, cls="key") for t, name in LEGEND), cls="legend")
-    groups = [
-        el(
-            "section",
-            el("h3", name),
-            *(_row(k, f"image-{g}-{i}", panels, load) for i, k in enumerate(keys)),
-            cls="group",
-        )
-        for g, (name, keys) in enumerate(chosen)
-    ]
+    shape = "scenes" if len(panels) > 2 else "scenes pairs"
+    groups = []
+    for group, (heading, keys) in enumerate(chosen):
+        rows = [_row(key, f"image-{group}-{index}", panels, load) for index, key in enumerate(keys)]
+        groups.append(el("section", el("h3", heading), el("div", *rows, cls=shape)))
     return join(legend, *groups)
 
 
 def _row(key: str, ident: str, panels: Sequence[Panel], load: Callable[[Scene], Picture | None]) -> Html:
     shown = [(panel.name, panel.scenes[key]) for panel in panels if key in panel.scenes]
     picture = load(shown[0][1])
-    place = el("div", el("b", key), f"{len(shown[0][1].truth)} objects", cls="scene-name")
+    place = el("div", el("b", key), _plural(len(shown[0][1].truth), "object"), cls="scene-name")
     cells = []
     for index, (name, scene) in enumerate(shown):
         base = _image(scene, picture, ident) if index == 0 else _again(picture, ident)
@@ -84,48 +80,47 @@ def _row(key: str, ident: str, panels: Sequence[Panel], load: Callable[[Scene], 
 def _panel(name: str, scene: Scene, base: Html | None) -> Html:
     verdict = judge(scene)
     found, wrong, false = (verdict.verdicts.count(v) for v in ("correct", "wrong_class", "false_positive"))
-    extra = [f"{scene.num_dropped} dropped"] if scene.num_dropped else []
-    extra += ["cut off"] if scene.truncated else []
-    counts = [f"{found} of {len(scene.truth)} found", f"{wrong} wrong class", f"{false} false", *extra]
+    others = ((wrong, "wrong class"), (false, "false positive"), (scene.num_dropped, "dropped"))
+    counts = [f"{found} of {len(scene.truth)} found", *(f"{count} {what}" for count, what in others if count)]
+    counts += ["cut off"] if scene.truncated else []
     title = f"Scene {scene.scene_id}, {name}: {', '.join(counts)}"
     height = PANEL * scene.height / scene.width
-    truth = [_shape(o, height, "truth" if i in verdict.found else "missed") for i, o in enumerate(scene.truth)]
-    answers = [
-        _shape(o, height, _TONES[verdict.verdicts[i]], f", IoU {verdict.ious[i]:.2f}")
-        for i, o in enumerate(scene.predictions)
-    ]
+    drawn = [_shape(o, height, "truth" if i in verdict.found else "missed") for i, o in enumerate(scene.truth)]
+    for i, item in enumerate(scene.predictions):
+        drawn.append(_shape(item, height, _TONES[verdict.verdicts[i]], f", IoU {verdict.ious[i]:.2f}"))
     return el(
         "figure",
         el(
             "svg",
             el("title", title),
             base or _absent(scene, height),
-            *truth,
-            *answers,
+            *(outline for outline, _ in drawn),
+            *(tag for _, tag in drawn),  # above all outlines, so that they can be read
             viewBox=f"0 0 {PANEL:.0f} {height:.0f}",
             role="img",
             aria_label=title,
         ),
-        el("figcaption", el("b", name), el("span", " · ".join(counts)), el("em", f"F1 {verdict.f1:.2f}")),
+        el("figcaption", el("b", name), el("span", f"F1 {verdict.f1:.2f}"), el("small", " · ".join(counts))),
         cls="panel",
     )
 
 
-def _shape(item: DetectionObject, height: float, tone: str, detail: str = "") -> Html:
-    """One object: its outline, its description on a tag (predictions above, missed truth below), and a tooltip."""
+def _shape(item: DetectionObject, height: float, tone: str, detail: str = "") -> tuple[Html, Html | None]:
+    """One object: its outline with a tooltip, and its description on a tag. Truth that was found needs no tag."""
     xs = [b / 999 * PANEL for b in item.bins[0::2]]
     ys = [b / 999 * height for b in item.bins[1::2]]
     if item.kind == "bbox_2d":
         box = {"x": xs[0], "y": ys[0], "width": max(0.5, xs[1] - xs[0]), "height": max(0.5, ys[1] - ys[0])}
-        outlines = [el("rect", cls=c, **box) for c in ("halo", f"o-{tone}")]
+        lines = [el("rect", cls=c, **box) for c in ("halo", f"o-{tone}")]
     else:
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
-        outlines = [el("polygon", cls=c, points=points) for c in ("halo", f"o-{tone}")]
-    tip = el("title", f"{dict(LEGEND)[tone]}: {item.desc}{detail}")
-    return el("g", tip, *outlines, None if tone == "truth" else _tag(item.desc, xs, ys, height, tone))
+        lines = [el("polygon", cls=c, points=points) for c in ("halo", f"o-{tone}")]
+    outline = el("g", el("title", f"{dict(LEGEND)[tone]}: {item.desc}{detail}"), *lines)
+    return outline, None if tone == "truth" else _tag(item.desc, xs, ys, height, tone)
 
 
 def _tag(desc: str, xs: Sequence[float], ys: Sequence[float], height: float, tone: str) -> Html:
+    """Predictions carry it above, missed truth below."""
     text = desc if len(desc) <= 18 else f"{desc[:17]}…"
     width, tall = 7.0 * len(text) + 7, 14.0
     x = min(max(0.0, min(xs)), PANEL - width)
@@ -136,6 +131,10 @@ def _tag(desc: str, xs: Sequence[float], ys: Sequence[float], height: float, ton
         el("rect", cls=f"t-{tone}", x=x, y=y, width=width, height=tall),
         el("text", text, cls="tag", x=x + width / 2, y=y + 10.6),
     )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _image(scene: Scene, picture: Picture | None, ident: str) -> Html | None:

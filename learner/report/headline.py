@@ -1,10 +1,10 @@
-"""The top of the page: what the run was, the result in a sentence and four cards, what is missing, how runs compare."""
+"""The top of the page: what the run was, the result in a sentence and four cards, F1 as charts."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from learner.report.axes import number
 from learner.report.charts import Bar, Series, interval_chart, line_chart
@@ -12,6 +12,18 @@ from learner.report.markup import Html, el, join
 from learner.report.read import Run, RunSet
 from learner.report.scores import Estimate
 from learner.report.standings import Standing, f1_of, gain_between
+from learner.report.tables import duration, interval, metrics_table, signed
+
+SHOWN = (
+    "f1@0.5",
+    "f1@miou",
+    "precision@0.5",
+    "recall@0.5",
+    "mean_iou",
+    "parse_rate",
+    "truncation_rate",
+    "duplicate_rate",
+)
 
 
 def header(runs: RunSet) -> Html:
@@ -32,32 +44,9 @@ def header(runs: RunSet) -> Html:
     )
 
 
-def notes(runs: RunSet, all_standings: Sequence[Standing]) -> Html | None:
-    """What this page can't show, and why."""
-    found = []
-    for standing in all_standings:
-        run = standing.run
-        name = f"{run.name}: " if len(runs.runs) > 1 else ""
-        found += [f"{name}{note}." for note in run.notes]
-        if not run.steps:
-            found.append(f"{name}no optimizer step is recorded yet.")
-        if not run.evals:
-            found.append(f"{name}no evaluation is recorded yet, so there is no F1 and no gallery.")
-        elif standing.after is None:
-            found.append(
-                f"{name}only one evaluation, at step {run.evals[0].global_step}: nothing to compare it with yet."
-            )
-        if any(not point.scenes for point in run.evals):
-            found.append(f"{name}scenes were not kept for every evaluation; F1 has no interval there.")
-        if standing.borrowed:
-            found.append(
-                f"{name}“before” is {runs.runs[0].name}'s evaluation at step 0: both began from the same model."
-            )
-    return el("ul", *(el("li", text) for text in found), cls="notes") if found else None
-
-
-def verdict(standing: Standing) -> Html | None:
-    """The result in a sentence."""
+def verdict(all_standings: Sequence[Standing]) -> Html | None:
+    """The main run's result in a sentence, and where the others ended."""
+    standing = all_standings[0]
     before, after, gain = standing.f1_before, standing.f1_after, standing.gain
     if before is None:
         return None
@@ -70,17 +59,22 @@ def verdict(standing: Standing) -> Html | None:
     if gain.low is None or gain.high is None:
         text += "without the scenes there is no telling how sure that is."
     elif gain.low > 0:
-        text += f"the gain is at least {gain.low:.3f} with 97.5% confidence."
+        text += f"the 95% interval of the gain is {gain.low:.3f} to {gain.high:.3f}."
     elif gain.high < 0:
         text += "a loss that the interval sets apart from zero."
     else:
         text += "the interval of the change includes zero, so no gain is shown."
+    for other in all_standings[1:]:
+        if other.after and other.f1_after:
+            text += f" {other.run.name} ended at {other.f1_after.value:.3f} after {other.after.global_step} steps."
     return el("p", text, cls="verdict")
 
 
-def cards(all_standings: Sequence[Standing]) -> Html:
-    """Four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed."""
+def cards(all_standings: Sequence[Standing]) -> Html | None:
+    """Four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed. None for an empty run."""
     main = all_standings[0]
+    if not (main.run.steps or main.run.evals or main.run.syncs):
+        return None
     third = _against(main, all_standings[1]) if len(all_standings) > 1 else _parse_rate(main)
     return el("div", _f1_card(main), _gain_card("Gain", main.gain), third, _sync_card(main.run), cls="cards")
 
@@ -155,72 +149,10 @@ def evaluation_charts(all_standings: Sequence[Standing]) -> Html | None:
         interval_chart("F1@0.5 over scenes", rows, note="95% bootstrap"),
         line_chart("F1@0.5 by step", series, dots=True) if any(len(s.points) > 1 for s in series) else None,
     ]
-    return el("div", *drawn, cls="charts two") if rows else None
+    return el("div", *drawn, metrics_table(all_standings, only=SHOWN), cls="charts") if rows else None
 
 
 def _interval_row(name: str, tone: str, estimate: Estimate | None) -> list[Bar]:
     if estimate is None:
         return []
     return [Bar(name, estimate.value, tone, estimate.low, estimate.high)]
-
-
-def comparison_table(all_standings: Sequence[Standing]) -> Html | None:
-    """One row per run with intervals; None for a single run."""
-    if len(all_standings) < 2:
-        return None
-    main = all_standings[0]
-    rows = []
-    for standing in all_standings:
-        against = None if standing is main else gain_between(standing.after, main.after)
-        cells = [_estimate_cell(e) for e in (standing.f1_before, standing.f1_after)]
-        cells += [_estimate_cell(e, sign=True) for e in (standing.gain, against)]
-        rows.append([standing.run.name, str(len(standing.run.steps)), *cells, duration(standing.run.wall_s)])
-    head = ["Run", "Steps", "F1@0.5 before", "after", "gain", f"{main.run.name} ahead by", "Wall time"]
-    return table(head, rows)
-
-
-def metrics_table(all_standings: Sequence[Standing]) -> Html | None:
-    """Every metric of the task, before and after."""
-    several = len(all_standings) > 1
-    columns = [("Before", all_standings[0].before)]
-    columns += [(f"After, {s.run.name}" if several else "After", s.after) for s in all_standings if s.after]
-    shown = [(name, point.metrics) for name, point in columns if point and point.metrics]
-    names = sorted({key for _, metrics in shown for key in metrics})
-    rows = [[key, *(f"{metrics[key]:.3f}" if key in metrics else "–" for _, metrics in shown)] for key in names]
-    return table(["Metric", *(name for name, _ in shown)], rows) if rows else None
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str | Html]]) -> Html:
-    """A table that scrolls sideways where there is no room."""
-    top = el("tr", *(el("th", name, scope="col") for name in head))
-    body = [el("tr", *(el("td", cell) for cell in row)) for row in rows]
-    return el("div", el("table", el("thead", top), el("tbody", *body)), cls="table")
-
-
-def _estimate_cell(estimate: Estimate | None, *, sign: bool = False) -> Html:
-    if estimate is None:
-        return join("–")
-    value = signed(estimate.value) if sign else f"{estimate.value:.3f}"
-    return join(value, el("small", interval(estimate)) if estimate.low is not None else None)
-
-
-def interval(estimate: Estimate) -> str:
-    """`[low, high]`, or nothing."""
-    if estimate.low is None or estimate.high is None:
-        return ""
-    return f"[{estimate.low:.3f}, {estimate.high:.3f}]".replace("-", "−")
-
-
-def signed(value: float) -> str:
-    return f"{value:+.3f}".replace("-", "−")
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds in words."""
-    if not math.isfinite(seconds):
-        return "–"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -14,11 +14,13 @@ import yaml
 from learner.report import headline, training
 from learner.report.gallery import Panel, choose_scenes, gallery
 from learner.report.markup import Html, el
+from learner.report.notes import notes
 from learner.report.pictures import Picture, load_picture
 from learner.report.read import EvalPoint, Run, RunSet
 from learner.report.scenes import Scene
 from learner.report.standings import Standing, standings
 from learner.report.style import style_sheet
+from learner.report.tables import comparison_table, metrics_table
 
 
 def render(runs: RunSet) -> str:
@@ -28,9 +30,9 @@ def render(runs: RunSet) -> str:
     body = el(
         "main",
         headline.header(runs),
-        headline.verdict(ranked[0]),
+        headline.verdict(ranked),
         headline.cards(ranked),
-        _notes_after(headline.notes(runs, ranked)),
+        notes(ranked),
         _evaluation(ranked),
         *(training.training_section(r, heading=f"Training: {r.name}" if several else "Training") for r in runs.runs),
         _gallery(ranked),
@@ -52,21 +54,17 @@ def render(runs: RunSet) -> str:
     return f"<!doctype html>\n{el('html', head, el('body', body), lang='en')}\n"
 
 
-def _notes_after(notes: Html | None) -> Html | None:
-    return el("div", notes, style="margin-top:20px") if notes else None
-
-
 def _evaluation(ranked: Sequence[Standing]) -> Html | None:
     charts = headline.evaluation_charts(ranked)
     if charts is None:
         return None
-    metrics = headline.metrics_table(ranked)
+    metrics = metrics_table(ranked)
     return el(
         "section",
         el("h2", "Evaluation"),
         charts,
-        headline.comparison_table(ranked),
-        el("details", el("summary", "All metrics"), metrics, style="margin-top:24px") if metrics else None,
+        comparison_table(ranked),
+        el("details", el("summary", "All metrics"), metrics, style="margin-top:22px") if metrics else None,
     )
 
 
@@ -126,6 +124,6 @@ def _footer() -> Html:
     return el(
         "footer",
         "F1@0.5: a prediction counts when it is matched one to one at IoU ≥ 0.5 and says the same description; sums "
-        "over all scenes. Intervals: 95%, percentile bootstrap over scenes, 2,000 draws; a gain draws the same scenes from "
-        "both evaluations. Canary gap: mean difference between the learner's and the served log-probabilities.",
+        "over all scenes. Intervals: 95%, percentile bootstrap over scenes, 2,000 draws; a gain draws the same scenes "
+        "from both evaluations. Canary gap: mean difference between the learner's and the served log-probabilities.",
     )

@@ -150,16 +150,16 @@ def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
 def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
     """A YAML or JSON mapping, and a note where there is none."""
     if not path.is_file():
-        return {}, f"{path.name} is absent"
+        return {}, f"There is no {path.name}."
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
-        return {}, f"{path.name} can't be read"
-    return (value, "") if isinstance(value, dict) else ({}, f"{path.name} holds no mapping")
+        return {}, f"{path.name} can't be read."
+    return (value, "") if isinstance(value, dict) else ({}, f"{path.name} holds no mapping.")
 
 
 def _damage(name: str, lines: int) -> str:
-    return f"{name}: {lines} damaged line{'s' if lines > 1 else ''} left out" if lines else ""
+    return f"{name}: {lines} damaged line{'s' if lines > 1 else ''} left out." if lines else ""
 
 
 # ---- events --------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """One test scene of an evaluation, as `learner.evaluation.write_evaluation` wrote it, and what each prediction was.
 
 By the evaluation's own definition: a prediction is *correct* when the best one-to-one assignment among pairs of IoU >=
-0.5 and the same description takes it. Of the others, one that can be paired at IoU >= 0.5 with an object that is left is
-of the *wrong class*; the rest are *false positives*. True positives are the correct ones alone.
+0.5 and the same description takes it. Of the others, one that can be paired at IoU >= 0.5 with an object that is left
+is of the *wrong class*; the rest are *false positives*. True positives are the correct ones alone.
 """
 
 from __future__ import annotations

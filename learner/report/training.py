@@ -10,9 +10,9 @@ from collections.abc import Callable
 from learner.records import StepResult, SyncReceipt
 from learner.report.axes import Point, number
 from learner.report.charts import Bar, Series, bar_chart, line_chart, stacked_chart
-from learner.report.headline import table
 from learner.report.markup import Html, el
 from learner.report.read import Run
+from learner.report.tables import table
 
 PHASES = (
     ("rollout", "rollout_s", "rollout"),
@@ -21,9 +21,9 @@ PHASES = (
     ("data", "data_s", "data"),
     ("target", "target_s", "target"),
     ("pack", "pack_s", "pack"),
-    ("other", "other_s", "rest"),
 )
 MAX_ROWS = 400
+SMALLEST_SHARE = 0.01  # of the step time
 
 
 def training_section(run: Run, *, heading: str) -> Html | None:
@@ -36,6 +36,7 @@ def training_section(run: Run, *, heading: str) -> Html | None:
         "FN appended": _objects(run),
         "drop reasons": _drops(run),
         "step time": _times(run),
+        "gradient norm": line_chart("Gradient norm", [Series("norm", _gradient(run), "after")]),
         "tokens/s": line_chart("Tokens learned per second", [_metric(run, "tokens/s", "tokens_per_s", "after")]),
         "sync seconds": _sync_seconds(run),
         "canary gap": _canary(run),
@@ -85,12 +86,23 @@ def _drops(run: Run) -> Html | None:
 
 
 def _times(run: Run) -> Html | None:
+    """Phases stacked; those too small to be seen are part of `other`."""
     timed = [s for s in run.steps if "step_s" in s.metrics]
-    layers = [
-        Series(name, [(float(s.global_step), s.metrics.get(key, 0.0)) for s in timed], tone)
-        for name, key, tone in PHASES
-    ]
-    return stacked_chart("Seconds per step", layers, unit=" s", wide=True)
+    whole = sum(s.metrics["step_s"] for s in timed)
+    shown = [p for p in PHASES if sum(s.metrics.get(p[1], 0.0) for s in timed) >= SMALLEST_SHARE * whole]
+    layers = [Series(name, [_seconds(s, key) for s in timed], tone) for name, key, tone in shown]
+    named = [key for _, key, _ in shown]
+    rest = [(float(s.global_step), s.metrics["step_s"] - sum(s.metrics.get(k, 0.0) for k in named)) for s in timed]
+    layers.append(Series("other", [(x, max(0.0, y)) for x, y in rest], "rest"))
+    return stacked_chart("Seconds per step", layers, unit=" s")
+
+
+def _seconds(step: StepResult, key: str) -> Point:
+    return float(step.global_step), step.metrics.get(key, 0.0)
+
+
+def _gradient(run: Run) -> list[Point]:
+    return [(float(s.global_step), s.grad_norm) for s in run.steps]
 
 
 def _sync_points(run: Run, read: Callable[[SyncReceipt], float]) -> tuple[list[Point], str]:

@@ -1,0 +1,84 @@
+"""Axes and charts: nothing is lost in thinning, ticks are round and hold the data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.report.axes import MAX_COLUMNS, number, thin, ticks
+from learner.report.charts import Bar, Series, bar_chart, interval_chart, line_chart, stacked_chart
+
+values = st.floats(-1e6, 1e6) | st.just(math.nan)
+
+
+@given(st.lists(values, max_size=500))
+def test_thinning_keeps_every_finite_point(ys: list[float]) -> None:
+    points = [(float(x), y) for x, y in enumerate(ys)]
+    finite = [y for y in ys if math.isfinite(y)]
+    columns = thin(points)
+    assert len(columns) <= MAX_COLUMNS
+    assert [c.first for c in columns] == sorted(c.first for c in columns)
+    if finite:
+        assert min(c.low for c in columns) == min(finite)
+        assert max(c.high for c in columns) == max(finite)
+    if len(finite) <= MAX_COLUMNS:
+        assert [c.y for c in columns] == finite
+
+
+@given(st.floats(-1e5, 1e5), st.floats(1e-6, 1e5))
+def test_ticks_hold_the_range_at_even_steps(low: float, span: float) -> None:
+    high = low + span
+    marks = ticks(low, high)
+    slack = 1e-6 * max(abs(low), abs(high), 1e-6)
+    assert marks[0] <= low + slack
+    assert marks[-1] >= high - slack
+    assert 2 <= len(marks) <= 8
+    steps = [b - a for a, b in itertools.pairwise(marks)]
+    assert max(steps) == pytest.approx(min(steps), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.21253, "0.213"),
+        (1.5, "1.5"),
+        (12.345, "12.3"),
+        (2127.4, "2,127"),
+        (51_234.0, "51.2k"),
+        (8.04e9, "8.04G"),
+        (0.00052, "5.2e-4"),
+        (-3.0, "-3"),
+        (math.nan, "–"),
+    ],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_charts_are_well_formed_and_named() -> None:
+    points = [(float(x), x * 0.1) for x in range(300)]
+    for chart in (
+        line_chart("A < B", [Series("a", points, "after"), Series("b", points[:5], "other")]),
+        line_chart("A < B", [Series("one", [(3.0, 7.0)], "after")]),
+        stacked_chart("A < B", [Series("a", points, "learn"), Series("b", points, "sync")]),
+        bar_chart("A < B", [Bar("x & y", 3, "other")]),
+        interval_chart("A < B", [Bar("before", 0.4, "before", 0.3, 0.5), Bar("after", 0.4, "after")]),
+    ):
+        assert chart is not None
+        drawing = ET.fromstring(chart).find("svg")
+        assert drawing is not None
+        assert drawing.get("aria-label") == "A < B"
+        assert drawing.get("role") == "img"
+
+
+def test_without_points_there_is_no_chart() -> None:
+    assert line_chart("x", [Series("a", [(1.0, math.nan)], "after")]) is None
+    assert stacked_chart("x", [Series("a", [(1.0, 0.0)], "learn")]) is None
+    assert bar_chart("x", []) is None
+    assert interval_chart("x", []) is None

@@ -1,0 +1,162 @@
+"""The page as a whole: what is on it, that it needs nothing else, and that nothing on disk becomes markup (issue 3)."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from learner.report.__main__ import main, write_report
+from learner.report.gallery import choose_scenes
+from learner.report.page import render
+from learner.report.read import read_runs
+from learner.report.scenes import judge
+from tests.unit.learner.report.fake_run import write_run
+
+HOSTILE = "\"><script>alert(1)</script><b x='&"
+
+
+def body_of(page: str) -> ET.Element:
+    """The body, which must be well-formed XML too."""
+    return ET.fromstring(page[page.index("<body>") : page.index("</body>") + len("</body>")])
+
+
+def headings(page: str) -> set[str]:
+    return {"".join(e.itertext()) for tag in ("h2", "h3", "b") for e in body_of(page).iter(tag)}
+
+
+def test_a_whole_run_shows_everything(tmp_path: Path) -> None:
+    page = render(read_runs(write_run(tmp_path / "run", steps=8, quality=((0, 0.3), (8, 0.9)))))
+    assert {
+        "Loss",
+        "Match rate",
+        "Objects per step",
+        "Objects dropped, by reason",
+        "Seconds per step",
+        "Tokens learned per second",
+        "Seconds per sync",
+        "Canary gap per sync, nats",
+        "F1@0.5 over scenes",
+        "Most improved",
+        "Least improved",
+        "At random",
+        "Before",
+        "After",
+    } <= headings(page)
+    assert re.search(r"F1@0\.5 on 24 test scenes went from 0\.\d+ to 0\.\d+; the 95% interval of the gain is", page)
+
+
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
+    page = render(read_runs(write_run(tmp_path / "run", steps=4, quality=((0, 0.3), (4, 0.9)))))
+    assert not re.search(r"https?://|<script|<link|@import|url\(", page)
+    references = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert references
+    assert all(r.startswith(("data:image/png;base64,", "#image-")) for r in references)
+    ids = {e.get("id") for e in body_of(page).iter() if e.get("id")}
+    assert {r[1:] for r in references if r.startswith("#")} <= ids
+
+
+def test_an_image_is_embedded_once_for_before_and_after(tmp_path: Path) -> None:
+    page = render(read_runs(write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=5)))
+    assert page.count("data:image/png") == 5
+    assert page.count("<use ") == 5
+
+
+def test_nothing_on_disk_becomes_markup(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=3)
+    (path / "config.resolved.yaml").write_text(json.dumps({"model": {"path": HOSTILE}, HOSTILE: HOSTILE}))
+    for file in (path / "eval").iterdir():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        for line in lines:
+            line |= {"id": HOSTILE + line["id"], "images": [HOSTILE]}
+            for item in line["truth"] + line["predictions"]:
+                item["desc"] = HOSTILE
+        file.write_text("\n".join(map(json.dumps, lines)))
+    event = {"event": "step", "global_step": 3, "metrics": {f"drop/{HOSTILE}": 2, HOSTILE: 1}}
+    scores = {"event": "eval", "global_step": 2, "metrics": {HOSTILE: 1}}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(f"{json.dumps(event)}\n{json.dumps(scores)}\n")
+    page = render(read_runs(path))
+    assert "<script" not in page
+    assert not list(body_of(page).iter("script"))
+    assert "image not available" in page
+
+
+@pytest.mark.parametrize(
+    ("steps", "quality", "says"),
+    [
+        (0, (), "No optimizer step is recorded yet."),
+        (3, (), "No evaluation is recorded yet"),
+        (0, ((0, 0.4),), "Only one evaluation, at step 0"),
+    ],
+)
+def test_a_partial_run_says_what_is_missing(
+    tmp_path: Path, steps: int, quality: tuple[tuple[int, float], ...], says: str
+) -> None:
+    page = render(read_runs(write_run(tmp_path / "run", steps=steps, quality=quality, num_scenes=4)))
+    body_of(page)
+    assert says in page
+
+
+def test_metrics_without_scenes_have_no_interval(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=3)
+    for file in (path / "eval").iterdir():
+        file.unlink()
+    page = render(read_runs(path))
+    assert "The scenes of an evaluation were not kept" in page
+    assert "no scenes, no interval" in page
+
+
+def test_scores_that_contradict_the_scenes_are_pointed_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1, quality=((0, 0.4),), num_scenes=6)
+    assert "the recorded F1@0.5 is" not in render(read_runs(path))
+    metrics = path / "metrics.jsonl"
+    metrics.write_text(re.sub(r'"f1@0.5": [\d.]+', '"f1@0.5": 0.999', metrics.read_text()))
+    assert "At step 0 the recorded F1@0.5 is 0.999" in render(read_runs(path))
+
+
+def test_chosen_scenes_are_the_extremes_and_shown_once(tmp_path: Path) -> None:
+    run = read_runs(write_run(tmp_path / "run", steps=1, quality=((0, 0.3), (1, 0.8)), num_scenes=30)).runs[0]
+    before, after = ({s.scene_id: s for s in point.scenes} for point in run.evals)
+    chosen = choose_scenes(before, after)
+    assert [name for name, _ in chosen] == ["Most improved", "Least improved", "At random"]
+    shown = [key for _, keys in chosen for key in keys]
+    assert len(shown) == len(set(shown)) == 12
+    gain = {key: judge(after[key]).f1 - judge(before[key]).f1 for key in before}
+    ranked = sorted(gain.values())
+    assert sorted(gain[key] for key in chosen[0][1]) == ranked[-4:]
+    assert sorted(gain[key] for key in chosen[1][1]) == ranked[:4]
+    assert choose_scenes(before, after) == chosen
+
+
+def test_two_runs_side_by_side(tmp_path: Path) -> None:
+    for name, quality in (("stage2", ((0, 0.3), (4, 0.9))), ("sft", ((4, 0.6),))):
+        variant = "sft" if name == "sft" else "rollout_matching_sft"
+        write_run(tmp_path / name, steps=4, quality=quality, variant=variant, images=tmp_path / "images")
+    page = render(read_runs(tmp_path))
+    assert {"Training: stage2", "Training: sft", "After stage2", "After sft"} <= headings(page)
+    assert "After, against sft" in page
+    assert "Not in this run: match rate, FN appended, drop reasons, sync seconds, canary gap." in page
+    compared = write_report(tmp_path / "stage2", out=tmp_path / "out" / "x.html", compare=tmp_path / "sft")
+    assert {"After stage2", "After sft"} <= headings(compared.read_text())
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_run(tmp_path / "run", steps=2, quality=((0, 0.5),), num_scenes=2)
+    assert main([str(path)]) == 0
+    assert capsys.readouterr().out.strip() == str(path / "report.html")
+    assert (path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_no_run_exits_2_without_a_traceback(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "learner.report", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("error: the directory is no run; found ")
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,97 @@
+"""Run directories, whole, partial and damaged (issue 3, Report)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.report.page import render
+from learner.report.read import read_run, read_runs
+from learner.report.standings import standings
+from shared.errors import DataError
+from tests.unit.learner.report.fake_run import write_run
+
+
+def test_reads_what_the_learner_wrote(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", steps=6, quality=((0, 0.4), (6, 0.9)), num_scenes=5))
+    assert [step.global_step for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert [sync.ver for sync in run.syncs] == [1, 2, 3, 4, 5, 6]
+    assert [(point.global_step, len(point.scenes)) for point in run.evals] == [(0, 5), (6, 5)]
+    assert run.setting("custom", "trainer_variant") == "rollout_matching_sft"
+    assert run.notes == ()
+
+
+def test_a_cut_last_line_is_said_and_left_out(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=4, quality=((0, 0.4),), num_scenes=3)
+    metrics = path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-40])
+    scenes = path / "eval" / "step_000000.jsonl"
+    scenes.write_text(scenes.read_text() + '{"id": "x", "truth": [{"desc": "cat"}]}\n[1]\n{"id')
+    run = read_run(path)
+    assert len(run.steps) == 3
+    assert len(run.evals[0].scenes) == 3
+    assert run.notes == (
+        "metrics.jsonl: 1 damaged line left out.",
+        "eval/step_000000.jsonl: 3 damaged lines left out.",
+    )
+
+
+def test_a_repeated_step_counts_once_and_the_last_wins(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=3, quality=(), num_scenes=1)
+    again = {"event": "step", "global_step": 2, "loss": 42.0, "channel": "B", "metrics": {}}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(again) + "\n")
+    run = read_run(path)
+    assert [step.global_step for step in run.steps] == [1, 2, 3]
+    assert run.steps[1].loss == 42.0
+
+
+@pytest.mark.parametrize("name", ["absent", "empty", "file"])
+def test_no_run_is_a_typed_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError) as caught:
+        read_runs(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_directory_of_runs_shows_the_baseline_last(tmp_path: Path) -> None:
+    for name in ("sft", "stage2", "another"):
+        write_run(tmp_path / name, steps=1, quality=(), num_scenes=1)
+    (tmp_path / "latest").symlink_to(tmp_path / "stage2")
+    (tmp_path / "summary.json").write_text('{"phases": {"stage2": 9}}')
+    runs = read_runs(tmp_path)
+    assert [run.name for run in runs.runs] == ["stage2", "another", "sft"]
+    assert runs.summary == {"phases": {"stage2": 9}}
+
+
+def test_a_baseline_without_a_start_takes_the_main_runs(tmp_path: Path) -> None:
+    write_run(tmp_path / "stage2", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=8, images=tmp_path / "images")
+    write_run(tmp_path / "sft", steps=2, quality=((2, 0.5),), num_scenes=8, images=tmp_path / "images")
+    main, sft = standings(read_runs(tmp_path).runs)
+    assert sft.borrowed
+    assert sft.f1_before == main.f1_before
+    assert sft.gain is not None
+    assert not main.borrowed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "step"}',
+        '{"event": "step", "global_step": 1, "loss": null, "metrics": {"missed": null, "drop/x": 2}}',
+        '{"event": "step", "global_step": "one", "metrics": 3}',
+        '{"event": "sync", "ver": 1}',
+        '{"event": "eval", "global_step": 0, "metrics": {"f1@0.5": 0.5}}',
+        '{"event": "rollout_call", "seeds": [1, 2]}',
+        '{"event": ["step"]}',
+        '{"event": "step", "global_step": 1, "loss": 1e308, "grad_norm": NaN, "metrics": {"step_s": Infinity}}',
+        "null",
+    ],
+)
+def test_strange_lines_still_give_a_page(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+    assert "<main>" in render(read_runs(tmp_path))

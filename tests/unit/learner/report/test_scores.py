@@ -1,0 +1,106 @@
+"""F1@0.5 of the report is the detection task's own (issue 3, Report)."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.records import Assignment, CoordSlot, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
+from learner.report.scenes import Scene, judge
+from learner.report.scores import f1_estimate, f1_gain
+from learner.tasks.detection.counts import count_objects
+from learner.tasks.detection.evaluate import evaluate_counts
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> DetectionObject:
+    x, y = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    side = draw(st.integers(2, 4))
+    bins = tuple(100 * v for v in (x, y, x + side, y + side))
+    return DetectionObject(desc=draw(st.sampled_from(["cat", "dog"])), kind="bbox_2d", bins=bins)
+
+
+objects = st.lists(boxes(), max_size=5).map(tuple)
+scene_parts = st.lists(st.tuples(objects, objects), min_size=1, max_size=6)
+
+
+def make_scene(index: int, truth: tuple[DetectionObject, ...], predictions: tuple[DetectionObject, ...]) -> Scene:
+    return Scene(
+        scene_id=str(index),
+        images=(),
+        width=10,
+        height=10,
+        truth=truth,
+        predictions=predictions,
+        num_dropped=0,
+        truncated=False,
+    )
+
+
+def make_assignment(scene: Scene) -> Assignment:
+    sample = Sample(
+        sample_id=scene.scene_id, messages=(), images=(), objects=scene.truth, width=scene.width, height=scene.height
+    )
+    rollout = Rollout(sample=sample, prompt_token_ids=(), response_token_ids=(), finish_reason="stop", ver=0, seed=None)
+    slots = tuple(CoordSlot(start=0, end=1, bin=0) for _ in range(4))
+    parsed = ParsedRollout(
+        rollout=rollout,
+        objects=tuple(PredictedObject(object=o, slots=slots) for o in scene.predictions),
+        drops={},
+        prefix_length=0,
+        tail_opening="",
+        needs_separator=False,
+        next_index=1,
+        truncated=False,
+        usable=True,
+    )
+    return Assignment(parsed=parsed, pairs=(), missed=(), spurious=())
+
+
+@settings(max_examples=60, deadline=None)
+@given(scene_parts)
+def test_f1_equals_the_tasks_own(parts: list[tuple[tuple[DetectionObject, ...], tuple[DetectionObject, ...]]]) -> None:
+    scenes = [make_scene(i, truth, predictions) for i, (truth, predictions) in enumerate(parts)]
+    expected = evaluate_counts(count_objects([make_assignment(scene) for scene in scenes]))["f1@0.5"]
+    estimate = f1_estimate(scenes)
+    assert abs(estimate.value - expected) < 1e-12
+    assert estimate.low is not None
+    assert estimate.high is not None
+    assert estimate.low <= estimate.high
+
+
+@settings(max_examples=60, deadline=None)
+@given(objects, objects)
+def test_every_object_is_judged_once(truth: tuple[DetectionObject, ...], said: tuple[DetectionObject, ...]) -> None:
+    judged = judge(make_scene(0, truth, said))
+    assert len(judged.verdicts) == len(said)
+    assert judged.verdicts.count("correct") == len(judged.found)
+    assert judged.verdicts.count("correct") + judged.verdicts.count("wrong_class") <= len(truth)
+    for verdict, iou in zip(judged.verdicts, judged.ious, strict=True):
+        assert iou >= 0.5 or verdict == "false_positive"
+
+
+def test_verdicts_of_a_plain_scene() -> None:
+    def box(desc: str, x: int) -> DetectionObject:
+        return DetectionObject(desc=desc, kind="bbox_2d", bins=(x, 0, x + 100, 100))
+
+    truth = (box("cat", 0), box("dog", 300))
+    said = (box("cat", 5), box("cat", 300), box("dog", 700), box("cat", 10))
+    judged = judge(make_scene(0, truth, said))
+    assert judged.verdicts == ("correct", "wrong_class", "false_positive", "false_positive")
+    assert judged.found == {0}
+
+
+def test_gain_is_paired_by_scene_id() -> None:
+    """The same answers in another order are no gain at all, in any draw."""
+    box = DetectionObject(desc="cat", kind="bbox_2d", bins=(0, 0, 100, 100))
+    before = [make_scene(i, (box,), (box,) if i % 2 else ()) for i in range(20)]
+    gain = f1_gain(before, before[::-1])
+    assert gain is not None
+    assert (gain.value, gain.low, gain.high) == (0.0, 0.0, 0.0)
+    better = f1_gain(before, [make_scene(i, (box,), (box,)) for i in range(5, 20)])
+    assert better is not None
+    assert better.num_scenes == 15
+    assert better.low is not None
+    assert better.low > 0
+    assert f1_gain(before, []) is None
