@@ -16,11 +16,21 @@ import torch
 
 from learner.rollout.client import ServerClient
 from learner.rollout.loop import LoopThread
-from shared.communicator import Backend, Communicator
+from shared.communicator import Backend
 from shared.errors import CommunicatorError, ProjectError
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
+
+
+class Group(Protocol):
+    """What the sync needs of a `shared.communicator.Communicator`."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Join(Protocol):
@@ -35,7 +45,7 @@ class Join(Protocol):
         world_size: int,
         timeout_s: float,
         device: torch.device | str = ...,
-    ) -> Communicator: ...
+    ) -> Group: ...
 
 
 class ServerLink:
@@ -58,7 +68,7 @@ class ServerLink:
         self._group_port, self._world_size = group_port, world_size
         self._device, self._timeout_s = device, timeout_s
         self._backend: Backend = "nccl" if device.type == "cuda" else "gloo"
-        self._communicator: Communicator | None = None
+        self._communicator: Group | None = None
 
     def post_init(self, incarnation: str) -> Future[None]:
         """Ask the server to open the group; done when all have joined, this side included."""
@@ -67,7 +77,7 @@ class ServerLink:
         )
         return self._loop.submit(self.client.init_communicator(call))
 
-    def join(self) -> Future[Communicator]:
+    def join(self) -> Future[Group]:
         """Join from this side; the result is only used once it was handed to `adopt`."""
         return in_thread(
             f"join {self.base_url}",
@@ -84,7 +94,7 @@ class ServerLink:
             ),
         )
 
-    def adopt(self, communicator: Communicator) -> None:
+    def adopt(self, communicator: Group) -> None:
         self._communicator = communicator
 
     def post_update(self, call: UpdateWeightsCall) -> Future[UpdateWeightsReply]:
@@ -111,7 +121,7 @@ class ServerLink:
             else:
                 communicator.close()
 
-    def _joined(self) -> Communicator:
+    def _joined(self) -> Group:
         if self._communicator is None:
             raise CommunicatorError(
                 "the group was left", found="a broadcast", wanted="a joined group", remedy="connect() first"

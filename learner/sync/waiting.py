@@ -34,8 +34,7 @@ def await_all(wanted: Futures, posts: Futures, *, may_reply: bool = True) -> Non
             raise _early_reply([link.base_url for link, post in posts.items() if post.done()])
         if all(future.done() for future in wanted.values()):
             return
-        done, _ = wait({future for future in pending if not future.done()}, return_when=FIRST_COMPLETED)
-        pending -= done
+        _, pending = wait(pending, return_when=FIRST_COMPLETED)
 
 
 def _cause(failed: Future[Any], post: Future[Any] | None) -> BaseException:

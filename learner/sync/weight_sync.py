@@ -26,7 +26,7 @@ from learner.records import SyncReceipt
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryGap, CanaryItem, compare, score_call
-from learner.sync.link import Join, ServerLink
+from learner.sync.link import Group, Join, ServerLink
 from learner.sync.source import WeightSource, check_specs, packed_buckets
 from learner.sync.waiting import await_all, cancel
 from shared import communicator
@@ -239,7 +239,7 @@ def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: s
         )
 
 
-def _abort_late(joined: Future[communicator.Communicator]) -> None:
+def _abort_late(joined: Future[Group]) -> None:
     if joined.exception() is None:
         joined.result().abort()
 

@@ -1,0 +1,206 @@
+"""A rollout server's half of the weight sync, over respx and a broadcast group made of a queue.
+
+`FakeServer` receives the buckets that it was told of, checks digests, keeps the tensors, and scores with them, so that
+a canary really depends on the bytes that arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import respx
+import torch
+
+from learner.records import EncodedPrompt
+from learner.sync import CanaryItem
+from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError
+from shared.weights import digest, spec_of, unpack
+from shared.wire import TensorSpec, UpdateWeightsCall
+from tests.unit.learner.rollout import fakes
+
+PROMPT_IDS = (5, 6, 7)
+
+
+class Weights:
+    """A `WeightSource` of a few tensors; `step` changes them all."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tensors = {
+            "embed": torch.randn(40, 8, generator=generator),
+            "layer.weight": torch.randn(8, 8, generator=generator),
+            "layer.bias": torch.randn(8, generator=generator),
+            "positions": torch.arange(5),
+        }
+
+    def step(self) -> None:
+        for name in ("embed", "layer.weight", "layer.bias"):
+            self.tensors[name] = self.tensors[name] + 0.25
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, _cast(tensor, dtype)) for name, tensor in self.tensors.items())
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        return [spec_of(name, _cast(tensor, dtype)) for name, tensor in self.tensors.items()]
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+def logprobs(tensors: dict[str, torch.Tensor], token_ids: Sequence[int]) -> list[float]:
+    """Some function of all weights and the tokens."""
+    total = sum(float(tensor.double().sum()) for tensor in tensors.values())
+    return [-abs(total) - 0.01 * token_id for token_id in token_ids]
+
+
+def canary_items(n: int = 2) -> list[CanaryItem]:
+    prompt = EncodedPrompt(token_ids=PROMPT_IDS, vision=None)
+    return [CanaryItem(sample=fakes.sample(i), prompt=prompt, response_token_ids=(3, 4 + i)) for i in range(n)]
+
+
+class FakeGroup:
+    """Hands each broadcast to its server's queue and returns when the server took it."""
+
+    def __init__(self, server: FakeServer, rank: int, world_size: int) -> None:
+        self.server, self.rank, self.world_size = server, rank, world_size
+        self.inbox: queue.Queue[tuple[torch.Tensor, threading.Event]] = queue.Queue()
+        self.aborted = threading.Event()
+        self.closed = False
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        assert src == self.rank == self.world_size - 1, "the learner is the last rank, and the source"
+        if self.server.drops_the_wire:
+            raise CommunicatorError("peer closed the connection")
+        taken = threading.Event()
+        self.inbox.put((tensor.clone(), taken))
+        while not taken.wait(0.005):
+            if self.aborted.is_set():
+                raise CommunicatorError("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakeServer:
+    """Set the fields below to make it misbehave; `log` says what came, in order."""
+
+    router: respx.MockRouter
+    base_url: str
+    group_port: int
+    world_size: int = 2
+    ver: int = 0
+    dtype: str = ""
+    refuses_init: ProjectError | None = None
+    refuses_update: ProjectError | None = None
+    fails_after_bucket: tuple[int, ProjectError] | None = None
+    flips_a_bit: bool = False
+    drops_the_wire: bool = False
+    misses: str = ""  # a tensor that it does not load, in silence
+    prompt_ids: tuple[int, ...] = PROMPT_IDS
+    score_delta: float = 0.0
+    log: list[str] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    num_inits: int = 0
+    groups: list[FakeGroup] = field(default_factory=list)
+    updates: list[UpdateWeightsCall] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        get, post, url = self.router.get, self.router.post, self.base_url
+        get(f"{url}/health/").respond(200)
+        get(f"{url}/status/").mock(side_effect=self._status)
+        get(f"{url}/get_world_size/").respond(200, json={"world_size": self.world_size})
+        post(f"{url}/init_communicator/").mock(side_effect=self._init)
+        post(f"{url}/update_weights/").mock(side_effect=self._update)
+        post(f"{url}/score/").mock(side_effect=self._score)
+        post(f"{url}/close_communicator/").mock(side_effect=self._close)
+
+    def _status(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=fakes.status(ver=self.ver, world_size=self.world_size, dtype=self.dtype))
+
+    async def _init(self, request: httpx.Request) -> httpx.Response:
+        call = json.loads(request.content)
+        assert call["group_port"] == self.group_port
+        assert call["backend"] == "gloo"
+        self.log.append("init")
+        if self.refuses_init:
+            return fakes.error(self.refuses_init)
+        self.num_inits += 1
+        while len(self.groups) < self.num_inits:  # open until the learner has joined
+            await asyncio.sleep(0.005)
+        return httpx.Response(200, json={})
+
+    async def _update(self, request: httpx.Request) -> httpx.Response:
+        call = UpdateWeightsCall.model_validate_json(request.content)
+        self.updates.append(call)
+        self.log.append(f"update {call.ver}")
+        if self.refuses_update:
+            return fakes.error(self.refuses_update)
+        try:
+            received = await asyncio.to_thread(self._receive, call)
+        except ProjectError as error:
+            return fakes.error(error)
+        self.tensors |= {name: tensor for name, tensor in received.items() if name != self.misses}
+        self.ver = call.ver
+        reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
+        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "check_s": 0.0}
+        return httpx.Response(200, json=reply | times)
+
+    def _receive(self, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
+        received: dict[str, torch.Tensor] = {}
+        inbox = self.groups[-1].inbox
+        for i, bucket in enumerate(call.buckets):
+            if self.fails_after_bucket and self.fails_after_bucket[0] == i:
+                raise self.fails_after_bucket[1]
+            try:
+                buffer, taken = inbox.get(timeout=1.0)
+            except queue.Empty:
+                raise CommunicatorError("no bucket came") from None
+            taken.set()
+            if self.flips_a_bit:
+                buffer[0] ^= 1
+            if digest(buffer) != bucket.digest:
+                raise DigestError(f"bucket {i} differs", found=digest(buffer), wanted=bucket.digest)
+            received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
+        if not received:
+            raise CoverageError("nothing was written")
+        return received
+
+    def _score(self, request: httpx.Request) -> httpx.Response:
+        items = json.loads(request.content)["items"]
+        scores = [[p + self.score_delta for p in logprobs(self.tensors, item["response_token_ids"])] for item in items]
+        return httpx.Response(
+            200, json={"ver": self.ver, "logprobs": scores, "prompt_token_ids": [self.prompt_ids] * len(items)}
+        )
+
+    def _close(self, request: httpx.Request) -> httpx.Response:
+        self.log.append("close")
+        return httpx.Response(200, json={})
+
+
+def joiner(servers: Sequence[FakeServer]) -> Any:
+    """`shared.communicator.join`, into the fake servers' queues."""
+    by_port = {server.group_port: server for server in servers}
+
+    def join(
+        backend: str, host: str, port: int, rank: int, world_size: int, timeout_s: float, device: Any = "cpu"
+    ) -> FakeGroup:
+        server = by_port[port]
+        assert (rank, world_size) == (server.world_size, server.world_size + 1)
+        assert host == httpx.URL(server.base_url).host
+        group = FakeGroup(server, rank, world_size)
+        server.groups.append(group)
+        return group
+
+    return join

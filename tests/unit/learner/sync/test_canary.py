@@ -1,0 +1,97 @@
+"""The canary's comparison, and the buckets that a sync is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.sync.canary import compare, score_call
+from learner.sync.source import check_specs, packed_buckets
+from shared.errors import CanaryError, PromptMismatchError, RolloutError, SyncError
+from shared.weights import plan_buckets, unpack
+from shared.wire import ScoreReply
+from tests.unit.learner.sync.fakes import PROMPT_IDS, Weights, canary_items
+
+LOGPROBS = st.lists(st.floats(-50, 0), min_size=2, max_size=2)
+CPU = torch.device("cpu")
+
+
+def reply(logprobs: list[list[float]], prompts: int = 2) -> ScoreReply:
+    return ScoreReply(ver=3, logprobs=logprobs, prompt_token_ids=[list(PROMPT_IDS)] * prompts)
+
+
+@given(st.lists(LOGPROBS, min_size=2, max_size=2), st.lists(LOGPROBS, min_size=2, max_size=2))
+def test_the_gap_is_the_mean_and_the_largest_difference(learner: list[list[float]], served: list[list[float]]) -> None:
+    found = compare(canary_items(), learner, reply(served), tolerance=1e9, base_url="u")
+    gaps = [abs(a - b) for here, there in zip(learner, served, strict=True) for a, b in zip(here, there, strict=True)]
+    assert found.mean == pytest.approx(sum(gaps) / 4)
+    assert found.max == max(gaps)
+
+
+@pytest.mark.parametrize("worst", [-3.0, math.nan, -math.inf])
+def test_above_the_tolerance_the_worst_token_is_named(worst: float) -> None:
+    """Not a number is not within a tolerance."""
+    with pytest.raises(CanaryError) as caught:
+        compare(
+            canary_items(), [[-1, -1], [-1, -1]], reply([[-1, -1], [-1, worst]]), tolerance=0.4, base_url="http://u"
+        )
+    assert "http://u" in caught.value.what
+    assert "token 1 of sample 's1'" in caught.value.found
+
+
+@pytest.mark.parametrize(("logprobs", "prompts"), [([[-1.0, -1.0]], 2), ([[-1.0], [-1.0, -1.0]], 2),
+                                                    ([[-1.0, -1.0], [-1.0, -1.0]], 1)])  # fmt: skip
+def test_a_reply_of_another_shape(logprobs: list[list[float]], prompts: int) -> None:
+    with pytest.raises(RolloutError, match="/score/"):
+        compare(canary_items(), [[-1, -1], [-1, -1]], reply(logprobs, prompts), tolerance=1.0, base_url="u")
+
+
+def test_prompts_are_compared_too() -> None:
+    """R03."""
+    other = ScoreReply(ver=1, logprobs=[[-1.0, -1.0]], prompt_token_ids=[[5, 6, 8]])
+    with pytest.raises(PromptMismatchError, match="s0"):
+        compare(canary_items(1), [[-1, -1]], other, tolerance=1.0, base_url="u")
+
+
+def test_a_canary_brings_its_images() -> None:
+    item = score_call(canary_items(1)).items[0]
+    assert item.request.images == ["/data/0.png"]
+    assert item.response_token_ids == [3, 4]
+
+
+@given(st.integers(1, 3000))
+def test_buckets_hold_every_tensor_once_whatever_their_size(bucket_bytes: int) -> None:
+    """R09: the plan comes from the specs, the bytes from a second pass, and they fit."""
+    weights = Weights()
+    plan = plan_buckets(weights.weight_specs(torch.bfloat16), bucket_bytes)
+    buckets = packed_buckets(weights, plan, dtype=torch.bfloat16, device=CPU)
+    found = dict(pair for specs, buffer in zip(plan, buckets, strict=True) for pair in unpack(buffer, specs))
+    assert list(found) == list(weights.tensors)
+    for name, tensor in weights.named_weights(torch.bfloat16):
+        assert torch.equal(found[name], tensor)
+
+
+class Unannounced(Weights):
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from super().named_weights(dtype)
+        yield "extra", torch.zeros(1)
+
+
+def test_a_weight_that_was_not_announced() -> None:
+    weights = Unannounced()
+    plan = plan_buckets(weights.weight_specs(), 400)
+    with pytest.raises(SyncError, match="extra"):
+        list(packed_buckets(weights, plan, dtype=None, device=CPU))
+
+
+def test_names_must_be_there_and_differ() -> None:
+    specs = Weights().weight_specs()
+    check_specs(specs)
+    for wrong in ([], [*specs, specs[0]]):
+        with pytest.raises(SyncError):
+            check_specs(wrong)
