@@ -37,8 +37,8 @@ every mistake without GPU, model or server, and prints what follows from the fil
 - **Environment.** `${NAME}` inside a string is that variable's text, and stays a string; `$${` is a literal `${`.
   What a variable held is written into the run directory with the rest: keep secrets out.
 - **Paths** are relative to the working directory (those of `base:` to the file).
-- **Types** are strict: `true` and `false` are the only booleans, `3.0` is no integer, `1e-4` is a number, keys occur once,
-  unknown keys are refused.
+- **Types** are strict: `true` and `false` are the only booleans, `3.0` is no integer, `1e-4` is a number, a key
+  occurs once, unknown keys are refused.
 - **Repeating a run.** The resolved configuration is `config.yaml` in the run directory; it is a configuration itself.
 - `config.schema.json` and `server.schema.json` are JSON Schemas for editors:
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.

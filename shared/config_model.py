@@ -38,7 +38,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     """A type with its bounds in words: `an integer >= 1 or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return describe(args[0], (*metadata, *args[1:]))
+        inner = [part for arg in args[1:] for part in (arg.metadata if isinstance(arg, FieldInfo) else [arg])]
+        return describe(args[0], (*metadata, *inner))
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(describe(arg, metadata) for arg in args))
     if origin is Literal:
