@@ -33,8 +33,9 @@ if [ "$device" = cpu ]; then
   pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -c deploy/constraints-cpu.txt torch
   say "2/3 vLLM for CPU, transformers and what tests and demo need"
   pip install -c deploy/constraints-cpu.txt -e '.[cpu,demo,dev]'
-  say "3/3 torchvision, without the CUDA packages that its metadata asks for"
+  say "3/3 torchvision beside CPU torch; torchaudio and torchcodec go (only CUDA builds exist, and their import fails)"
   pip install --no-deps -c deploy/constraints-cpu.txt torchvision
+  pip uninstall -y torchaudio torchcodec
   .venv/bin/python deploy/cpu_torchvision.py install
 else
   say "1/1 vLLM for CUDA, transformers and what tests and demo need"
