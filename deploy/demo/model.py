@@ -28,6 +28,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from deploy.demo.scenes import DIGIT_WORDS
+
 Size = Literal["tiny", "demo"]
 
 NUM_COORDS = 1000
@@ -41,7 +43,6 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Texts that are one token each; earlier ones win where two overlap. Closers come fused with commas, as in the
 # vocabularies of real models: the parser has to cope.
 PIECES = (

@@ -1,0 +1,164 @@
+"""Build the demo's data: `python -m deploy.demo.build_data --out DIR --train 1500 --val 100 --test 200`.
+
+In: how many scenes of each split, and a seed. Out, under DIR: `images/<split>/000000.png`, and per split the same
+annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`; both name images relative to DIR.
+
+Invariants: scene i of a split depends on (seed, split, i) alone, so neither on the number of workers nor on the number
+of scenes; annotation dropout changes labels, never pixels; the stamp `build.json` is written last, so a folder that
+has it is complete, and an equal request is answered by it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from PIL import Image
+
+from deploy.demo import scenes
+from deploy.demo.scenes import CANVAS, DIGIT_WORDS, SPLITS, SceneObject, Split, draw_scene, load_bank
+
+PROMPT = "<image>Detect every digit."
+STAMP = "build.json"
+CHUNK = 100  # scenes that a worker makes at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Build:
+    """What to build. Dropout is for training annotations only: val and test stay complete."""
+
+    train: int
+    val: int
+    test: int
+    annotation_dropout: float = 0.0
+    seed: int = 0
+
+    def num_scenes(self, split: Split) -> int:
+        return {"train": self.train, "val": self.val, "test": self.test}[split]
+
+    def stamp(self) -> dict[str, Any]:
+        """Equal stamps, equal files: the request and the code that draws."""
+        code = b"".join(Path(file).read_bytes() for file in (__file__, scenes.__file__))
+        return {**asdict(self), "code": hashlib.sha256(code).hexdigest()}
+
+
+def build(request: Build, out: Path, *, workers: int = 1) -> bool:
+    """Write all splits into `out`. Returns False where an equal build is there already, and nothing was done."""
+    stamp_file = out / STAMP
+    if stamp_file.is_file() and json.loads(stamp_file.read_text()) == request.stamp():
+        return False
+    stamp_file.unlink(missing_ok=True)
+    for split in SPLITS:
+        (out / "images" / split).mkdir(parents=True, exist_ok=True)
+        rows = list(_rows(request, split, out, workers))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (out / f"{split}.jsonl").write_text(lines)
+        (out / f"{split}.coco.json").write_text(json.dumps(to_coco(rows)))
+    stamp_file.write_text(json.dumps(request.stamp()))
+    return True
+
+
+def to_coco(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The rows as a COCO instances file; boxes become x, y, width, height."""
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    category_ids = {name: i for i, name in enumerate(DIGIT_WORDS, start=1)}
+    for image_id, row in enumerate(rows, start=1):
+        images.append({"id": image_id, "file_name": row["images"][0], "width": row["width"], "height": row["height"]})
+        for item in row["objects"]:
+            x1, y1, x2, y2 = item["bbox_2d"]
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": image_id,
+                    "category_id": category_ids[item["desc"]],
+                    "bbox": [x1, y1, x2 - x1, y2 - y1],
+                    "area": (x2 - x1) * (y2 - y1),
+                    "iscrowd": 0,
+                }
+            )
+    categories = [{"id": i, "name": name} for name, i in category_ids.items()]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def _rows(request: Build, split: Split, out: Path, workers: int) -> Iterator[dict[str, Any]]:
+    total = request.num_scenes(split)
+    jobs = [(request, split, out, start, min(start + CHUNK, total)) for start in range(0, total, CHUNK)]
+    if workers == 1 or len(jobs) <= 1:
+        for job in jobs:
+            yield from _make_chunk(job)
+        return
+    with ProcessPoolExecutor(min(workers, len(jobs))) as pool:
+        for rows in pool.map(_make_chunk, jobs):
+            yield from rows
+
+
+def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]]:
+    """Draw scenes start..stop, save their images, return their rows."""
+    request, split, out, start, stop = job
+    bank = load_bank(split)
+    rows = []
+    for i in range(start, stop):
+        key = (request.seed, SPLITS.index(split), i)
+        scene = draw_scene(np.random.default_rng([*key, 0]), bank)
+        name = f"images/{split}/{i:06d}.png"
+        Image.fromarray(scene.pixels).save(out / name, compress_level=1)
+        objects = scene.objects
+        if split == "train":
+            objects = _drop_labels(np.random.default_rng([*key, 1]), objects, request.annotation_dropout)
+        rows.append(_row(f"{split}-{i:06d}", name, objects))
+    return rows
+
+
+def _drop_labels(
+    rng: np.random.Generator, objects: tuple[SceneObject, ...], probability: float
+) -> tuple[SceneObject, ...]:
+    """Each label goes missing with `probability`; where all would, one chosen at random stays."""
+    keep = rng.random(len(objects)) >= probability
+    keep[rng.integers(len(objects))] |= not keep.any()
+    return tuple(item for item, kept in zip(objects, keep, strict=True) if kept)
+
+
+def _row(sample_id: str, image: str, objects: Iterable[SceneObject]) -> dict[str, Any]:
+    return {
+        "id": sample_id,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "images": [image],
+        "objects": [{"desc": item.desc, "bbox_2d": list(item.box)} for item in objects],
+        "width": CANVAS,
+        "height": CANVAS,
+    }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    train: Annotated[int, typer.Option(min=0, help="Training scenes.")] = 1500,
+    val: Annotated[int, typer.Option(min=0, help="Validation scenes.")] = 100,
+    test: Annotated[int, typer.Option(min=0, help="Test scenes.")] = 200,
+    annotation_dropout: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Probability that a training object has no label.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the scenes; the split of digit images is fixed.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per CPU core.")] = 0,
+) -> None:
+    """Write scenes of handwritten digits as PNG files, JSONL and COCO JSON."""
+    request = Build(train=train, val=val, test=test, annotation_dropout=annotation_dropout, seed=seed)
+    started = time.monotonic()
+    if build(request, out, workers=workers or os.cpu_count() or 1):
+        labels = f", {annotation_dropout:.0%} of training labels left out" if annotation_dropout else ""
+        typer.echo(f"{out}: {train} train, {val} val, {test} test scenes{labels} in {time.monotonic() - started:.1f} s")
+    else:
+        typer.echo(f"{out}: the same build is there already, nothing to do")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,162 @@
+"""Scenes of real handwritten digits on textured canvases, with the box of every digit.
+
+In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of what people wrote) and a random generator. Out: a
+`Scene`: pixels and objects. Called by `build_data.py`.
+
+Invariants: the same generator state gives the same scene; train, val and test never share a digit image, whatever the
+seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps others by at most MAX_IOU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+Split = Literal["train", "val", "test"]
+Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are one past the last pixel
+
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+SPLIT_ENDS = (0.7, 0.8, 1.0)  # of each digit's images: 70% train, 10% val, 20% test
+DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+CANVAS = 128  # pixels, square
+MIN_HEIGHT, MAX_HEIGHT = 20, 48  # of a drawn digit, pixels
+MAX_DIGITS = 8
+MAX_IOU = 0.05
+MIN_CONTRAST = 70.0  # between a digit and what lies under it, grey levels
+INK = 0.25  # opacity from which a pixel belongs to the digit
+PLACEMENT_TRIES = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SceneObject:
+    desc: str
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scene:
+    pixels: NDArray[np.uint8]  # [CANVAS, CANVAS, 3]
+    objects: tuple[SceneObject, ...]  # in the order of drawing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DigitBank:
+    """One split's digit images. `indices` are their places in `load_digits`, which no other split has."""
+
+    opacity: NDArray[np.float32]  # [N, 8, 8] in 0..1
+    labels: NDArray[np.int64]  # [N]
+    indices: NDArray[np.int64]  # [N]
+
+
+@cache
+def load_bank(split: Split) -> DigitBank:
+    """The split's digits, stratified by class. The split is fixed: it does not depend on any seed."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    which = SPLITS.index(split)
+    starts = (0.0, *SPLIT_ENDS)
+    rng = np.random.default_rng(0)
+    chosen = []
+    for label in range(10):
+        members = rng.permutation(np.flatnonzero(data.target == label))
+        chosen.append(members[round(starts[which] * len(members)) : round(starts[which + 1] * len(members))])
+    indices = np.sort(np.concatenate(chosen))
+    opacity = (data.images[indices] / 16.0).astype(np.float32)
+    return DigitBank(opacity=opacity, labels=data.target[indices].astype(np.int64), indices=indices)
+
+
+def draw_scene(rng: np.random.Generator, bank: DigitBank) -> Scene:
+    """1 to MAX_DIGITS digits on a canvas. A digit that finds no free place is left out; the first always finds one."""
+    canvas = _texture(rng)
+    objects: list[SceneObject] = []
+    for _ in range(int(rng.integers(1, MAX_DIGITS + 1))):
+        which = int(rng.integers(len(bank.labels)))
+        placed = _place(rng, bank.opacity[which], [o.box for o in objects])
+        if placed is None:
+            continue
+        stamp, box = placed
+        _paint(rng, canvas, stamp, box)
+        objects.append(SceneObject(desc=DIGIT_WORDS[bank.labels[which]], box=box))
+    return Scene(pixels=canvas.round().clip(0, 255).astype(np.uint8), objects=tuple(objects))
+
+
+def iou(a: Box, b: Box) -> float:
+    """Intersection over union of two boxes."""
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    both = width * height
+    return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
+
+
+def _place(
+    rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box]
+) -> tuple[NDArray[np.float32], Box] | None:
+    """A stamp of random size and a place for it; the stamp's limit shrinks as tries fail."""
+    for attempt in range(PLACEMENT_TRIES):
+        limit = MAX_HEIGHT - (MAX_HEIGHT - MIN_HEIGHT) * attempt / PLACEMENT_TRIES
+        stamp = _stamp(glyph, height=float(rng.uniform(MIN_HEIGHT, limit)), stretch=float(rng.uniform(0.85, 1.2)))
+        height, width = stamp.shape
+        x, y = int(rng.integers(CANVAS - width + 1)), int(rng.integers(CANVAS - height + 1))
+        box = (x, y, x + width, y + height)
+        if all(iou(box, other) <= MAX_IOU for other in taken):
+            return stamp, box
+    return None
+
+
+def _stamp(glyph: NDArray[np.float32], *, height: float, stretch: float) -> NDArray[np.float32]:
+    """The glyph's opacity, upscaled to about `height` pixels and cropped: border rows and columns have ink."""
+    tight = _crop(glyph, threshold=INK)
+    rows, columns = tight.shape
+    scale = height / rows
+    padded = np.pad(tight, 1)
+    size = (max(4, round((columns + 2) * scale * stretch)), round((rows + 2) * scale))
+    smooth = np.asarray(Image.fromarray(padded).resize(size, Image.Resampling.BICUBIC)).clip(0.0, 1.0)
+    return _crop(smooth, threshold=INK)[:CANVAS, :CANVAS]
+
+
+def _crop(opacity: NDArray[np.float32], *, threshold: float) -> NDArray[np.float32]:
+    inked = opacity >= threshold
+    rows, columns = np.flatnonzero(inked.any(axis=1)), np.flatnonzero(inked.any(axis=0))
+    return opacity[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+
+def _paint(rng: np.random.Generator, canvas: NDArray[np.float32], stamp: NDArray[np.float32], box: Box) -> None:
+    """Blend the stamp into the canvas in a colour that stands out from what lies under it."""
+    x1, y1, x2, y2 = box
+    under = canvas[y1:y2, x1:x2]
+    ground = float(under.mean())
+    darker = ground - MIN_CONTRAST > 0 and (ground + MIN_CONTRAST > 255 or rng.random() < 0.5)
+    grey = rng.uniform(0, ground - MIN_CONTRAST) if darker else rng.uniform(ground + MIN_CONTRAST, 255)
+    colour = (grey + rng.uniform(-40, 40, size=3)).clip(0, 255).astype(np.float32)
+    alpha = stamp[:, :, None]
+    under *= 1 - alpha
+    under += alpha * colour
+
+
+def _texture(rng: np.random.Generator) -> NDArray[np.float32]:
+    """A canvas [CANVAS, CANVAS, 3] in grey levels: a gradient, stripes or clouds between two colours, with grain."""
+    axis = np.linspace(0, 1, CANVAS, dtype=np.float32)
+    angle = rng.uniform(0, 2 * np.pi)
+    along = axis[None, :] * np.cos(angle) + axis[:, None] * np.sin(angle)
+    kind = rng.integers(3)
+    if kind == 0:
+        mix = (along - along.min()) / (along.max() - along.min())
+    elif kind == 1:
+        mix = 0.5 + 0.5 * np.sin(2 * np.pi * rng.uniform(2, 12) * along)
+    else:
+        cells = int(rng.integers(3, 12))
+        clouds = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
+        mix = np.asarray(clouds.resize((CANVAS, CANVAS), Image.Resampling.BICUBIC))
+    first = rng.uniform(20, 235, size=3)
+    second = (first + rng.uniform(-50, 50, size=3)).clip(0, 255)
+    canvas = first + mix[:, :, None] * (second - first)
+    grain = rng.normal(0, rng.uniform(0, 6), size=(CANVAS, CANVAS, 1))
+    return (canvas + grain).astype(np.float32)
