@@ -1,0 +1,120 @@
+"""`python -m rollout_server --config server.yaml [--check]`: serve until SIGTERM or Ctrl-C.
+
+The only place that reads the environment (ROLLOUT_SERVER_TOKEN) and writes it (what vLLM is told through variables,
+before vLLM is imported). Exit codes: 0 after a clean stop, 1 when the engine died, 2 for a mistake of the user's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, TextIO
+
+import typer
+
+from rollout_server.config import ServerConfig, load_server_config
+from shared.errors import ConfigError, ProjectError
+
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+
+
+def main(
+    config_path: Annotated[Path, typer.Option("--config", help="The server's YAML file.")],
+    check: Annotated[bool, typer.Option("--check", help="Only check the file.")] = False,
+) -> None:
+    """Serve rollouts of one model, and take weight syncs."""
+    try:
+        config = load_server_config(config_path)
+        token = _token(config)
+        if check:
+            typer.echo(f"{config_path}: fine")
+            return
+        sys.exit(_serve(config, token))
+    except ProjectError as error:
+        typer.echo(str(error), err=True)
+        sys.exit(error.exit_code)
+
+
+def _token(config: ServerConfig) -> str | None:
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if config.is_public and token is None:
+        raise ConfigError(
+            "host: others than this machine could reach the server, and no token protects it",
+            found=f"host {config.host!r}, {TOKEN_VARIABLE} not set",
+            wanted=f"a bearer token in {TOKEN_VARIABLE}, or host 127.0.0.1",
+            remedy=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) for server and learner, or remove the key",
+        )
+    return token
+
+
+def _serve(config: ServerConfig, token: str | None) -> int:
+    listener = _bind(config)  # before the engine, which takes its time
+    console = _console(config)
+    _prepare_environment(config)
+    # Until uvicorn takes over: SystemExit lets vLLM's own clean-up run.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+
+    from rollout_server.engine import VllmEngine
+    from rollout_server.serving import serve
+
+    print(f"[rollout_server] loading {config.model}", file=console, flush=True)
+    engine = VllmEngine(config)
+    try:
+        return asyncio.run(serve(engine, config, token, listener, console))
+    finally:
+        engine.shutdown()
+
+
+def _bind(config: ServerConfig) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        raise ConfigError(
+            "host, port: can't listen there",
+            found=f"{config.host}:{config.port}: {error.strerror or error}",
+            wanted="an address of this machine with a free port",
+            remedy="stop what listens there, or choose another port",
+        ) from error
+    return listener
+
+
+def _console(config: ServerConfig) -> TextIO:
+    """Where our own few lines go. With a log folder, all else (vLLM's processes included) goes into a file there."""
+    if config.log_dir is None:
+        return sys.stderr
+    config.log_dir.mkdir(parents=True, exist_ok=True)
+    console = os.fdopen(os.dup(2), "w")
+    with (config.log_dir / "rollout_server.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return console
+
+
+def _prepare_environment(config: ServerConfig) -> None:
+    """vLLM takes these as variables only. What the user has set stays."""
+    settings = {
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
+        "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
+    }
+    if config.cpu_threads is not None:
+        settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,187 @@
+"""The routes, and nothing else: parse, call, answer (R06).
+
+Every endpoint answers at `/x/` and `/x`, below the configured prefix. Errors are `ErrorBody` JSON with the error's HTTP
+status. A caller that hangs up cancels what it asked for. Called by `__main__.py`, and by tests with a fake engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+
+from rollout_server.asgi import BodyLimit, Guard, error_response
+from rollout_server.service import RolloutService
+from shared.errors import ProjectError, RequestError
+from shared.wire import (
+    CloseCommunicatorCall,
+    InferCall,
+    InitCommunicatorCall,
+    RolloutOutput,
+    ScoreCall,
+    UpdateWeightsCall,
+    WorldSizeReply,
+)
+
+T = TypeVar("T")
+Body = TypeVar("Body", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+
+_OUTPUTS = TypeAdapter(list[RolloutOutput])
+# Probes of launchers and orchestrators, which hold no token; they tell nothing but alive or ready.
+_OPEN = ("/health", "/ready")
+
+
+def create_app(service: RolloutService, token: str | None) -> FastAPI:
+    """`token`: the bearer token that every call but the probes must bring; None: none."""
+    app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    prefix = service.config.url_prefix
+    router = APIRouter(prefix=prefix)
+    for method, path, handler in _routes(service):
+        for spelling in (path + "/", path):
+            router.add_api_route(spelling, _with_errors(handler), methods=[method], response_model=None)
+    app.include_router(router)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_defect)
+    app.add_middleware(BodyLimit, max_body_bytes=service.config.max_body_bytes)
+    app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN))
+    return app
+
+
+def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
+    async def health(request: Request) -> Response:
+        service.check_alive()
+        return _json({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        service.check_ready()
+        return _json({"status": "ready"})
+
+    async def status(request: Request) -> Response:
+        return _model(service.status())
+
+    async def world_size(request: Request) -> Response:
+        return _model(WorldSizeReply(world_size=service.config.world_size))
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def infer(request: Request) -> Response:
+        call = await _body(request, InferCall)
+        outputs = await _while_connected(request, service.infer(call))
+        return Response(_OUTPUTS.dump_json(outputs), media_type="application/json")
+
+    async def score(request: Request) -> Response:
+        return _model(await _while_connected(request, service.score(await _body(request, ScoreCall))))
+
+    async def reset_prefix_cache(request: Request) -> Response:
+        await service.reset_prefix_cache()
+        return _json({"status": "reset"})
+
+    async def init_communicator(request: Request) -> Response:
+        await _while_connected(request, service.sync.open_group(await _body(request, InitCommunicatorCall)))
+        return _json({"status": "joined"})
+
+    async def update_weights(request: Request) -> Response:
+        call = await _body(request, UpdateWeightsCall)
+        return _model(await _while_connected(request, service.sync.update(call)))
+
+    async def close_communicator(request: Request) -> Response:
+        await service.sync.close_group(await _body(request, CloseCommunicatorCall))
+        return _json({"status": "closed"})
+
+    return [
+        ("GET", "/health", health),
+        ("GET", "/ready", ready),
+        ("GET", "/status", status),
+        ("GET", "/get_world_size", world_size),
+        ("GET", "/metrics", metrics),
+        ("POST", "/infer", infer),
+        ("POST", "/score", score),
+        ("POST", "/reset_prefix_cache", reset_prefix_cache),
+        ("POST", "/init_communicator", init_communicator),
+        ("POST", "/update_weights", update_weights),
+        ("POST", "/close_communicator", close_communicator),
+    ]
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    wrong = RequestError(
+        f"{request.method} {request.url.path} is not served",
+        found=f"HTTP {error.status_code}: {error.detail}",
+        wanted="an endpoint of the rollout server, below its url_prefix",
+        remedy="check base_url",
+    )
+    wrong.http_status = error.status_code
+    return error_response(wrong)
+
+
+async def _on_defect(request: Request, error: Exception) -> Response:
+    return error_response(
+        ProjectError(
+            f"{request.url.path} failed inside the server",
+            found=f"{type(error).__name__}: {error}",
+            remedy="see the server's log; this is a defect",
+        )
+    )
+
+
+def _with_errors(handler: Handler) -> Handler:
+    async def route(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ProjectError as error:
+            return error_response(error)
+
+    return route
+
+
+async def _body(request: Request, model: type[Body]) -> Body:
+    """Raises RequestError that names the wrong fields."""
+    try:
+        return model.model_validate_json(await request.body())
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        wrong = "; ".join(f"{'.'.join(map(str, d['loc'])) or 'the body'}: {d['msg']}" for d in details[:5])
+        raise RequestError(
+            f"{request.url.path}: malformed body",
+            found=wrong,
+            wanted=f"a {model.__name__}",
+            remedy="run the same version of this project on both sides",
+        ) from error
+
+
+async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
+    """`call`, cancelled when the client hangs up. The body must have been read."""
+    working = asyncio.create_task(call)
+    watching = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})
+        if working.cancelled():
+            raise RequestError("the client hung up", found="a closed connection", wanted="a client that waits")
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return JSONResponse(body)
+
+
+def _model(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")

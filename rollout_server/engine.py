@@ -1,0 +1,271 @@
+"""The only file that speaks vLLM's engine API (0.26 to 0.33, CUDA and CPU): one `AsyncLLM`, real or not at all.
+
+In: prompts, decoding settings, worker calls. Out: generations, log-probabilities, workers' answers, or an error of the
+project's tree. Invariants: responses are stop-trimmed; a cancelled call aborts its requests; after the engine died
+every call raises. Called by `app.py` and `sync.py`, on one event loop. Needs `__main__`'s environment on CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+from collections.abc import Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from rollout_server.config import ServerConfig
+from rollout_server.rendering import Prompt, Renderer
+from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
+from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest
+
+T = TypeVar("T")
+_WORKER_CALL_S = 60.0  # a worker that does not answer for so long is gone; its own waits are far shorter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]  # without the token that ended it
+    text: str
+    finish_reason: str  # "stop", "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    prompt_token_ids: list[int]
+    logprobs: list[float]  # one per response token
+
+
+class Engine(Protocol):
+    """What the rest of the server knows about vLLM; tests bring a fake."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+
+    @property
+    def dead(self) -> bool: ...
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation: ...
+    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores: ...
+    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]: ...
+    async def reset_caches(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+class VllmEngine:
+    def __init__(self, config: ServerConfig) -> None:
+        """Start the engine; blocks until the model is loaded. Raises ConfigError where vLLM refuses the settings."""
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.model = config.model
+        self._path = _local_model(config.model)
+        self._renderer = Renderer(self._path, config)
+        self._llm: Any = AsyncLLM.from_engine_args(_engine_args(self._path, config))
+        model_config = self._llm.model_config
+        self.vocab_size = int(model_config.get_vocab_size())
+        self.max_model_len = int(model_config.max_model_len)
+        self._stop_ids = self._stop_token_ids(model_config)
+        self._ids = itertools.count()
+        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
+        """One response. Raises MediaError, RequestError, PromptTooLongError, ServerError."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        prompt = await self._render(request)
+        self._check_length(len(prompt.token_ids), config.max_tokens)
+        params = SamplingParams(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=max(0, config.top_k),
+            repetition_penalty=config.repetition_penalty,
+            # Greedy decoding draws nothing, and a generator per request costs time.
+            seed=seed if config.temperature > 0 else None,
+            stop=list(config.stop),
+            skip_special_tokens=False,  # the text says what the tokens say
+            spaces_between_special_tokens=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._run(prompt, params)
+        prompt_ids = list(output.prompt_token_ids)
+        self._check_length(len(prompt_ids), config.max_tokens)  # images are only widened inside vLLM
+        completion = output.outputs[0]
+        return Generation(
+            prompt_token_ids=prompt_ids,
+            response_token_ids=self._trimmed(list(completion.token_ids), completion.finish_reason),
+            text=completion.text,
+            finish_reason=str(completion.finish_reason),
+        )
+
+    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+        """Natural log-probabilities of the response after the prompt. Raises as `generate`."""
+        from vllm import SamplingParams
+
+        self._check_ids(response_token_ids)
+        prompt = await self._render(request)
+        self._check_length(len(prompt.token_ids) + len(response_token_ids), 1)
+        whole = Prompt(token_ids=prompt.token_ids + response_token_ids, images=prompt.images)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        output = await self._run(whole, params)
+        ids, num_scored = list(output.prompt_token_ids), len(response_token_ids)
+        rows = output.prompt_logprobs[-num_scored:]
+        logprobs = [float(row[i].logprob) for row, i in zip(rows, ids[-num_scored:], strict=True)]
+        if not all(math.isfinite(value) for value in logprobs):
+            raise ServerError("the model gives log-probabilities that are not finite", found=f"{logprobs[:8]}")
+        return Scores(prompt_token_ids=ids[:-num_scored], logprobs=logprobs)
+
+    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+        """Call a method of `SyncWorker` on every worker. Raises the first error that one of them answers."""
+        core = self._llm.engine_core
+        call = (method, _WORKER_CALL_S, args, None)
+        if len(getattr(core, "core_engines", ())) > 1:
+            # The public call gives the first data-parallel engine's answers only, and so hides the others' errors.
+            calls = [core._call_utility_async("collective_rpc", *call, engine=engine) for engine in core.core_engines]
+        else:
+            calls = [core.collective_rpc_async(*call)]
+        try:
+            # Shielded: vLLM has no way to take a worker call back, and must not find its caller gone.
+            answers = [answer for one in await asyncio.shield(asyncio.gather(*calls)) for answer in one]
+        except Exception as error:
+            raise SyncError(f"{method} failed in a worker", found=f"{type(error).__name__}: {error}") from error
+        replies = [json.loads(answer) for answer in answers]
+        for reply in replies:
+            if "error" in reply:
+                raise ErrorBody.model_validate(reply["error"]).to_exception()
+        return replies
+
+    async def reset_caches(self) -> None:
+        """Forget what was computed with other weights. Raises SyncError where something still uses it."""
+        if not await self._alive(self._llm.reset_prefix_cache()):
+            raise SyncError(
+                "the prefix cache can't be reset",
+                found="blocks in use",
+                wanted="no request running",
+                remedy="try again",
+            )
+        await self._alive(self._llm.reset_mm_cache())
+        await self._alive(self._llm.reset_encoder_cache())
+
+    def shutdown(self) -> None:
+        """Stop the engine's processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._llm.shutdown()
+
+    async def _render(self, request: RolloutInferRequest) -> Prompt:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
+
+    async def _run(self, prompt: Prompt, params: Any) -> Any:
+        engine_prompt: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
+        if prompt.images:
+            engine_prompt["multi_modal_data"] = {"image": prompt.images}
+        return await self._alive(self._last_output(engine_prompt, params))
+
+    async def _last_output(self, engine_prompt: dict[str, Any], params: Any) -> Any:
+        outputs = [output async for output in self._llm.generate(engine_prompt, params, str(next(self._ids)))]
+        return outputs[-1]
+
+    async def _alive(self, call: Awaitable[T]) -> T:
+        """vLLM's errors, as ours."""
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            return await call
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise ServerError(
+                "the engine died" if self.dead else "the engine failed on this request",
+                found=f"{type(error).__name__}: {error.__cause__ or error}",
+                remedy="see the server's log, and restart it",
+            ) from error
+        except ValueError as error:  # what vLLM raises for a request that it does not take
+            if "model length" in str(error) or "max_model_len" in str(error):
+                raise self._too_long(str(error)) from error
+            raise RequestError("the engine refuses the request", found=str(error)[:500]) from error
+
+    def _check_length(self, num_prompt: int, num_response: int) -> None:
+        if num_prompt + num_response > self.max_model_len:
+            raise self._too_long(f"{num_prompt} prompt tokens and {num_response} for the answer")
+
+    def _too_long(self, found: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            "the request is longer than the model's context",
+            found=found,
+            wanted=f"at most {self.max_model_len} tokens together",
+            remedy="raise the server's max_model_len, or lower max_new_tokens or the images' size",
+        )
+
+    def _check_ids(self, token_ids: list[int]) -> None:
+        outside = next((i for i in token_ids if not 0 <= i < self.vocab_size), None)
+        if outside is not None:
+            raise RequestError(
+                "a token id lies outside the vocabulary",
+                found=str(outside),
+                wanted=f"0 to {self.vocab_size - 1}",
+                remedy="serve the model that the learner trains",
+            )
+
+    def _trimmed(self, token_ids: list[int], finish_reason: str | None) -> list[int]:
+        ended = finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids
+        return token_ids[:-1] if ended else token_ids
+
+    def _stop_token_ids(self, model_config: Any) -> frozenset[int]:
+        eos = model_config.try_get_generation_config().get("eos_token_id", [])
+        ids = {eos} if isinstance(eos, int) else set(eos)
+        return frozenset(ids | {self._renderer.tokenizer.eos_token_id})
+
+
+def _local_model(model: str) -> str:
+    """The checkpoint's folder: the update's account of tensors reads their names there."""
+    if Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model: {model!r} is not to be had",
+            found=f"no such folder, and from the hub: {type(error).__name__}",
+            wanted="a checkpoint's folder, or a name on the Hugging Face hub",
+            remedy="check the path (relative to the working directory), or download the model first",
+        ) from error
+
+
+def _engine_args(path: str, config: ServerConfig) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    settings: dict[str, Any] = {
+        "model": path,
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "max_num_seqs": config.max_num_seqs,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "worker_extension_cls": "rollout_server.worker.SyncWorker",
+        "disable_log_stats": True,
+    }
+    if config.max_model_len is not None:
+        settings["max_model_len"] = config.max_model_len
+    try:
+        return AsyncEngineArgs(**settings, **config.engine_args)
+    except TypeError as error:
+        raise ConfigError(
+            "engine_args: vLLM does not know an argument",
+            found=str(error),
+            wanted="arguments of vLLM's AsyncEngineArgs",
+            remedy="check the spelling against the installed version of vLLM",
+        ) from error

@@ -1,0 +1,117 @@
+"""Who may run when: the server's gate as a pure state machine. No clock, no asyncio, no engine.
+
+    serving(ver) --begin_update--> draining --drained--> updating --complete--> serving(new ver)
+         any failure on the way, or after `begin_update`  --fail--> poisoned --begin_update(full)--> draining
+
+Invariants: calls are in flight only in `serving` and `draining`, so no call sees two versions; `updating` begins with
+none in flight; `poisoned` ends only with a complete full update; an update belongs to the incarnation of the learner
+that opened the group; a refused request changes nothing. `turnstile.py` adds the waiting. There is no rollback: weights
+are overwritten in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.errors import ServerPoisonedError, SyncError
+
+State = Literal["serving", "draining", "updating", "poisoned"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """The update under way."""
+
+    incarnation: str
+    ver: int
+    mode: Literal["full", "adapter"]
+
+
+class Gate:
+    """Starts in `serving`, with the weights that the server was started with as version 0."""
+
+    def __init__(self) -> None:
+        self.state: State = "serving"
+        self.ver = 0
+        self.in_flight = 0
+        self.incarnation = ""
+        self.poisoned_because = ""
+        self.update: Update | None = None
+        self._incarnation_has_synced = False
+
+    def try_enter(self) -> bool:
+        """Let a call in; False where it has to wait for the update. Raises ServerPoisonedError."""
+        if self.state == "poisoned":
+            raise ServerPoisonedError(
+                "the served weights are not known to be right",
+                found=self.poisoned_because,
+                wanted="a complete full sync",
+                remedy="let the learner sync again, or restart the server",
+            )
+        if self.state != "serving":
+            return False
+        self.in_flight += 1
+        return True
+
+    def leave(self) -> None:
+        """A call that was let in has ended, however it ended."""
+        assert self.in_flight > 0, "more calls left than entered"
+        self.in_flight -= 1
+
+    def open_group(self, incarnation: str) -> None:
+        """A learner (re)opened the group; any other one's group is gone. Not while an update is under way."""
+        assert self.update is None, "fail the update before its group is replaced"
+        self._incarnation_has_synced = self._incarnation_has_synced and incarnation == self.incarnation
+        self.incarnation = incarnation
+
+    def close_group(self) -> None:
+        """The group was left. Not while an update is under way."""
+        assert self.update is None, "fail the update before its group is closed"
+        self.incarnation = ""
+
+    def check_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
+        """Raises SyncError where `begin_update` would."""
+        if self.update is not None:
+            raise _refused(f"an update to version {self.update.ver} is under way", "one update at a time")
+        if incarnation != self.incarnation or not incarnation:
+            raise _refused(
+                f"incarnation {incarnation!r}, while the group belongs to {self.incarnation or 'nobody'!r}",
+                "the incarnation that opened the group",
+            )
+        if self._incarnation_has_synced and ver <= self.ver:
+            raise _refused(f"version {ver}", f"a version above {self.ver}, the last of this learner")
+        if self.state == "poisoned" and mode != "full":
+            raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
+
+    def begin_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
+        """From now on new calls wait. Raises SyncError, and changes nothing, where the update is not allowed."""
+        self.check_update(incarnation, ver, mode)
+        self.update = Update(incarnation=incarnation, ver=ver, mode=mode)
+        self.state = "draining"
+
+    def drained(self) -> bool:
+        """Whether the calls in flight have ended; the weights may be overwritten from then on."""
+        assert self.update is not None, "no update under way"
+        if self.in_flight == 0:
+            self.state = "updating"
+        return self.state == "updating"
+
+    def complete(self) -> None:
+        """The served weights have been checked."""
+        assert self.update is not None, "no update under way"
+        assert self.state == "updating", "only drained updates complete"
+        self.ver = self.update.ver
+        self.state, self.poisoned_because, self.update = "serving", "", None
+        self._incarnation_has_synced = True
+
+    def fail(self, because: str) -> None:
+        """The update ended without having been checked, whatever it had written."""
+        assert self.update is not None, "no update under way"
+        self.state, self.poisoned_because, self.update = "poisoned", because, None
+
+
+def _refused(found: str, wanted: str) -> SyncError:
+    return SyncError(
+        "the weight update was refused", found=found, wanted=wanted, remedy="open the group again with this learner"
+    )

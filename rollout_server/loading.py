@@ -1,0 +1,141 @@
+"""Checkpoint tensors into the model that a vLLM worker serves, with an account of every parameter (R09).
+
+Two ways: in place, where the served tensors are the checkpoint's (unquantized dense layers on CUDA); layer by layer
+through vLLM's reload elsewhere (the CPU backend repacks linear weights and drops the originals). What vLLM accepts is
+not yet proof: a loader takes one of three fused tensors and reports the fused parameter as loaded. So coverage is
+checked twice: every tensor of the model's checkpoint has come, and every served parameter was written or shares memory
+with one that was. Called by `receiving.py`, on the worker's own thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.errors import CoverageError
+
+_SHOWN = 5
+
+
+class WeightLoad:
+    """One update: `add` per bucket, then `finish`; `close` whatever happened."""
+
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._model = model
+        self._vllm_config = vllm_config
+        self._in_place = device.type == "cuda" and _is_plain(model, vllm_config)
+        self._served = _names_by_storage(model)
+        self._received: set[str] = set()
+        self._written: set[str] = set()
+        self._open = False
+        if not self._in_place:
+            with self._context():
+                initialize_layerwise_reload(model)
+            self._open = True
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load these checkpoint tensors. Raises whatever the model's loader raises."""
+        with self._context(), torch.no_grad():
+            written = self._model.load_weights(self._counted(tensors))
+        self._written |= set(written or ())
+
+    def finish(self) -> dict[str, Any]:
+        """Counts of what was loaded. Raises CoverageError."""
+        self.close()
+        self._check_received()
+        self._check_written()
+        return {"num_tensors": len(self._received), "num_parameters": len(self._served), "in_place": self._in_place}
+
+    def close(self) -> None:
+        """Make every layer whole again. May be called again."""
+        if not self._open:
+            return
+        self._open = False
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._context(), torch.no_grad():
+            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+            for module in self._model.modules():
+                # A tied head is never "loaded", so the reload leaves the packed copy that it computes with as it was.
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+
+    def _context(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._vllm_config)
+
+    def _counted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._received.add(name)
+            yield name, tensor
+
+    def _check_received(self) -> None:
+        """Against the checkpoint that the server was started with, names as the model's own mapping writes them."""
+        checkpoint = _checkpoint_names(self._vllm_config.model_config.model)
+        missing = self._mapped(checkpoint) - self._mapped(self._received)
+        tied = getattr(self._vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
+        missing = {name for name in missing if not (tied and name.endswith("lm_head.weight"))}
+        if missing:
+            raise _uncovered(
+                f"{len(missing)} tensors of the checkpoint did not come", missing, "every tensor of the checkpoint"
+            )
+
+    def _mapped(self, names: Iterable[str]) -> set[str]:
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        return set(names) if mapper is None else set(mapper.apply_list(list(names)))
+
+    def _check_written(self) -> None:
+        unwritten = [names for names in self._served.values() if not names & self._written]
+        if unwritten:
+            raise _uncovered(
+                f"{len(unwritten)} served parameters were not written",
+                {min(names) for names in unwritten},
+                "every parameter written, or tied to one that was",
+            )
+
+
+def _uncovered(found: str, names: set[str], wanted: str) -> CoverageError:
+    shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return CoverageError(
+        "the update does not cover the served model",
+        found=f"{found}: {shown}",
+        wanted=wanted,
+        remedy="let the learner train the model that the server serves, and send all of it",
+    )
+
+
+def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
+    """All names of each parameter, tied ones together. Before a reload, while tied parameters are still one object."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return names
+
+
+def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether the served tensors are laid out as the checkpoint's, so that loading again overwrites them rightly."""
+    if vllm_config.model_config.quantization is not None:
+        return False
+    kinds = {type(module).__name__ for module in model.modules()}
+    return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
+
+
+@functools.lru_cache(maxsize=2)
+def _checkpoint_names(model_path: str) -> frozenset[str]:
+    """Names in the headers of a folder's safetensors files; none where the checkpoint is of another kind."""
+    names: set[str] = set()
+    for file in sorted(Path(model_path).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            names |= json.loads(stream.read(header_bytes)).keys() - {"__metadata__"}
+    return frozenset(names)

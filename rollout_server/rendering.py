@@ -1,0 +1,65 @@
+"""A request's messages and images to what the engine takes: prompt token ids, and decoded images (R03, R13).
+
+The ids hold one placeholder per image; vLLM widens it by the image's size, as the model's processor does. Trailing
+assistant turns are the learner's to drop: what comes is what is rendered. Blocking; `engine.py` calls it on threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from rollout_server.config import ServerConfig
+from rollout_server.media import load_images
+from shared.errors import RequestError
+from shared.prompt import render_messages
+from shared.wire import RolloutInferRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    token_ids: list[int]
+    images: list[Image.Image]
+
+
+class Renderer:
+    """Holds the model's processor, or its tokenizer where it has no processor."""
+
+    def __init__(self, model_path: str, config: ServerConfig) -> None:
+        from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+        self._config = config
+        self._processor: Any = AutoProcessor.from_pretrained(model_path, trust_remote_code=config.trust_remote_code)
+        is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
+        self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
+        self._takes_images = not is_tokenizer
+
+    def render(self, request: RolloutInferRequest) -> Prompt:
+        """Raises MediaError, or RequestError where messages and images do not fit or the template refuses them."""
+        sources = [*request.images, *_inline_images(request)]
+        if sources and not self._takes_images:
+            raise RequestError(
+                "this model takes no images",
+                found=f"{len(sources)} images",
+                wanted="text only",
+                remedy="serve a vision-language model",
+            )
+        turns = render_messages([message.model_dump() for message in request.messages], len(sources))
+        try:
+            text = self._processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise what they like
+            raise RequestError(
+                "the model's chat template refuses the messages",
+                found=f"{type(error).__name__}: {error}",
+                wanted="messages that the template takes",
+                remedy="check the roles and their order",
+            ) from error
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Prompt(token_ids=token_ids, images=load_images(sources, self._config))
+
+
+def _inline_images(request: RolloutInferRequest) -> list[str]:
+    parts = [part for message in request.messages if not isinstance(message.content, str) for part in message.content]
+    return [part.image for part in parts if part.type == "image" and part.image is not None]

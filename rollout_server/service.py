@@ -1,0 +1,190 @@
+"""What the endpoints do, without HTTP: roll out, score, report (R06, R10, R11, R13).
+
+In: bodies of `shared/wire.py`. Out: their replies. Invariants: all rollouts of a call are of one version; request `i`
+of a call is seeded with `seed + i`; answers come in request order; a repeated uuid gets the same rollout. Called by
+`app.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import platform
+import time
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from rollout_server.answers import RecentAnswers
+from rollout_server.config import ServerConfig
+from rollout_server.engine import Engine, Generation
+from rollout_server.gate import Gate
+from rollout_server.metrics import Metrics
+from rollout_server.sync import WeightSync
+from rollout_server.turnstile import Turnstile
+from shared.errors import ProjectError, ServerBusyError, ServerError
+from shared.seeds import offset_seed
+from shared.wire import (
+    ChatCompletionResponse,
+    ChatMessage,
+    Choice,
+    InferCall,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutInfos,
+    RolloutOutput,
+    ScoreCall,
+    ScoreReply,
+    ServerStatus,
+    Usage,
+)
+
+
+class RolloutService:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.config = config
+        self.engine = engine
+        self.gate = Gate()
+        self.turnstile = Turnstile(
+            self.gate, queue_timeout_s=config.queue_timeout_s, drain_timeout_s=config.drain_timeout_s
+        )
+        self.sync = WeightSync(engine, self.turnstile, config)
+        self.metrics = Metrics(self.turnstile, self.sync)
+        self.server_id = uuid.uuid4().hex[:12]
+        self._answers: RecentAnswers[RolloutOutput] = RecentAnswers(config.answer_cache_size)
+        self._versions = _versions()
+
+    async def infer(self, call: InferCall) -> list[RolloutOutput]:
+        """Raises what the gate, the media rules and the engine raise; one bad request fails the call."""
+        start = time.monotonic()
+        try:
+            async with self.turnstile.call() as ver:
+                seed = call.request_config.seed
+                outputs = await _all(
+                    [
+                        self._answer(request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
+                        for i, request in enumerate(call.infer_requests)
+                    ]
+                )
+        except BaseException as error:
+            outcome = type(error).__name__ if isinstance(error, ProjectError) else "cancelled"
+            self.metrics.requests.labels(outcome).inc(len(call.infer_requests))
+            raise
+        self.metrics.requests.labels("answered").inc(len(outputs))
+        self.metrics.infer_seconds.observe(time.monotonic() - start)
+        return outputs
+
+    async def score(self, call: ScoreCall) -> ScoreReply:
+        """Log-probabilities under the served weights, all of one version."""
+        async with self.turnstile.call() as ver:
+            scores = await _all([self.engine.score(item.request, item.response_token_ids) for item in call.items])
+        return ScoreReply(
+            ver=ver,
+            logprobs=[score.logprobs for score in scores],
+            prompt_token_ids=[score.prompt_token_ids for score in scores],
+        )
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes and images. Waits for no one: blocks in use make it fail."""
+        await self.engine.reset_caches()
+
+    def check_alive(self) -> None:
+        """Raises ServerError once the engine is dead."""
+        if self.engine.dead:
+            raise _EngineDeadError(
+                "the engine died", wanted="a living engine", remedy="see the server's log, and restart it"
+            )
+
+    def check_ready(self) -> None:
+        """Raises where a rollout asked for now would not be answered at once."""
+        self.check_alive()
+        if self.gate.state == "poisoned":
+            self.gate.try_enter()  # raises, and says why
+        if self.gate.state != "serving":
+            raise ServerBusyError("a weight update is under way", found=self.gate.state, wanted="serving")
+
+    def status(self) -> ServerStatus:
+        return ServerStatus(
+            server_id=self.server_id,
+            model=self.engine.model,
+            vocab_size=self.engine.vocab_size,
+            max_model_len=self.engine.max_model_len,
+            gate=self.gate.state,
+            poisoned_because=self.gate.poisoned_because,
+            ver=self.gate.ver,
+            incarnation=self.gate.incarnation,
+            world_size=self.config.world_size,
+            in_flight=self.gate.in_flight,
+            waiting=self.turnstile.waiting,
+            versions=self._versions,
+        )
+
+    async def _answer(
+        self, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int
+    ) -> RolloutOutput:
+        async def compute() -> RolloutOutput:
+            generation = await self.engine.generate(request, config, seed)
+            self.metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
+            self.metrics.response_tokens.inc(len(generation.response_token_ids))
+            infos = RolloutInfos(ver=ver, seed=seed, server_id=self.server_id, uuid=request.uuid)
+            return _output(generation, self.engine.model, infos)
+
+        return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
+
+
+class _EngineDeadError(ServerError):
+    http_status = 503
+
+
+def _output(generation: Generation, model: str, infos: RolloutInfos) -> RolloutOutput:
+    num_prompt, num_response = len(generation.prompt_token_ids), len(generation.response_token_ids)
+    choice = Choice(
+        message=ChatMessage(content=generation.text),
+        finish_reason=generation.finish_reason,
+        token_ids=generation.response_token_ids,
+    )
+    response = ChatCompletionResponse(
+        id=infos.uuid,
+        created=int(time.time()),
+        model=model,
+        choices=[choice],
+        usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_response, total_tokens=num_prompt + num_response),
+    )
+    return RolloutOutput(
+        response=response,
+        response_token_ids=generation.response_token_ids,
+        prompt_token_ids=generation.prompt_token_ids,
+        rollout_infos=infos,
+    )
+
+
+def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
+    """Of all that decides an answer; the call's own seed only decides through the request's."""
+    text = request.model_dump_json() + config.model_copy(update={"seed": seed}).model_dump_json()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+async def _all(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results in order; the first error cancels the rest."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+    import vllm
+
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "transformers": transformers.__version__,
+        "cuda": torch.version.cuda or "",
+        "nccl": nccl,
+    }

@@ -1,0 +1,56 @@
+"""uvicorn around the app: listen, watch the engine, drain at SIGTERM. Called by `__main__.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import uvicorn
+
+from rollout_server.app import create_app
+from rollout_server.config import ServerConfig
+from rollout_server.engine import Engine
+from rollout_server.service import RolloutService
+
+_WATCH_EVERY_S = 0.5
+_HANG_UP_S = 5.0  # for answering `/health/` with 503 once the engine is dead, before the process ends
+
+
+async def serve(engine: Engine, config: ServerConfig, token: str | None, listener: socket.socket, console: Any) -> int:
+    """Serve until a signal, or the engine's death; the exit code. Calls in flight get `shutdown_timeout_s` to end."""
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(RolloutService(engine, config), token),
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+            timeout_keep_alive=30,
+            lifespan="off",
+        )
+    )
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    watching = asyncio.create_task(_stop_when_dead(engine, server))
+    listener.listen(2048)
+    print(f"[rollout_server] serving at http://{host}:{config.port}{config.url_prefix}/", file=console, flush=True)
+    try:
+        await server.serve(sockets=[listener])
+    except asyncio.CancelledError:
+        return 0
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+    if engine.dead:
+        print("[rollout_server] the engine died; see the log", file=console, flush=True)
+        return 1
+    print("[rollout_server] stopped", file=console, flush=True)
+    return 0
+
+
+async def _stop_when_dead(engine: Engine, server: uvicorn.Server) -> None:
+    while not engine.dead:
+        await asyncio.sleep(_WATCH_EVERY_S)
+    await asyncio.sleep(_HANG_UP_S)
+    server.should_exit = True

@@ -1,0 +1,151 @@
+"""Weight syncs as the server conducts them: one call is one update (R09, R10).
+
+In: the bodies of `/init_communicator/`, `/update_weights/`, `/close_communicator/`. Out: replies, once the workers have
+done and checked everything. Invariants: one sync call runs at a time; a new learner's group ends whatever the old one
+had under way; an update that fails, times out or loses its caller leaves the gate poisoned and the group closed; no
+call into the workers lasts longer than a short slice, so the engine never waits for a peer. Called by `app.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_server.config import ServerConfig
+from rollout_server.engine import Engine
+from rollout_server.turnstile import Turnstile
+from shared.errors import CommunicatorError, ProjectError, SyncError
+from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeightsCall, UpdateWeightsReply
+
+# The engine generates while a group is joined: workers only glance. Nothing runs during an update: they may wait.
+_JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02
+_UPDATE_SLICE_S = 0.25
+
+
+@dataclass
+class SyncTotals:
+    """Since the server started, for `/metrics/`."""
+
+    completed: int = 0
+    failed: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    last: UpdateWeightsReply | None = field(default=None)
+
+
+class WeightSync:
+    def __init__(self, engine: Engine, turnstile: Turnstile, config: ServerConfig) -> None:
+        self.totals = SyncTotals()
+        self._engine = engine
+        self._turnstile = turnstile
+        self._config = config
+        self._lock = asyncio.Lock()
+        self._under_way: asyncio.Task[Any] | None = None
+
+    async def open_group(self, call: InitCommunicatorCall) -> None:
+        """Join the learner's group; returns when all have joined. Ends what another group had under way.
+
+        Raises CommunicatorError or DeadlineError; no group is open then.
+        """
+        await self._break_off(f"incarnation {call.incarnation} opened a new group")
+        async with self._alone():
+            self._turnstile.gate.close_group()
+            host, world_size = self._config.group_host, self._config.world_size + 1
+            try:
+                await self._engine.on_workers(
+                    "sync_join", call.backend, host, call.group_port, world_size, call.timeout_s
+                )
+                while not _all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
+                    await asyncio.sleep(_JOIN_PAUSE_S)
+            except BaseException:
+                await self._leave("the group could not be joined")
+                raise
+            self._turnstile.gate.open_group(call.incarnation)
+
+    async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
+        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError or
+        DeadlineError; the gate is poisoned then, unless it had refused the update to begin with."""
+        self._turnstile.gate.check_update(call.incarnation, call.ver, call.mode)
+        if call.mode != "full":
+            raise SyncError(
+                "this server takes full syncs only",
+                found=f"mode {call.mode}",
+                wanted="mode full",
+                remedy="set sync.mode: full",
+            )
+        async with self._alone():
+            start = time.monotonic()
+            try:
+                async with self._turnstile.update(call.incarnation, call.ver, call.mode):
+                    drained = time.monotonic()
+                    result = await self._transfer(call)
+                    transferred = time.monotonic()
+                    await self._engine.reset_caches()
+            except BaseException:
+                self.totals.failed += 1
+                raise
+            end = time.monotonic()
+            reply = UpdateWeightsReply(
+                ver=call.ver,
+                num_bytes=sum(bucket.num_bytes for bucket in call.buckets),
+                num_tensors=result["num_tensors"],
+                seconds=end - start,
+                drain_s=drained - start,
+                transfer_s=transferred - drained,
+                check_s=end - transferred,
+            )
+            self._count(reply)
+            return reply
+
+    async def close_group(self, call: CloseCommunicatorCall) -> None:
+        """Leave the group, if it is this learner's; nothing otherwise, so that a late call does no harm."""
+        if call.incarnation == self._turnstile.gate.incarnation:
+            await self._break_off("the learner closed the group")
+            async with self._alone():
+                self._turnstile.gate.close_group()
+                await self._leave("the learner closed the group")
+
+    async def _transfer(self, call: UpdateWeightsCall) -> dict[str, Any]:
+        try:
+            await self._engine.on_workers("sync_start", call.model_dump_json())
+            while not _all_done(replies := await self._engine.on_workers("sync_poll", _UPDATE_SLICE_S)):
+                pass
+        except BaseException as error:
+            # The other workers, and the learner, may still wait for each other.
+            await self._leave(str(error) or type(error).__name__)
+            raise
+        return replies[0]
+
+    async def _leave(self, because: str) -> None:
+        with contextlib.suppress(ProjectError):  # a dead engine has left every group
+            await asyncio.shield(self._engine.on_workers("sync_leave", because))
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> Any:
+        async with self._lock:
+            self._under_way = asyncio.current_task()
+            try:
+                yield
+            except asyncio.CancelledError as error:
+                # Ended by another sync call, whose words explain it; or by the client's going, who hears nothing.
+                because = str(error.args[0]) if error.args else "the learner went away"
+                raise CommunicatorError("the sync was broken off", found=because, remedy="sync again") from error
+            finally:
+                self._under_way = None
+
+    async def _break_off(self, because: str) -> None:
+        if self._under_way is not None:
+            self._under_way.cancel(because)
+
+    def _count(self, reply: UpdateWeightsReply) -> None:
+        self.totals.completed += 1
+        self.totals.num_bytes += reply.num_bytes
+        self.totals.seconds += reply.seconds
+        self.totals.last = reply
+
+
+def _all_done(replies: list[dict[str, Any]]) -> bool:
+    return all(reply["done"] for reply in replies)

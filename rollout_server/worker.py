@@ -1,0 +1,128 @@
+"""What runs inside vLLM's workers: join the group, receive buckets, check, load, account for every parameter (R09).
+
+vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`); `engine.py` calls its methods by name on all
+workers. Invariants: no method blocks longer than the slice it is given, so that the engine never hangs on a lost peer;
+no method raises, since an exception in a worker can take the engine down: each answers JSON, `{"error": ...}` or what
+was asked; the model's layers are whole again after every update, failed ones included, though its weights may be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rollout_server.loading import WeightLoad
+from rollout_server.receiving import Receiving
+from shared.communicator import Communicator, start_join
+from shared.errors import CommunicatorError, ProjectError, SyncError
+from shared.operation import Operation
+from shared.wire import ErrorBody, UpdateWeightsCall
+
+
+class SyncWorker:
+    """Mixed into a vLLM worker, whose `device`, `model_runner`, `vllm_config` and `rank` it uses."""
+
+    device: torch.device
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+
+    def sync_join(self, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> str:
+        """Begin to join the group, in place of any other one. `host` is this server's own, from its configuration."""
+        return _answer(lambda: self._join(backend, host, port, world_size, timeout_s))
+
+    def sync_poll_join(self, slice_s: float) -> str:
+        """`{"done": bool}`."""
+        return _answer(lambda: {"done": self._joining().done(slice_s)})
+
+    def sync_start(self, update: str) -> str:
+        """Begin to receive this `UpdateWeightsCall`."""
+        return _answer(lambda: self._start(UpdateWeightsCall.model_validate_json(update)))
+
+    def sync_poll(self, slice_s: float) -> str:
+        """Go on with the update. `{"done": bool, "num_tensors": ..., ...}`; the result stays until the next start."""
+        return _answer(lambda: self._poll(slice_s))
+
+    def sync_leave(self, because: str) -> str:
+        """Give up what is under way and leave the group."""
+        return _answer(lambda: self._leave(because))
+
+    def _join(self, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> dict[str, Any]:
+        self._leave("another learner opened the group")
+        parallel = self.vllm_config.parallel_config
+        rank = parallel.data_parallel_rank * parallel.world_size + self.rank % parallel.world_size
+        operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
+        self._sync_joining: Operation[Communicator] | None = operation
+        return {}
+
+    def _joining(self) -> Operation[Communicator]:
+        operation: Operation[Communicator] | None = getattr(self, "_sync_joining", None)
+        if operation is None:
+            raise CommunicatorError("this worker is in no group", wanted="/init_communicator/ before an update")
+        return operation
+
+    def _start(self, update: UpdateWeightsCall) -> dict[str, Any]:
+        self._end_receiving()
+        load = WeightLoad(self.model_runner.model, self.vllm_config, self.device)
+        self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), load)
+        return {}
+
+    def _poll(self, slice_s: float) -> dict[str, Any]:
+        receiving: Receiving | None = getattr(self, "_sync_receiving", None)
+        if receiving is None:
+            raise SyncError("no update is under way")
+        return receiving.advance(slice_s)
+
+    def _end_receiving(self) -> None:
+        receiving: Receiving | None = getattr(self, "_sync_receiving", None)
+        self._sync_receiving = None
+        if receiving is not None:
+            receiving.close()
+
+    def _leave(self, because: str) -> dict[str, Any]:
+        self._end_receiving()
+        operation: Operation[Communicator] | None = getattr(self, "_sync_joining", None)
+        self._sync_joining = None
+        if operation is not None:
+            operation.cancel(CommunicatorError(because))
+            try:
+                operation.result().abort()
+            except ProjectError:
+                return {"left": "a group that was not whole"}
+        return {"left": because}
+
+
+def _answer(call: Callable[[], dict[str, Any]]) -> str:
+    try:
+        return json.dumps(call())
+    except ProjectError as error:
+        failure = error
+    except Exception as error:
+        # vLLM's loaders raise what they like; the caller has to know that the weights are wrong.
+        failure = SyncError("loading weights failed", found=f"{type(error).__name__}: {str(error)[:500]}")
+    return json.dumps({"error": ErrorBody.of(failure).model_dump()})
+
+
+def _die_with_parent() -> None:
+    """End this process as soon as the one that started it is gone, SIGKILL included: nobody else would."""
+    parent = multiprocessing.parent_process()
+    if parent is None:  # imported by something that is no worker
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watching the parent", daemon=True).start()
+
+
+# At import, for the engine takes seconds to start, and its parent may die meanwhile.
+_die_with_parent()
