@@ -60,7 +60,7 @@ def line_chart(
         title,
         svg(title, join(frame.frame(x_label), *marks, *hovers)),
         legend=[(s.name, s.tone) for s, _ in drawn] if len(drawn) > 1 else [],
-        value=f"{number(_last(drawn[0][0]))}{unit}" if len(drawn) == 1 else "",
+        value=f"{number(_last(drawn[0][0]))}{unit} last" if len(drawn) == 1 else "",
     )
 
 

@@ -16,7 +16,7 @@ from learner.report.pictures import Picture
 from learner.report.scenes import Scene, Verdict, judge
 
 PANEL = 300.0  # drawing units across; about one pixel each
-PER_GROUP = 4
+PER_GROUP = 4  # an even number: scenes with two panels stand in pairs
 _TONES: Mapping[Verdict, str] = {"correct": "hit", "wrong_class": "class", "false_positive": "spurious"}
 LEGEND = (
     ("truth", "ground truth"),
@@ -38,8 +38,8 @@ class Panel:
 Chosen = list[tuple[str, list[str]]]
 
 
-def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None) -> Chosen:
-    """(heading, scene ids) per group. With one evaluation: the best, the worst and a random few."""
+def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None, *, count: int = PER_GROUP) -> Chosen:
+    """(heading, `count` scene ids) per group. With one evaluation: the best, the worst and a random few."""
     if after is None:
         score = {key: judge(scene).f1 for key, scene in before.items()}
         best, worst = "Best answers", "Worst answers"
@@ -48,10 +48,10 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
         best, worst = "Most improved", "Least improved"
     size = {key: len(before[key].truth) for key in score}
     ranked = sorted(score, key=lambda key: (-score[key], -size[key], key))
-    top = ranked[:PER_GROUP]
-    bottom = sorted(ranked[PER_GROUP:], key=lambda key: (score[key], -size[key], key))[:PER_GROUP]
+    top = ranked[:count]
+    bottom = sorted(ranked[count:], key=lambda key: (score[key], -size[key], key))[:count]
     rest = [key for key in ranked if key not in top and key not in bottom]
-    drawn = random.Random(0).sample(sorted(rest), min(PER_GROUP, len(rest)))
+    drawn = random.Random(0).sample(sorted(rest), min(count, len(rest)))
     return [(name, keys) for name, keys in ((best, top), (worst, bottom), ("At random", drawn)) if keys]
 
 

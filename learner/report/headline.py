@@ -11,7 +11,7 @@ from learner.report.charts import Bar, Series, interval_chart, line_chart
 from learner.report.markup import Html, el, join
 from learner.report.read import Run, RunSet
 from learner.report.scores import Estimate
-from learner.report.standings import Standing, f1_of, gain_between
+from learner.report.standings import Standing, gain_between
 from learner.report.tables import duration, interval, metrics_table, signed
 
 SHOWN = (
@@ -66,7 +66,8 @@ def verdict(all_standings: Sequence[Standing]) -> Html | None:
         text += "the interval of the change includes zero, so no gain is shown."
     for other in all_standings[1:]:
         if other.after and other.f1_after:
-            text += f" {other.run.name} ended at {other.f1_after.value:.3f} after {other.after.global_step} steps."
+            ended = f"{other.f1_after.value:.3f} after {other.after.global_step} steps"
+            text += f" For comparison, {other.run.name} ended at {ended}."
     return el("p", text, cls="verdict")
 
 
@@ -137,13 +138,11 @@ def evaluation_charts(all_standings: Sequence[Standing]) -> Html | None:
     several = len(all_standings) > 1
     for index, standing in enumerate(all_standings):
         if index == 0 or not standing.borrowed:
-            name = "before" if index == 0 else f"{standing.run.name} before"
+            name = "before" if standing.after else "one evaluation"
+            name = name if index == 0 else f"{standing.run.name}, {name}"
             rows += _interval_row(name, "before", standing.f1_before)
         rows += _interval_row(standing.run.name if several else "after", standing.tone, standing.f1_after)
-        points = [(p.global_step, f1_of(p)) for p in standing.run.evals]
-        if standing.borrowed:
-            points.insert(0, (0, standing.f1_before))
-        kept = [(float(step), estimate.value) for step, estimate in points if estimate]
+        kept = [(float(point.global_step), estimate.value) for point, estimate in standing.curve]
         series.append(Series(standing.run.name if several else "F1@0.5", kept, standing.tone))
     drawn = [
         interval_chart("F1@0.5 over scenes", rows, note="95% bootstrap"),

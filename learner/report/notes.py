@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from learner.report.markup import Html, el
 from learner.report.read import Run
 from learner.report.scores import F1
-from learner.report.standings import Standing, f1_of
+from learner.report.standings import Standing
 
 
 def notes(all_standings: Sequence[Standing]) -> Html | None:
@@ -19,7 +19,7 @@ def notes(all_standings: Sequence[Standing]) -> Html | None:
     found = [
         f"{standing.run.name}: {text}" if several else text
         for standing in all_standings
-        for text in (*standing.run.notes, *_missing(standing, all_standings[0].run), *_disagreement(standing.run))
+        for text in (*standing.run.notes, *_missing(standing, all_standings[0].run), *_disagreement(standing))
     ]
     return el("ul", *(el("li", text) for text in found), cls="notes") if found else None
 
@@ -39,11 +39,11 @@ def _missing(standing: Standing, main: Run) -> list[str]:
     return said
 
 
-def _disagreement(run: Run) -> list[str]:
+def _disagreement(standing: Standing) -> list[str]:
     """Both come from the same answers by the same definition: a difference means that files of two runs got mixed."""
-    pairs = [(p.global_step, p.metrics[F1], f1_of(p)) for p in run.evals if p.scenes and F1 in p.metrics]
     return [
-        f"At step {step} the recorded F1@0.5 is {recorded:.3f}, the scenes give {computed.value:.3f}."
-        for step, recorded, computed in pairs
-        if computed and abs(recorded - computed.value) > 5e-4
+        f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
+        f"the scenes give {computed.value:.3f}."
+        for point, computed in standing.curve
+        if F1 in point.metrics and abs(point.metrics[F1] - computed.value) > 5e-4
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from learner.report import headline, training
-from learner.report.gallery import Panel, choose_scenes, gallery
+from learner.report.gallery import PER_GROUP, Panel, choose_scenes, gallery
 from learner.report.markup import Html, el
 from learner.report.notes import notes
 from learner.report.pictures import Picture, load_picture
@@ -71,7 +71,8 @@ def _evaluation(ranked: Sequence[Standing]) -> Html | None:
 def _gallery(ranked: Sequence[Standing]) -> Html | None:
     main = ranked[0]
     before, after = _by_id(main.before), _by_id(main.after)
-    chosen = choose_scenes(before, after or None) if before else []
+    count = PER_GROUP if len(ranked) == 1 else PER_GROUP - 1
+    chosen = choose_scenes(before, after or None, count=count) if before else []
     if not chosen:
         return None
     panels = [Panel(name="Before" if after else f"Step {_step(main.before)}", scenes=before)]
@@ -83,7 +84,8 @@ def _gallery(ranked: Sequence[Standing]) -> Html | None:
     def load(scene: Scene) -> Picture | None:
         return load_picture(scene.images[0], roots) if scene.images else None
 
-    lead = "Scenes of the test set as the model answered them, greedily, before and after training."
+    when = "before and after training" if after else f"at step {_step(main.before)}"
+    lead = f"Scenes of the test set as the model answered them, greedily, {when}."
     return el("section", el("h2", "Test scenes"), el("p", lead, cls="lead"), gallery(chosen, panels, load))
 
 

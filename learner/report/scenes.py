@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -53,6 +54,7 @@ class Judgement:
         return 2 * len(self.found) / total if total else 1.0
 
 
+@lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
 def judge(scene: Scene) -> Judgement:
     """What each prediction of a scene was."""
     iou = iou_matrix(scene.predictions, scene.truth)

@@ -18,7 +18,8 @@ TONES = ("after", "other", "target", "data")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """One run's evaluations that matter. `after` is None while there is only one; `gain` is paired over scenes."""
+    """One run's evaluations that matter. `after` is None while there is only one; `gain` is paired over scenes; `curve`
+    is F1@0.5 at every evaluation that has it, by step."""
 
     run: Run
     tone: str
@@ -27,6 +28,7 @@ class Standing:
     f1_before: Estimate | None
     f1_after: Estimate | None
     gain: Estimate | None
+    curve: tuple[tuple[EvalPoint, Estimate], ...]
     borrowed: bool
 
 
@@ -41,6 +43,7 @@ def _standing(run: Run, tone: str, main: Run, shared: EvalPoint | None) -> Stand
     began_alike = run is not main and run.setting("model", "path") == main.setting("model", "path")
     borrowed = bool(shared and evals and evals[0].global_step > 0 and began_alike)
     points = (shared, *evals) if borrowed and shared else evals
+    estimates = [f1_of(point) for point in points]
     before = points[0] if points else None
     after = points[-1] if len(points) > 1 else None
     return Standing(
@@ -48,17 +51,16 @@ def _standing(run: Run, tone: str, main: Run, shared: EvalPoint | None) -> Stand
         tone=tone,
         before=before,
         after=after,
-        f1_before=f1_of(before),
-        f1_after=f1_of(after),
+        f1_before=estimates[0] if points else None,
+        f1_after=estimates[-1] if after else None,
         gain=gain_between(before, after),
+        curve=tuple((point, value) for point, value in zip(points, estimates, strict=True) if value),
         borrowed=borrowed,
     )
 
 
-def f1_of(point: EvalPoint | None) -> Estimate | None:
+def f1_of(point: EvalPoint) -> Estimate | None:
     """F1@0.5 with its interval; without one where only the metric was kept; None where neither was."""
-    if point is None:
-        return None
     if point.scenes:
         return f1_estimate(point.scenes)
     return Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
