@@ -124,8 +124,10 @@ def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
 
 
 def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
-    """One mistake per key: the members of a union each complain."""
-    return list(dict(reversed(found)).values())[::-1]
+    """One mistake per key, and where the fault is: every member of a union complains, of the whole or of an item."""
+    first = dict(reversed(found))
+    sections = {path[:depth] for path in first for depth in range(len(path))}
+    return [mistake for path, mistake in reversed(first.items()) if path not in sections]
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
