@@ -45,6 +45,7 @@ class Engine(Protocol):
     """What the rest of the server knows about vLLM; tests bring a fake."""
 
     model: str
+    dtype: str
     vocab_size: int
     max_model_len: int
 
@@ -67,6 +68,7 @@ class VllmEngine:
         self._renderer = Renderer(self._path, config)
         self._llm: Any = AsyncLLM.from_engine_args(_engine_args(self._path, config))
         model_config = self._llm.model_config
+        self.dtype = str(model_config.dtype).removeprefix("torch.")
         self.vocab_size = int(model_config.get_vocab_size())
         self.max_model_len = int(model_config.max_model_len)
         self._stop_ids = self._stop_token_ids(model_config)

@@ -107,6 +107,7 @@ class RolloutService:
         return ServerStatus(
             server_id=self.server_id,
             model=self.engine.model,
+            dtype=self.engine.dtype,
             vocab_size=self.engine.vocab_size,
             max_model_len=self.engine.max_model_len,
             gate=self.gate.state,

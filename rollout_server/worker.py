@@ -24,6 +24,7 @@ from rollout_server.receiving import Receiving
 from shared.communicator import Communicator, start_join
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.operation import Operation
+from shared.weights import digest
 from shared.wire import ErrorBody, UpdateWeightsCall
 
 
@@ -61,6 +62,7 @@ class SyncWorker:
         rank = parallel.data_parallel_rank * parallel.world_size + self.rank % parallel.world_size
         operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
+        digest(torch.zeros(4, dtype=torch.uint8, device=self.device))  # makes its keys, while others are on their way
         return {}
 
     def _joining(self) -> Operation[Communicator]:

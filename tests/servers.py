@@ -1,0 +1,139 @@
+"""Real rollout servers for integration tests: started on a free port, with a log, ended whatever happens.
+
+    with running_server({"model": str(folder)}, tmp_path) as server:
+        httpx.get(f"{server.base_url}/status/")
+
+No process outlives the block: the server gets SIGTERM and a deadline, then its whole session gets SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+# Small and quick: what a test does not say. One thread, for the machine is shared.
+DEFAULTS: Mapping[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_seqs": 64,
+    "cpu_threads": 1,
+    "shutdown_timeout_s": 5.0,
+}
+_STOP_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningServer:
+    base_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def family(self) -> list[int]:
+        """Process ids of the server and of all that it started, directly or not."""
+        return [self.process.pid, *descendants(self.process.pid)]
+
+
+@contextlib.contextmanager
+def running_server(
+    config: Mapping[str, Any], folder: Path, *, env: Mapping[str, str] | None = None, start_timeout_s: float = 240.0
+) -> Iterator[RunningServer]:
+    """A ready server with `config` over DEFAULTS; its files go into `folder`. Raises AssertionError with the end of
+    the log where it does not become ready."""
+    port = free_port()
+    path = folder / f"server-{port}.yaml"
+    path.write_text(yaml.safe_dump({**DEFAULTS, "port": port, **config}))
+    log = folder / f"server-{port}.log"
+    prefix = config.get("url_prefix", "")
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rollout_server", "--config", str(path)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    server = RunningServer(base_url=f"http://127.0.0.1:{port}{prefix}", process=process, log=log)
+    try:
+        _wait_ready(server, start_timeout_s)
+        yield server
+    finally:
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes], timeout_s: float = _STOP_TIMEOUT_S) -> int:
+    """SIGTERM, then SIGKILL to its session after the deadline; the exit code."""
+    family = [process.pid, *descendants(process.pid)]
+    if process.poll() is None:
+        process.terminate()
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return _kill(process)
+    finally:
+        for pid in family:
+            if is_alive(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, theirs, and so on (Linux)."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, task.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that ended and waits to be reaped does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
+    """Those of `pids` that still run when all are gone or the time has passed."""
+    deadline = time.monotonic() + timeout_s
+    while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_ready(server: RunningServer, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    with httpx.Client(trust_env=False, timeout=5.0) as http:
+        while time.monotonic() < deadline and server.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if http.get(f"{server.base_url}/ready/").status_code == httpx.codes.OK:
+                    return
+            time.sleep(0.1)
+    words = server.log.read_text(errors="replace")[-3000:]
+    raise AssertionError(f"no server after {timeout_s:g} s (exit code {server.process.poll()}):\n{words}")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(10)
