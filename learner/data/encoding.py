@@ -1,0 +1,182 @@
+"""Encoding prompts ahead of time: in the learner itself, or in worker processes.
+
+In: jobs of samples, in order. Out: their encoded prompts, when asked for. A worker sends a job's pixels back as one
+tensor in shared memory, which the learner cuts into views: no copy and no pickling per sample, so that 16 cores can
+feed a GPU. Errors raised in a worker keep their type.
+
+Workers are spawned, not forked: a process that talks to CUDA, NCCL or gloo has threads that a fork would break. Called
+by `batches.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Protocol
+
+import torch
+
+from learner.records import EncodedPrompt, Sample, VisionInputs
+from shared.errors import DataError, DeadlineError
+
+
+class PromptEncoder(Protocol):
+    """Pickles, where workers are used."""
+
+    def encode(self, sample: Sample) -> EncodedPrompt: ...
+
+
+class EncodingJob(Protocol):
+    """Samples that are being encoded."""
+
+    def result(self) -> list[EncodedPrompt]:
+        """Their prompts, in order. Raises what the encoder raised; DeadlineError where it took too long."""
+        ...
+
+
+class EncoderPool(Protocol):
+    lookahead: int  # samples that may wait, encoded or not, before they are asked for
+    job_size: int  # samples that a job should have at most
+
+    def submit(self, samples: Sequence[Sample]) -> EncodingJob: ...
+
+    def close(self) -> None: ...
+
+
+# ---- in the learner itself -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _LocalJob:
+    encoder: PromptEncoder
+    samples: tuple[Sample, ...]
+
+    def result(self) -> list[EncodedPrompt]:
+        return [self.encoder.encode(sample) for sample in self.samples]
+
+
+class LocalPool:
+    """Encodes a job when its result is asked for."""
+
+    lookahead = 0
+    job_size = 1_000_000
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+
+    def submit(self, samples: Sequence[Sample]) -> EncodingJob:
+        return _LocalJob(self._encoder, tuple(samples))
+
+    def close(self) -> None:
+        pass
+
+
+# ---- in worker processes -------------------------------------------------------------------------------------------
+
+JOBS_PER_WORKER = 3  # one running, two waiting: a worker never idles while the learner computes
+MAX_JOB_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A job's prompts as they travel: vision inputs of all samples behind one another."""
+
+    token_ids: list[tuple[int, ...]]
+    num_images: list[int | None]  # None: a prompt without vision inputs
+    pixel_values: torch.Tensor | None  # [P, patch_dim], all images
+    image_grid_thw: torch.Tensor | None  # [I, 3], all images
+
+
+class WorkerPool:
+    """`num_workers` processes. Raises DataError where one of them dies."""
+
+    def __init__(
+        self, encoder: PromptEncoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float
+    ) -> None:
+        self.job_size = min(MAX_JOB_SIZE, -(-samples_per_micro_batch // num_workers))
+        self.lookahead = JOBS_PER_WORKER * num_workers * self.job_size
+        self._timeout_s = timeout_s
+        self._pool = ProcessPoolExecutor(
+            num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(encoder,)
+        )
+
+    def submit(self, samples: Sequence[Sample]) -> EncodingJob:
+        try:
+            return _WorkerJob(self._pool.submit(_encode_in_worker, tuple(samples)), self._timeout_s)
+        except BrokenProcessPool as error:
+            raise _worker_died(error) from error
+
+    def close(self) -> None:
+        """End the workers; jobs that wait are dropped."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _WorkerJob:
+    future: Future[_Encoded]
+    timeout_s: float
+
+    def result(self) -> list[EncodedPrompt]:
+        try:
+            return _split(self.future.result(timeout=self.timeout_s))
+        except BrokenProcessPool as error:
+            raise _worker_died(error) from error
+        except TimeoutError as error:
+            raise DeadlineError(
+                "a data worker did not encode its samples in time",
+                found=f"nothing after {self.timeout_s:g} s",
+                wanted="encoded prompts",
+                remedy="look for images on a slow file system, or raise training.collective_timeout_s",
+            ) from error
+
+
+_worker_encoder: PromptEncoder | None = None  # in a worker process: set once, when it starts
+
+
+def _start_worker(encoder: PromptEncoder) -> None:
+    global _worker_encoder
+    torch.set_num_threads(1)
+    _worker_encoder = encoder
+
+
+def _encode_in_worker(samples: tuple[Sample, ...]) -> _Encoded:
+    assert _worker_encoder is not None
+    return _join([_worker_encoder.encode(sample) for sample in samples])
+
+
+def _join(prompts: Sequence[EncodedPrompt]) -> _Encoded:
+    visions = [prompt.vision for prompt in prompts if prompt.vision is not None]
+    return _Encoded(
+        token_ids=[prompt.token_ids for prompt in prompts],
+        num_images=[None if prompt.vision is None else len(prompt.vision.image_grid_thw) for prompt in prompts],
+        pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
+        image_grid_thw=torch.cat([vision.image_grid_thw for vision in visions]) if visions else None,
+    )
+
+
+def _split(encoded: _Encoded) -> list[EncodedPrompt]:
+    prompts = []
+    image = patch = 0
+    for token_ids, num_images in zip(encoded.token_ids, encoded.num_images, strict=True):
+        vision = None
+        if num_images is not None:
+            assert encoded.pixel_values is not None
+            assert encoded.image_grid_thw is not None
+            grid = encoded.image_grid_thw[image : image + num_images]
+            num_patches = int(grid.prod(dim=1).sum())
+            vision = VisionInputs(pixel_values=encoded.pixel_values[patch : patch + num_patches], image_grid_thw=grid)
+            image, patch = image + num_images, patch + num_patches
+        prompts.append(EncodedPrompt(token_ids=token_ids, vision=vision))
+    return prompts
+
+
+def _worker_died(error: BrokenProcessPool) -> DataError:
+    return DataError(
+        "a data worker process ended unexpectedly",
+        found=str(error),
+        wanted="workers that live as long as the run",
+        remedy="look at its output above; where memory or /dev/shm is short, lower data.num_workers",
+    )
