@@ -114,6 +114,10 @@ class PackingBuffer:
     def __len__(self) -> int:
         return len(self._segments)
 
+    def sample_ids(self) -> list[str]:
+        """The samples whose segments wait here, oldest first."""
+        return [segment.sample_id for segment in self._segments]
+
     def add(self, segments: Sequence[Segment]) -> None:
         """Append `segments`, newest last, all or none. Raises DataError where one is longer than a row."""
         for segment in segments:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from learner.policy.packed import RowLoss
+from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, StepResult
 
