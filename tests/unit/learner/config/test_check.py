@@ -1,0 +1,218 @@
+"""`--check` and `--check --probe` as a user meets them (R16, R23): stdout, stderr, exit code, speed, imports."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import respx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from learner.config.check import run_check
+from shared.config_io import dump_yaml
+from shared.wire import ErrorBody
+from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everything, minimal, stage2
+
+HEAVY = ("torch", "vllm", "transformers", "numpy", "scipy", "httpx", "peft")
+MAX_SECONDS = 0.3
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture
+def wire() -> Iterator[respx.MockRouter]:
+    with respx.mock(assert_all_called=False) as router:
+        yield router
+
+
+def write(file: Path, data: dict[str, Any], changes: dict[str, Any] | None = None) -> str:
+    file.write_text(dump_yaml(changed(data, changes or {})))
+    return str(file)
+
+
+def test_a_good_file_prints_one_object(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(write(file, stage2()), world_size=2) == 0
+    out, err = capsys.readouterr()
+    plan = json.loads(out)
+    assert err == ""
+    assert {"gradient_accumulation_steps", "channels", "sync_mode", "timeout_s"} < set(plan)
+    assert (plan["world_size"], plan["gradient_accumulation_steps"]) == (2, 4)
+    assert "chunk" not in plan
+
+
+def test_mistakes_are_lines_on_stderr(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(
+        file, stage2(), {"training.effective_batch_size": 9, "training.sed": 1, "stage2_ab.schedule.b_ratio": 2}
+    )
+    assert run_check(path, world_size=2) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    paths = [line.split(": ")[0] for line in err.splitlines()]
+    assert sorted(paths) == ["stage2_ab.schedule.b_ratio", "training.effective_batch_size", "training.sed"]
+    assert all(line.count("; ") >= 2 and f"({path}:" in line for line in err.splitlines())
+
+
+@pytest.mark.parametrize("world_size", [0, -3])
+def test_a_world_has_ranks(file: Path, world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(write(file, minimal()), world_size=world_size) == 2
+    assert capsys.readouterr().err.startswith("--world-size: ")
+
+
+@given(text=st.binary(max_size=80) | st.text(max_size=60).map(str.encode))
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100)
+def test_no_file_gives_a_traceback(file: Path, text: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(text)
+    assert run_check(str(file)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.strip()
+    assert "Traceback" not in err
+
+
+@given(
+    cut=st.integers(0, 4000),
+    put=st.sampled_from(["", "\t", ":", "[", "- ", "\x00", "&a ", "*a", "!!x ", '"']),
+    drop=st.integers(0, 9),
+)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=200)
+def test_a_damaged_file_is_a_plan_or_mistakes(
+    file: Path, cut: int, put: str, drop: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = dump_yaml(everything())
+    cut %= len(text)
+    file.write_bytes((text[:cut] + put + text[cut + drop :]).encode())
+    code = run_check(str(file))
+    out, err = capsys.readouterr()
+    assert (code, bool(out), bool(err)) in ((0, True, False), (2, False, True))
+
+
+# ---- as a process --------------------------------------------------------------------------------------------------
+
+
+def test_check_imports_nothing_heavy(file: Path) -> None:
+    code = (
+        "import sys; from learner.config.check import run_check; code = run_check(sys.argv[1], world_size=2);"
+        f"print(code, sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, write(file, stage2())], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "0 []\n"
+
+
+def _cpu_seconds(argv: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(argv, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_200_keys_are_checked_in_a_moment(file: Path) -> None:
+    """Processor time of the whole process less an empty one's, best of several: other tests may be running."""
+    servers = [{"base_url": f"http://host{i}:8000", "group_port": 9000} for i in range(60)]
+    text = dump_yaml(changed(everything(), {f"{SERVER}.servers": servers}))
+    assert text.count(":") > 200
+    file.write_text(text)
+    check = [
+        sys.executable,
+        "-c",
+        "import sys; from learner.config.check import run_check; run_check(sys.argv[1])",
+        str(file),
+    ]
+    empty = min(_cpu_seconds([sys.executable, "-c", ""]) for _ in range(3))
+    assert min(_cpu_seconds(check) for _ in range(4)) - empty < MAX_SECONDS
+
+
+# ---- probe ---------------------------------------------------------------------------------------------------------
+
+TWO = {
+    SERVER: {"servers": [{"base_url": "http://a:1", "group_port": 5}, {"base_url": "http://b:1/x", "group_port": 5}]},
+    f"{ROLLOUT}.decode_batch_size": 4,
+}
+
+
+def ready(wire: respx.MockRouter, base_url: str, world_size: int) -> None:
+    wire.get(f"{base_url}/ready/").respond(200, json={})
+    wire.get(f"{base_url}/get_world_size/").respond(200, json={"world_size": world_size})
+
+
+def test_r23_probe_adds_world_sizes_and_chunk(
+    file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready(wire, "http://a:1", 2)
+    ready(wire, "http://b:1/x", 1)
+    env = {"ROLLOUT_SERVER_TOKEN": "secret"}
+    assert run_check(write(file, minimal(), TWO), world_size=5, probe=True, env=env) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["server_world_sizes"], plan["chunk"]) == ([2, 1], 2)  # floor(4 * 3 / 5)
+    assert {call.request.headers["Authorization"] for call in wire.calls} == {"Bearer secret"}
+
+
+def test_r23_cap_infeasible(file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    """002's example: decode_batch_size 1, two devices, four ranks."""
+    ready(wire, "http://a:1", 1)
+    ready(wire, "http://b:1/x", 1)
+    path = write(file, minimal(), {**TWO, f"{ROLLOUT}.decode_batch_size": 1})
+    assert run_check(path, world_size=4, probe=True) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"{ROLLOUT}.decode_batch_size: found ")
+    assert "raise decode_batch_size" in err
+    assert run_check(path, world_size=2, probe=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.ConnectError("refused"), "can't be reached"),
+        (httpx.ReadTimeout("late"), "no answer within"),
+        (
+            httpx.Response(503, json=ErrorBody(error="ServerPoisonedError", what="weights unknown").model_dump()),
+            "unknown",
+        ),
+        (httpx.Response(401), "HTTP 401"),
+        (httpx.Response(404, text="<html>"), "HTTP 404"),
+    ],
+)
+def test_r16_each_server_that_is_not_ready_is_told(
+    file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str], answer: Any, words: str
+) -> None:
+    for base_url in ("http://a:1", "http://b:1/x"):
+        wire.get(f"{base_url}/ready/").mock(
+            **{"side_effect" if isinstance(answer, Exception) else "return_value": answer}
+        )
+    assert run_check(write(file, minimal(), TWO), probe=True) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert [line.split(": ")[0] for line in lines] == [f"{SERVER}.servers[{i}].base_url" for i in range(2)]
+    assert all(words in line and "rollout_backend: hf" in line for line in lines)
+
+
+@pytest.mark.parametrize("body", [{"world_size": 0}, {"world_size": "many"}, {"size": 2}, "text", []])
+def test_r16_a_nonsense_world_size(
+    file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str], body: object
+) -> None:
+    wire.get("http://h:8000/ready/").respond(200)
+    wire.get("http://h:8000/get_world_size/").respond(200, json=body)
+    assert run_check(write(file, minimal()), probe=True) == 2
+    assert f"{SERVER}.servers[0].base_url" in capsys.readouterr().err
+
+
+def test_without_servers_there_is_nothing_to_probe(
+    file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_check(write(file, minimal(), {f"{ROLLOUT}.rollout_backend": "hf"}), probe=True) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["server_world_sizes"], plan["chunk"], len(wire.calls)) == ([], None, 0)

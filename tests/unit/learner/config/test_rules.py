@@ -1,0 +1,307 @@
+"""Rules between keys: one test per fail-fast of the documents, by requirement id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from learner.config.rules import sync_mode
+from tests.unit.learner.config.examples import (
+    REMOVE,
+    ROLLOUT,
+    SERVER,
+    everything,
+    minimal,
+    mistakes,
+    only_mistake,
+    stage2,
+    valid,
+)
+
+VLLM = f"{ROLLOUT}.vllm"
+DECODING = f"{ROLLOUT}.decoding"
+COLOCATE = {f"{VLLM}.mode": "colocate", f"{VLLM}.tensor_parallel_size": 1}
+HF = {f"{ROLLOUT}.rollout_backend": "hf"}
+ASYNC = "stage2_ab.async_actor_learner"
+
+
+def test_the_examples_are_valid() -> None:
+    for example in (minimal(), stage2(), everything()):
+        valid(example)
+
+
+# ---- the run, its data ---------------------------------------------------------------------------------------------
+
+
+def test_the_run_has_one_length() -> None:
+    assert "no length" in only_mistake(minimal(), {"training.max_steps": REMOVE}).found
+    assert only_mistake(minimal(), {"training.num_train_epochs": 1}).found == "both"
+    valid(minimal(), {"training.max_steps": None, "training.num_train_epochs": 1})
+
+
+def test_warmup_is_part_of_the_run() -> None:
+    assert only_mistake(minimal(), {"training.warmup_steps": 11}).path == "training.warmup_steps"
+    valid(minimal(), {"training.warmup_steps": 10})
+
+
+@pytest.mark.parametrize("key", ["eval_on_start", "eval_on_end", "eval_steps"])
+def test_evaluation_needs_data(key: str) -> None:
+    asked = {f"training.{key}": 5 if key == "eval_steps" else True}
+    assert only_mistake(minimal(), asked).path == f"training.{key}"
+    valid(minimal(), {**asked, "data.val": "val.jsonl"})
+    valid(minimal(), {**asked, "data.test": "test.jsonl"})
+
+
+def test_a_prompt_is_for_coco() -> None:
+    assert only_mistake(minimal(), {"data.prompt": "<image>Look"}).path == "data.prompt"
+    valid(minimal(), {"data.prompt": "<image>Look", "data.format": "coco"})
+
+
+# ---- packing -------------------------------------------------------------------------------------------------------
+
+
+def test_d6_carry_mode_needs_drop_last() -> None:
+    mistake = only_mistake(minimal(), {"training.packing_drop_last": False})
+    assert mistake.path == "training.packing_drop_last"
+    assert "packing: false" in mistake.remedy
+
+
+@pytest.mark.parametrize("changes", [{"training.packing": False}, {"custom.trainer_variant": "sft"}])
+def test_d6_drop_last_is_free_where_nothing_is_carried(changes: dict[str, Any]) -> None:
+    valid(minimal(), {"training.packing_drop_last": False, **changes})
+    valid(stage2(), {"training.packing_drop_last": False})
+
+
+def test_d6_packing_buffer_too_small() -> None:
+    changes = {"training.packing_buffer": 3, "training.per_device_train_batch_size": 4}
+    mistake = only_mistake(minimal(), changes)
+    assert (mistake.path, mistake.found) == ("training.packing_buffer", "3")
+    assert "(4)" in mistake.wanted
+    valid(minimal(), {**changes, "training.packing_buffer": 4})
+    valid(minimal(), {**changes, "training.packing": False})
+
+
+# ---- decoding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [{}, COLOCATE])
+def test_r29_beam_needs_hf(backend: dict[str, Any]) -> None:
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 4}
+    mistake = only_mistake(minimal(), {**beam, **backend})
+    assert mistake.path == f"{DECODING}.decode_mode"
+    assert "rollout_backend: hf" in mistake.remedy
+    valid(minimal(), {**beam, **HF})
+
+
+@pytest.mark.parametrize(
+    ("decoding", "path"),
+    [
+        ({"decode_mode": "greedy", "temperature": 0.5}, "temperature"),
+        ({"decode_mode": "beam", "temperature": 0.5, "num_beams": 2}, "temperature"),
+        ({"decode_mode": "sample"}, "temperature"),
+        ({"decode_mode": "beam"}, "num_beams"),
+        ({"num_beams": 2}, "num_beams"),
+        ({"decode_mode": "sample", "temperature": 1.0, "num_beams": 2}, "num_beams"),
+    ],
+)
+def test_d7_decode_mode_contradicts(decoding: dict[str, Any], path: str) -> None:
+    assert only_mistake(minimal(), {DECODING: decoding, **HF}).path == f"{DECODING}.{path}"
+
+
+def test_a_rollout_leaves_room_for_its_prompt() -> None:
+    longer = {"global_max_length": 512}
+    assert only_mistake(minimal(), longer).path == f"{DECODING}.max_new_tokens"
+    valid(minimal(), {"global_max_length": 513})
+    valid(minimal(), {**longer, "custom.trainer_variant": "sft"})
+    context = {**COLOCATE, f"{VLLM}.max_model_len": 512}
+    assert "max_model_len" in only_mistake(minimal(), context).wanted
+
+
+# ---- sync ----------------------------------------------------------------------------------------------------------
+
+LORA = {"model.lora": {}}
+
+
+def test_r08_adapter_needs_enable_lora() -> None:
+    mistake = only_mistake(minimal(), {f"{VLLM}.sync.mode": "adapter", **LORA})
+    assert mistake.path == f"{VLLM}.sync.mode"
+    assert mistake.wanted == "enable_lora: true"
+    valid(minimal(), {f"{VLLM}.sync.mode": "adapter", f"{VLLM}.enable_lora": True, **LORA})
+
+
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_r08_adapter_needs_an_adapter(mode: str) -> None:
+    mistake = only_mistake(minimal(), {f"{VLLM}.sync.mode": mode, f"{VLLM}.enable_lora": True})
+    assert mistake.wanted == "model.lora"
+
+
+def test_r08_auto_resolves_both_ways() -> None:
+    auto = {f"{VLLM}.sync.mode": "auto"}
+    assert sync_mode(valid(minimal(), auto)) == "full"
+    assert sync_mode(valid(minimal(), {**auto, **LORA, f"{VLLM}.enable_lora": True})) == "adapter"
+
+
+def test_r08_dora_travels_merged() -> None:
+    dora = {f"{VLLM}.sync.mode": "adapter", f"{VLLM}.enable_lora": True, "model.lora": {"type": "dora"}}
+    assert "DoRA" in only_mistake(minimal(), {**dora, f"{VLLM}.sync.fallback_to_full": False}).found
+    valid(minimal(), dora)
+    valid(minimal(), {**dora, f"{VLLM}.sync.mode": "full", f"{VLLM}.sync.fallback_to_full": False})
+
+
+# ---- buffer, offload -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", [{}, {"enabled": False}, {"enabled": True, "m_steps": 4}])
+def test_d2_no_rollout_buffer_under_stage2(buffer: dict[str, Any]) -> None:
+    mistake = only_mistake(stage2(), {f"{ROLLOUT}.rollout_buffer": buffer})
+    assert mistake.path == f"{ROLLOUT}.rollout_buffer"
+    assert "staleness" in mistake.wanted
+    assert ASYNC in mistake.remedy
+    valid(minimal(), {f"{ROLLOUT}.rollout_buffer": buffer})
+
+
+def test_r18_no_rollout_buffer_under_sft() -> None:
+    sft = {"custom.trainer_variant": "sft"}
+    only_mistake(minimal(), {**sft, f"{ROLLOUT}.rollout_buffer": {"enabled": True}})
+    valid(minimal(), {**sft, f"{ROLLOUT}.rollout_buffer": {"enabled": False}})
+
+
+def test_r20_offload_of_nothing() -> None:
+    offload = f"{ROLLOUT}.offload"
+    mistake = only_mistake(minimal(), {**COLOCATE, offload: {"enabled": True}})
+    assert mistake.path == f"{offload}.enabled"
+    valid(minimal(), {**COLOCATE, offload: {"enabled": True, "offload_optimizer": True}})
+    valid(minimal(), {**COLOCATE, offload: {"offload_model": True}})
+
+
+@pytest.mark.parametrize("elsewhere", [{}, HF])
+def test_r20_offload_is_ignored_elsewhere(elsewhere: dict[str, Any]) -> None:
+    valid(minimal(), {**elsewhere, f"{ROLLOUT}.offload": {"enabled": True}})
+
+
+# ---- stage2_ab -----------------------------------------------------------------------------------------------------
+
+
+def test_r26_b_ratio_is_required() -> None:
+    for changes in ({"stage2_ab.schedule.b_ratio": REMOVE}, {"stage2_ab": REMOVE}, {"stage2_ab": None}):
+        mistake = only_mistake(stage2(), changes)
+        assert (mistake.path, mistake.found) == ("stage2_ab.schedule.b_ratio", "nothing")
+    assert only_mistake(stage2(), {"stage2_ab": {}}).path == "stage2_ab.schedule"
+
+
+@pytest.mark.parametrize("ratio", [-0.01, 1.01, 2, float("nan"), float("inf"), "0.5", True, None])
+def test_r26_b_ratio_is_a_share(ratio: object) -> None:
+    mistake = only_mistake(stage2(), {"stage2_ab.schedule.b_ratio": ratio})
+    assert (mistake.path, mistake.wanted) == ("stage2_ab.schedule.b_ratio", "a number in [0, 1]")
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 0.0, 1.0, 0.1])
+def test_r26_b_ratio_may_be_an_end(ratio: float) -> None:
+    valid(stage2(), {"stage2_ab.schedule.b_ratio": ratio})
+
+
+@pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
+def test_r26_the_section_belongs_to_its_variant(variant: str) -> None:
+    assert only_mistake(stage2(), {"custom.trainer_variant": variant}).path == "stage2_ab"
+
+
+def test_d8_stage2_needs_its_batch() -> None:
+    mistake = only_mistake(stage2(), {"training.effective_batch_size": REMOVE})
+    assert (mistake.path, mistake.found) == ("training.effective_batch_size", "nothing")
+    valid(minimal(), {"training.effective_batch_size": None})
+
+
+@pytest.mark.parametrize("backend", [HF, COLOCATE])
+def test_r32_overlap_needs_servers(backend: dict[str, Any]) -> None:
+    mistake = only_mistake(stage2(), backend)
+    assert mistake.path == f"{VLLM}.mode"
+    assert "vllm.mode: server" in mistake.remedy
+    valid(stage2(), {**backend, "training.packing": False})
+    valid(stage2(), {**backend, "stage2_ab.schedule.b_ratio": 0.0})
+
+
+@pytest.mark.parametrize("backend", [HF, COLOCATE])
+def test_r25_async_needs_servers(backend: dict[str, Any]) -> None:
+    changes = {f"{ASYNC}.enabled": True, "training.packing": False, **backend}
+    mistake = only_mistake(stage2(), changes)
+    assert (mistake.path, mistake.wanted) == (f"{ASYNC}.enabled", "vllm.mode: server")
+
+
+@pytest.mark.parametrize("mode", ["adapter", "auto"])
+def test_r25_async_needs_full_sync(mode: str) -> None:
+    changes = {f"{ASYNC}.enabled": True, **LORA, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": mode}
+    assert only_mistake(stage2(), changes).wanted == "full weight sync"
+    valid(stage2(), {**changes, f"{VLLM}.sync.mode": "full"})
+
+
+def test_r25_the_queue_holds_what_is_prefetched() -> None:
+    changes = {f"{ASYNC}.queue_limit": 3}
+    assert only_mistake(stage2(), changes).path == f"{ASYNC}.prefetch_target_packs"
+    valid(stage2(), {**changes, f"{ASYNC}.prefetch_target_packs": 3})
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [minimal(), stage2()])
+@pytest.mark.parametrize(
+    ("batch", "per_device", "ranks", "nearest"),
+    [(32, 3, 4, "24 and 36"), (7, 2, 1, "6 and 8"), (3, 1, 4, "4 and 8"), (13, 1, 12, "12 and 24")],
+)
+def test_r33_effective_batch_divides(
+    data: dict[str, Any], batch: int, per_device: int, ranks: int, nearest: str
+) -> None:
+    changes = {"training.effective_batch_size": batch, "training.per_device_train_batch_size": per_device}
+    mistake = only_mistake(data, changes, world_size=ranks)
+    assert (mistake.path, mistake.found) == ("training.effective_batch_size", str(batch))
+    assert nearest in mistake.remedy
+    valid(data, changes, world_size=None)
+
+
+def test_r33_explicit_accumulation_equals_the_derived() -> None:
+    changes = {"training.effective_batch_size": 32, "training.gradient_accumulation_steps": 4}
+    mistake = only_mistake(stage2(), changes, world_size=4)
+    assert mistake.path == "training.gradient_accumulation_steps"
+    assert "remove it" in mistake.remedy
+    assert "8" in mistake.remedy
+    valid(stage2(), {**changes, "training.gradient_accumulation_steps": 8}, world_size=4)
+
+
+def test_r04_tensor_parallel_size_divides_the_ranks() -> None:
+    changes = {f"{VLLM}.mode": "colocate"}
+    assert valid(minimal(), changes, world_size=4).rollout_matching.vllm.tensor_parallel_size == 4
+    valid(minimal(), changes, world_size=8)
+    valid(minimal(), changes, world_size=1)  # one device: TP 1
+    mistake = only_mistake(minimal(), changes, world_size=6)
+    assert mistake.path == f"{VLLM}.tensor_parallel_size"
+    assert "1 or 2 or 3 or 6" in mistake.remedy
+    valid(minimal(), {**changes, "custom.trainer_variant": "sft"}, world_size=6)  # nothing is rolled out
+
+
+# ---- together ------------------------------------------------------------------------------------------------------
+
+
+def test_all_mistakes_at_once() -> None:
+    """Rules, ranks, types, unknown and retired keys in one go; none is told twice."""
+    changes = {
+        "training.effective_batch_size": 9,
+        "training.warmup_steps": 99,
+        "training.max_step": 3,
+        "model.dtype": "fp32",
+        f"{DECODING}.top_p": 0,
+        f"{ROLLOUT}.top_k": 5,
+        f"{ROLLOUT}.rollout_buffer": {},
+        f"{SERVER}.servers": [],
+        "stage2_ab.schedule.b_ratio": 1.5,
+    }
+    assert {m.path for m in mistakes(stage2(), changes, world_size=2)} == {
+        "training.effective_batch_size",
+        "training.max_step",  # max_steps was probably meant: the warm-up is not judged by it
+        "model.dtype",
+        f"{DECODING}.top_p",
+        f"{ROLLOUT}.top_k",
+        f"{ROLLOUT}.rollout_buffer",
+        f"{SERVER}.servers",
+        "stage2_ab.schedule.b_ratio",
+    }

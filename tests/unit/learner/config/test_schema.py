@@ -1,0 +1,289 @@
+"""Single keys: defaults as the documents give them, types and ranges, unknown keys, dump and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from learner.config.load import RESOLVED_NAME, load_config, write_resolved
+from learner.config.schema import RunConfig
+from learner.config.section import Section
+from shared.config_errors import ConfigErrors, dotted
+from shared.config_io import dump_yaml, load_yaml, parse, write_yaml
+from shared.config_model import item_of, section_of, walk_keys
+from tests.unit.learner.config.examples import (
+    ROLLOUT,
+    SERVER,
+    changed,
+    everything,
+    minimal,
+    mistakes,
+    only_mistake,
+    stage2,
+    valid,
+)
+
+VLLM = f"{ROLLOUT}.vllm"
+
+
+def test_defaults_as_the_documents_give_them() -> None:
+    """R02 R04 R05 R08 R18 R20 R21 D3 D7."""
+    bare = {key: value for key, value in minimal().items() if key != "custom"}
+    config = valid({**bare, "custom": {"trainer_variant": "rollout_matching_sft"}})
+    rollout = config.rollout_matching
+    assert (rollout.rollout_backend, rollout.vllm.mode, rollout.decode_batch_size) == ("vllm", "colocate", 1)
+    assert (rollout.vllm.gpu_memory_utilization, rollout.vllm.tensor_parallel_size) == (0.45, 4)
+    assert (rollout.vllm.server.timeout_s, rollout.vllm.server.infer_timeout_s) == (240.0, None)
+    assert (rollout.vllm.sync.mode, rollout.vllm.sync.fallback_to_full, rollout.vllm.enable_lora) == (
+        "full",
+        True,
+        False,
+    )
+    assert rollout.offload.model_dump() == {"enabled": False, "offload_model": False, "offload_optimizer": False}
+    assert (rollout.decoding.temperature, rollout.decoding.decode_mode) == (0.0, None)
+    buffer = valid(minimal(), {f"{ROLLOUT}.rollout_buffer": {}}).rollout_matching.rollout_buffer
+    assert buffer is not None
+    assert buffer.model_dump() == {"enabled": False, "m_steps": 1}
+    section = valid(stage2()).stage2_ab
+    assert section is not None
+    assert section.async_actor_learner.model_dump() == {
+        "enabled": False,
+        "version_window": 1,
+        "queue_limit": 8,
+        "prefetch_target_packs": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "model",
+        "model.path",
+        "data",
+        "data.train",
+        "training",
+        "training.output_dir",
+        "custom",
+        "custom.trainer_variant",
+    ],
+)
+def test_r01_required_keys(path: str) -> None:
+    data = minimal()
+    *sections, name = path.split(".")
+    at = data
+    for section in sections:
+        at = at[section]
+    del at[name]
+    (mistake,) = mistakes(data)
+    assert (mistake.path, mistake.found, mistake.remedy) == (path, "nothing", "add this key")
+
+
+@pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
+def test_r01_variants(variant: str) -> None:
+    assert valid(minimal(), {"custom.trainer_variant": variant}).custom.trainer_variant == variant
+    mistake = only_mistake(minimal(), {"custom.trainer_variant": variant + "s"})
+    assert mistake.remedy == f"did you mean {variant}?"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (f"{ROLLOUT}.decoding.temperature", -0.1),
+        (f"{ROLLOUT}.decoding.temperature", float("nan")),
+        (f"{ROLLOUT}.decoding.temperature", float("inf")),
+        (f"{ROLLOUT}.decoding.temperature", "0.7"),
+        (f"{ROLLOUT}.decoding.top_p", 0),
+        (f"{ROLLOUT}.decoding.top_p", 1.5),
+        (f"{ROLLOUT}.decoding.top_k", -2),
+        (f"{ROLLOUT}.decoding.top_k", 2.5),
+        (f"{ROLLOUT}.decoding.max_new_tokens", 0),
+        (f"{ROLLOUT}.decoding.repetition_penalty", 0.0),
+        (f"{ROLLOUT}.decoding.decode_mode", "nucleus"),
+        (f"{ROLLOUT}.decode_batch_size", 0),
+        (f"{ROLLOUT}.decode_batch_size", 2.0),
+        (f"{ROLLOUT}.decode_batch_size", True),
+        (f"{ROLLOUT}.decode_batch_size", "4"),
+        (f"{ROLLOUT}.rollout_backend", "sglang"),
+        (f"{ROLLOUT}.rollout_buffer", True),
+        (f"{ROLLOUT}.offload.enabled", "true"),
+        (f"{ROLLOUT}.offload.enabled", 1),
+        (f"{VLLM}.mode", "async"),
+        (f"{VLLM}.gpu_memory_utilization", 0.0),
+        (f"{VLLM}.gpu_memory_utilization", 1.01),
+        (f"{VLLM}.tensor_parallel_size", 0),
+        (f"{VLLM}.enable_lora", "yes"),
+        (f"{VLLM}.sync.mode", "none"),
+        (f"{VLLM}.sync.fallback_to_full", None),
+        (f"{VLLM}.sync.canary_tolerance", 0),
+        (f"{SERVER}.infer_timeout_s", "none"),
+        ("training.packing", "true"),
+        ("training.packing_min_fill_ratio", 0.0),
+        ("training.packing_min_fill_ratio", 1.1),
+        ("training.packing_buffer", 0),
+        ("training.gradient_accumulation_steps", 2.5),
+        ("training.per_device_train_batch_size", -1),
+        ("training.learning_rate", float("nan")),
+        ("training.learning_rate", 0),
+        ("training.learning_rate", "1e-4"),
+        ("training.seed", -1),
+        ("training.max_steps", 1e3),
+        ("training.adam_beta2", 1.0),
+        ("training.output_dir", ""),
+        ("training.resume_from_checkpoint", True),
+        ("task.iou_threshold", 1.2),
+        ("loss.desc_weight", -1),
+        ("model.lora", {"dropout": 1.0}),
+        ("model.freeze", "visual"),
+        ("model.freeze", ["visual", 3]),
+        ("global_max_length", 7),
+        ("global_max_length", 4096.0),
+        ("training.learning_rate", 10**400),
+    ],
+)
+def test_types_and_ranges(path: str, value: object) -> None:
+    """Sizes, shares, booleans given as strings, integers as floats, NaN: refused with the key's own path."""
+    (mistake,) = mistakes(minimal(), {path: value})
+    assert mistake.path.startswith(path)
+    assert mistake.wanted != "a value"
+
+
+def test_sections_are_frozen() -> None:
+    config = valid(minimal())
+    with pytest.raises(ValidationError):
+        config.training.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.global_max_length = 3  # type: ignore[misc]
+
+
+# ---- unknown keys --------------------------------------------------------------------------------------------------
+
+SECTIONS = [(), *(path for path, field in walk_keys(RunConfig) if section_of(field.annotation)), ("servers",)]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=dotted)
+@given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "base"))
+@settings(deadline=None, max_examples=15)
+def test_any_unknown_key_anywhere_is_refused_with_its_path(section: tuple[str | int, ...], name: str) -> None:
+    data = everything()
+    if section == ("servers",):
+        section = (*SERVER.split("."), "servers", 0)
+    if section[-1:] == ("rollout_buffer",):
+        data = changed(minimal(), {f"{ROLLOUT}.rollout_buffer": {}})
+    at: Any = data
+    known: Any = RunConfig
+    for part in section:
+        at = at[part]
+        known = item_of(known) if isinstance(part, int) else section_of(known).model_fields[part].annotation
+    if name in section_of(known).model_fields:
+        return
+    at[name] = 1
+    paths = [mistake.path for mistake in mistakes(data)]
+    assert paths == [dotted((*section, name))]
+
+
+# ---- dump and load -------------------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12) | st.sampled_from(
+    ["${HOME}", "yes", "1e-4", "null", "010", "a: b", "- x", "{}", "", " ", "#", "'", '"', "\x85", "\u2028"]
+).filter(bool)
+
+
+def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
+    """Any value that the type allows."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return values_of(
+            args[0], (*metadata, *(p for a in args[1:] for p in (a.metadata if isinstance(a, FieldInfo) else [a])))
+        )
+    if origin is Union or type(annotation).__name__ == "UnionType":
+        return st.one_of([values_of(arg, metadata) for arg in args])
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is list:
+        return st.lists(values_of(args[0]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return sections(annotation)
+    bounds = {
+        name: getattr(item, name) for item in metadata for name in ("ge", "gt", "le", "lt") if hasattr(item, name)
+    }
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if annotation is int:
+        return st.integers(low, high)
+    if annotation is float:
+        return st.floats(
+            low, high, exclude_min="gt" in bounds, exclude_max="lt" in bounds, allow_nan=False, allow_infinity=False
+        )
+    return {bool: st.booleans(), str: texts, type(None): st.none()}[annotation]
+
+
+def sections(model: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
+    fields = {name: values_of(field.annotation, tuple(field.metadata)) for name, field in model.model_fields.items()}
+    required = {name for name, field in model.model_fields.items() if field.is_required()}
+    return st.fixed_dictionaries(
+        {name: fields[name] for name in fields if name in required},
+        optional={name: fields[name] for name in fields if name not in required},
+    )
+
+
+@given(data=sections(RunConfig))
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100)
+def test_any_configuration_of_the_schema_survives_dump_and_load(tmp_path: Path, data: dict[str, Any]) -> None:
+    path = tmp_path / "c.yaml"
+    write_yaml(path, data)
+    config = parse(RunConfig, load_yaml(path, {}))
+    path.write_text(dump_yaml(config.model_dump(mode="json")), encoding="utf-8")
+    again = parse(RunConfig, load_yaml(path, {}))
+    assert again == config
+    assert again.model_dump() == config.model_dump()
+
+
+@given(
+    data=st.sampled_from([minimal(), stage2(), everything()]),
+    rest=st.fixed_dictionaries(
+        {},
+        optional={
+            "training.learning_rate": st.floats(1e-12, 1.0),
+            "training.seed": st.integers(0, 2**64),
+            "data.train": texts,
+            "model.path": texts,
+            "model.freeze": st.lists(texts, max_size=3),
+            "training.max_steps": st.integers(5, 10**9),
+            f"{SERVER}.infer_timeout_s": st.none() | st.floats(-5, 5) | st.integers(-5, 5),
+            f"{ROLLOUT}.decoding": st.fixed_dictionaries({"temperature": st.floats(0, 5), "top_p": st.floats(0.1, 1)}),
+        },
+    ),
+)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100)
+def test_a_run_can_be_repeated_from_what_it_wrote(tmp_path: Path, data: dict[str, Any], rest: dict[str, Any]) -> None:
+    config = valid(data, rest)
+    path = write_resolved(config, tmp_path / "run")
+    assert path.name == RESOLVED_NAME
+    assert load_config(path, world_size=1, env={}) == config
+    assert write_resolved(load_config(path), tmp_path / "again").read_bytes() == path.read_bytes()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [RESOLVED_NAME]
+
+
+def test_the_resolved_file_names_every_key(tmp_path: Path) -> None:
+    """Composition, variables and defaults are gone; the paired server form has become a list."""
+    paired = {"base_url": ["http://a:1", "http://b:1"], "group_port": 5}
+    (tmp_path / "base.yaml").write_text(dump_yaml(changed(minimal(), {SERVER: paired})))
+    (tmp_path / "run.yaml").write_text("base: base.yaml\ndata: {train: '${DATA}/t.jsonl'}\n")
+    config = load_config(tmp_path / "run.yaml", env={"DATA": "/d"})
+    found = load_yaml(write_resolved(config, tmp_path / "out"), {})
+    assert found["data"]["train"] == "/d/t.jsonl"
+    servers = [{"base_url": "http://a:1", "group_port": 5}, {"base_url": "http://b:1", "group_port": 6}]
+    assert found["custom"]["extra"]["rollout_matching"]["vllm"]["server"]["servers"] == servers
+    assert list(found["training"]) == list(type(config.training).model_fields)
+
+
+def test_loading_names_the_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(changed(minimal(), {"training.max_steps": "ten"})))
+    with pytest.raises(ConfigErrors, match=r"training\.max_steps: found the string 'ten' \(.*run\.yaml:7\)"):
+        load_config(path)
