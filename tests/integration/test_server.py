@@ -1,0 +1,377 @@
+"""A real server with real vLLM on CPU: what it generates, what it takes in, and how it ends (R03 R06 R09 R10 R11 R13).
+
+One server for the module, its weights replaced test by test: each test puts the weights it needs there itself. The
+model is tiny and random; transformers, in the same dtype, says what is right.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+from deploy.demo import model as demo_model
+from shared import weights
+from shared.communicator import Communicator, start_join
+from shared.wire import Bucket
+from tests.servers import RunningServer, free_port, running_server, wait_gone
+
+pytestmark = pytest.mark.integration
+
+NUM_NEW = 12
+TEXT = [{"role": "user", "content": "name every digit"}]
+PICTURE = [{"role": "user", "content": "<image>name every digit"}]
+
+
+class Learner:
+    """The other side: a transformers model, and a sync of it by hand."""
+
+    def __init__(self, folder: Path, server: RunningServer) -> None:
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        self.processor = AutoProcessor.from_pretrained(folder)
+        self.http = httpx.Client(base_url=server.base_url, timeout=60.0, trust_env=False)
+        self.incarnation = ""
+        self.communicator: Communicator | None = None
+
+    def encode(self, messages: list[dict[str, Any]], image: Image.Image | None) -> dict[str, torch.Tensor]:
+        text = messages[0]["content"].removeprefix("<image>")
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        turns = [{"role": "user", "content": [{"type": "image"}, *parts] if image else text}]
+        prompt = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return self.processor(text=[prompt], images=[image] if image else None, return_tensors="pt")
+
+    def generate(self, messages: list[dict[str, Any]], image: Image.Image | None = None) -> list[int]:
+        """Greedy, stop-trimmed."""
+        inputs = self.encode(messages, image)
+        ids = self.model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        stops = set(self.model.generation_config.eos_token_id)
+        return [i for n, i in enumerate(ids.tolist()) if not stops & set(ids.tolist()[: n + 1])]
+
+    def logprobs(self, messages: list[dict[str, Any]], image: Image.Image | None, response: list[int]) -> list[float]:
+        inputs = self.encode(messages, image)
+        whole = torch.cat([inputs["input_ids"], torch.tensor([response])], dim=1)
+        extra = {key: value for key, value in inputs.items() if key in {"pixel_values", "image_grid_thw"}}
+        if "mm_token_type_ids" in inputs:
+            types = torch.zeros((1, len(response)), dtype=inputs["mm_token_type_ids"].dtype)
+            extra["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], types], dim=1)
+        with torch.no_grad():
+            logits = self.model(input_ids=whole, **extra).logits[0, -len(response) - 1 : -1]
+        return logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)].tolist()
+
+    def randomize(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
+
+    def join(self, timeout_s: float = 20.0) -> httpx.Response:
+        self.leave()
+        self.incarnation, port = uuid.uuid4().hex, free_port()
+        joining = start_join("gloo", "127.0.0.1", port, 1, 2, timeout_s)
+        body = {"incarnation": self.incarnation, "group_port": port, "backend": "gloo", "timeout_s": timeout_s}
+        reply = self.http.post("/init_communicator/", json=body)
+        self.communicator = joining.result() if reply.is_success else None
+        return reply
+
+    def leave(self) -> None:
+        if self.communicator is not None:
+            self.communicator.close()
+            self.communicator = None
+
+    def sync(
+        self,
+        tensors: dict[str, torch.Tensor],
+        *,
+        wrong_digest: bool = False,
+        stop_after: int | None = None,
+        **call: Any,
+    ) -> httpx.Response:
+        """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more."""
+        specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
+        buffers, buckets = [], []
+        for bucket_specs in weights.plan_buckets(specs, 1 << 20):
+            buffers.append(weights.pack(bucket_specs, tensors, "cpu"))
+            buckets.append(weights.seal(bucket_specs, buffers[-1]))
+        assert len(buckets) > 2
+        if wrong_digest:
+            buckets[1] = Bucket(tensors=buckets[1].tensors, num_bytes=buckets[1].num_bytes, digest=buckets[0].digest)
+        body = {"incarnation": self.incarnation, "ver": self.ver() + 1, "timeout_s": 20.0, **call}
+        body["buckets"] = [bucket.model_dump() for bucket in buckets]
+        replies: list[httpx.Response] = []
+        calling = threading.Thread(target=lambda: replies.append(self.http.post("/update_weights/", json=body)))
+        calling.start()
+        assert self.communicator is not None
+        sending = [self.communicator.start_broadcast(buffer, src=1) for buffer in buffers[:stop_after]]
+        calling.join(60)
+        assert len(sending) == len(buffers[:stop_after])
+        return replies[0]
+
+    def ver(self) -> int:
+        return int(self.http.get("/status/").json()["ver"])
+
+    def infer(self, requests: list[dict[str, Any]], **config: Any) -> httpx.Response:
+        body = {"infer_requests": requests, "request_config": {"max_tokens": NUM_NEW, **config}}
+        return self.http.post("/infer/", json=body)
+
+    def ids(self, messages: list[dict[str, Any]], images: list[str] | None = None) -> list[int]:
+        reply = self.infer([{"messages": messages, "images": images or []}])
+        assert reply.status_code == 200, reply.text
+        return list(reply.json()[0]["response_token_ids"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("server")
+    demo_model.build(path / "model", size="tiny")
+    (path / "images").mkdir()
+    picture().save(path / "images" / "scene.png")
+    picture().save(path / "outside.png")
+    (path / "images" / "link.png").symlink_to(path / "outside.png")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[RunningServer]:
+    config = {
+        "model": str(folder / "model"),
+        "url_prefix": "/rollout",
+        "allowed_image_roots": [str(folder / "images")],
+        "max_image_pixels": 20_000,
+        "max_body_bytes": 8 << 20,
+        "max_model_len": 512,
+    }
+    with running_server(config, folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def learner(folder: Path, server: RunningServer) -> Iterator[Learner]:
+    learner = Learner(folder / "model", server)
+    yield learner
+    learner.leave()
+    learner.http.close()
+
+
+def picture(size: tuple[int, int] = (96, 64)) -> Image.Image:
+    noise = torch.randint(0, 256, (size[1], size[0], 3), dtype=torch.uint8, generator=torch.manual_seed(3))
+    return Image.fromarray(noise.numpy())
+
+
+def as_base64(image: Image.Image) -> str:
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def test_endpoints_answer_with_and_without_a_slash(learner: Learner) -> None:
+    """R06"""
+    for path in ("/health", "/ready", "/status", "/get_world_size", "/metrics"):
+        for spelling in (path, path + "/"):
+            assert learner.http.get(spelling).status_code == 200, spelling
+    assert learner.http.get("/get_world_size/").json() == {"world_size": 1}
+    missing = learner.http.get("/nowhere/")
+    assert (missing.status_code, missing.json()["error"]) == (404, "RequestError")
+
+
+def test_greedy_tokens_and_prompt_ids_equal_transformers(learner: Learner, folder: Path) -> None:
+    """R03, R13: text, and the same image by path, base64 and data URL, in the order of the requests."""
+    image, text64 = picture(), as_base64(picture())
+    sources = [str(folder / "images" / "scene.png"), text64, f"data:image/png;base64,{text64}"]
+    requests = [{"messages": TEXT}, *({"messages": PICTURE, "images": [source]} for source in sources)]
+    outputs = learner.infer(requests).json()
+    of_text, of_picture = learner.generate(TEXT), learner.generate(PICTURE, image)
+    assert of_text != of_picture
+    assert [output["response_token_ids"] for output in outputs] == [of_text, of_picture, of_picture, of_picture]
+    assert outputs[0]["prompt_token_ids"] == learner.encode(TEXT, None)["input_ids"][0].tolist()
+    assert outputs[1]["prompt_token_ids"] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
+    assert outputs[1]["response"]["choices"][0]["message"]["content"] == learner.processor.decode(of_picture)
+
+
+def test_seeds_belong_to_requests(learner: Learner) -> None:
+    """R11: request `i` draws with `seed + i`, whatever else is in the call."""
+    requests = [{"messages": TEXT}] * 4
+    together = learner.infer(requests, temperature=1.0, seed=7).json()
+    alone = [learner.infer(requests[:1], temperature=1.0, seed=7 + i).json()[0] for i in range(4)]
+    tokens = [output["response_token_ids"] for output in together]
+    assert tokens == [output["response_token_ids"] for output in alone]
+    assert len({tuple(ids) for ids in tokens}) > 1
+    assert [output["rollout_infos"]["seed"] for output in together] == [7, 8, 9, 10]
+
+
+def test_a_repeated_uuid_gets_the_same_rollout(learner: Learner) -> None:
+    """R12: a retry after a lost reply makes no second rollout; the uuid of another request is refused."""
+    request = {"messages": TEXT, "uuid": uuid.uuid4().hex}
+    first, second = (learner.infer([request], temperature=1.0).json() for _ in range(2))
+    assert first == second
+    other = learner.infer([request], temperature=0.5)
+    assert (other.status_code, other.json()["error"]) == (400, "RequestError")
+
+
+def test_media_rules(learner: Learner, folder: Path) -> None:
+    """R13: only images in allowed folders, of allowed hosts, of allowed sizes."""
+    refused = {
+        str(folder / "outside.png"): "no such file in an allowed folder",
+        str(folder / "images" / "link.png"): "no such file in an allowed folder",
+        str(folder / "images" / ".." / "outside.png"): "no such file in an allowed folder",
+        "http://127.0.0.1:9/x.png": "host '127.0.0.1' over http",
+        as_base64(picture((200, 200))): "200x200 = 40000 pixels",
+    }
+    for source, found in refused.items():
+        reply = learner.infer([{"messages": PICTURE, "images": [source]}])
+        assert (reply.status_code, reply.json()["error"]) == (422, "MediaError")
+        assert found in reply.json()["found"]
+        assert len(reply.text) < 800
+
+
+def test_wrong_requests_are_told_what_is_wrong(learner: Learner) -> None:
+    too_long = learner.infer([{"messages": TEXT}], max_tokens=600)
+    assert (too_long.status_code, too_long.json()["error"]) == (413, "PromptTooLongError")
+    assert "600 for the answer" in too_long.json()["found"]
+    malformed = learner.http.post("/infer/", json={"infer_requests": [{"messages": []}], "typo": 1})
+    assert (malformed.status_code, malformed.json()["error"]) == (400, "RequestError")
+    assert "typo" in malformed.json()["found"]
+    assert learner.http.post("/infer/", content=b"x" * (9 << 20)).status_code == 413
+
+
+def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> None:
+    """R09, R10: in-memory sync, and the served tokens and log-probabilities are the learner's, images included."""
+    image, source = picture(), str(folder / "images" / "scene.png")
+    before = learner.ids(PICTURE, [source])
+    learner.randomize(seed=1)
+    assert learner.join().status_code == 200
+    for seed in (2, 3):  # the second finds caches filled under the first
+        learner.randomize(seed)
+        reply = learner.sync(learner.tensors())
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["num_tensors"] == len(learner.tensors())
+        after = learner.ids(PICTURE, [source])
+        assert after == learner.generate(PICTURE, image) != before
+        assert learner.ids(TEXT) == learner.generate(TEXT)
+    response = [5, 400, 1000, 17, 1300]
+    items = [
+        {"request": {"messages": TEXT}, "response_token_ids": response},
+        {"request": {"messages": PICTURE, "images": [source]}, "response_token_ids": response},
+    ]
+    scores = learner.http.post("/score/", json={"items": items}).json()
+    assert scores["ver"] == learner.ver()
+    for got, of in zip(scores["logprobs"], (None, image), strict=True):
+        wanted = learner.logprobs(PICTURE if of else TEXT, of, response)
+        assert got == pytest.approx(wanted, abs=2e-3)
+    assert scores["prompt_token_ids"][1] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"), [("digest", "DigestError"), ("missing", "CoverageError"), ("gone", "DeadlineError")]
+)
+def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, error: str) -> None:
+    """R09, R10: wrong bytes, a missing tensor, a learner that stops sending; then the next sync heals."""
+    learner.randomize(seed=4)
+    tensors = learner.tensors()
+    assert learner.join().status_code == 200
+    if how == "missing":
+        name = next(name for name in tensors if name.endswith("1.self_attn.k_proj.weight"))
+        failed = learner.sync({key: tensor for key, tensor in tensors.items() if key != name})
+        assert name.rpartition("layers")[2] in failed.json()["found"]
+    elif how == "gone":
+        failed = learner.sync(tensors, stop_after=1, timeout_s=1.5)
+    else:
+        failed = learner.sync(tensors, wrong_digest=True)
+    assert (failed.status_code >= 500, failed.json()["error"]) == (True, error)
+    refused = learner.infer([{"messages": TEXT}])
+    assert (refused.status_code, refused.json()["error"]) == (503, "ServerPoisonedError")
+    assert learner.http.get("/ready/").status_code == 503
+    assert learner.http.get("/health/").status_code == 200
+    assert learner.http.get("/status/").json()["gate"] == "poisoned"
+    assert learner.join().status_code == 200  # a new incarnation replaces the old one
+    assert learner.sync(tensors).status_code == 200
+    assert learner.ids(TEXT) == learner.generate(TEXT)
+
+
+def test_only_the_learner_that_opened_the_group_may_update(learner: Learner) -> None:
+    learner.join()
+    for wrong in ({"incarnation": "someone"}, {"mode": "adapter"}):
+        body = {"incarnation": learner.incarnation, "ver": learner.ver() + 1, "buckets": [], "timeout_s": 5.0, **wrong}
+        refused = learner.http.post("/update_weights/", json=body)
+        assert (refused.status_code, refused.json()["error"]) == (500, "SyncError")
+    assert learner.http.get("/status/").json()["gate"] != "poisoned"
+
+
+def test_a_learner_that_does_not_come_ends_at_the_deadline(learner: Learner) -> None:
+    body = {"incarnation": "absent", "group_port": free_port(), "backend": "gloo", "timeout_s": 1.0}
+    reply = learner.http.post("/init_communicator/", json=body)
+    assert (reply.status_code, reply.json()["error"]) == (504, "DeadlineError")
+    assert learner.join().status_code == 200
+
+
+def test_calls_and_updates_take_turns(learner: Learner) -> None:
+    """R10: under load from many callers, every answer is of one version, and of a version that was served."""
+    learner.randomize(seed=5)
+    assert learner.join().status_code == 200
+    assert learner.sync(learner.tensors()).status_code == 200
+    first = learner.ver()
+    replies: list[httpx.Response] = []
+    calling = [
+        threading.Thread(target=lambda: replies.append(learner.infer([{"messages": TEXT}] * 4, max_tokens=200)))
+        for _ in range(4)
+    ]
+    for thread in calling:
+        thread.start()
+    learner.randomize(seed=6)
+    assert learner.sync(learner.tensors()).status_code == 200
+    for thread in calling:
+        thread.join(60)
+    versions = [{output["rollout_infos"]["ver"] for output in reply.json()} for reply in replies]
+    assert len(versions) == 4
+    assert all(len(of_call) == 1 and of_call <= {first, first + 1} for of_call in versions)
+
+
+def test_metrics_tell_what_happened(learner: Learner) -> None:
+    text = learner.http.get("/metrics/").text
+    assert f"rollout_weights_version {learner.ver()}.0" in text
+    assert 'rollout_requests_total{outcome="answered"}' in text
+    assert 'rollout_gate_state{state="serving"} 1.0' in text
+    assert "rollout_sync_bytes" in text
+
+
+def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> None:
+    """Last of this server: a call in flight is answered, and no process is left."""
+    learner.join()
+    learner.sync(learner.tensors())
+    family = server.family()
+    assert len(family) > 1
+    replies: list[httpx.Response] = []
+    calling = threading.Thread(target=lambda: replies.append(learner.infer([{"messages": TEXT}], max_tokens=300)))
+    calling.start()
+    time.sleep(0.1)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+    calling.join(20)
+    assert [reply.status_code for reply in replies] == [200]
+    assert wait_gone(family, 5.0) == []
+
+
+def test_killed_server_leaves_no_engine(folder: Path) -> None:
+    """After kill -9 nobody else would end the engine's processes."""
+    with running_server({"model": str(folder / "model")}, folder) as doomed:
+        family = doomed.family()
+        assert len(family) > 1
+        os.kill(doomed.process.pid, signal.SIGKILL)
+        doomed.process.wait(10)
+        assert wait_gone(family, 10.0) == []
