@@ -96,14 +96,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Leave the groups; bounded in time. A server that no longer answers is only logged."""
-        links, self._links = self._links, ()
-        goodbyes = {link: link.post_close(self._incarnation) for link in links}
-        wait(goodbyes.values(), timeout=REPLY_GRACE_S)
-        for link, goodbye in goodbyes.items():
-            if not goodbye.done() or goodbye.exception() is not None:
-                log.warning("%s did not hear that the learner leaves: %s", link.base_url, goodbye)
-            goodbye.cancel()
-            link.leave(abort=False)
+        self._leave(abort=False)
 
     def _on_main(self, work: Callable[[], T]) -> T:
         self._fence.barrier()
@@ -170,9 +163,7 @@ class WeightSync:
             self._send(buckets)
             gap = self._check_canary()
         except BaseException:
-            links, self._links = self._links, ()
-            for link in links:
-                link.leave(abort=True)
+            self._leave(abort=True)
             raise
         receipt = SyncReceipt(
             ver=self.ver + 1,
@@ -207,6 +198,17 @@ class WeightSync:
             raise
         for link, post in posts.items():
             _check_reply(call, post.result(), link.base_url)
+
+    def _leave(self, *, abort: bool) -> None:
+        links, self._links = self._links, ()
+        for link in links:
+            link.leave(abort=abort)
+        goodbyes = {link: link.post_close(self._incarnation) for link in links}
+        wait(goodbyes.values(), timeout=REPLY_GRACE_S)
+        for link, goodbye in goodbyes.items():
+            if not goodbye.done() or goodbye.exception() is not None:
+                log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
+            goodbye.cancel()
 
     def _check_canary(self) -> CanaryGap:
         """The worst gap over servers."""
