@@ -127,12 +127,8 @@ class ServerBackend:
             num_requests=len(samples),
             chunk=self.chunk,
         )
-        job = _Job(
-            samples=samples,
-            requests=[infer_request(sample) for sample in samples],
-            config=self._decoding[greedy],
-            record=record,
-        )
+        requests = [infer_request(sample) for sample in samples]
+        job = _Job(samples=samples, requests=requests, config=self._decoding[greedy], record=record)
         begin = time.monotonic()
         try:
             rollouts = self.loop.run(self._generate(job))

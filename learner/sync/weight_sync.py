@@ -123,20 +123,7 @@ class WeightSync:
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
         check_specs(self._weights.weight_specs(self._dtype))
         self._incarnation = uuid.uuid4().hex
-        links = [
-            ServerLink(
-                client,
-                loop=self._backend.loop,
-                group_port=entry.group_port,
-                world_size=world_size,
-                device=self._device,
-                timeout_s=self._config.server.timeout_s,
-                join=self._join,
-            )
-            for client, entry, world_size in zip(
-                self._backend.clients, self._backend.servers, self._backend.world_sizes, strict=True
-            )
-        ]
+        links = self._make_links()
         posts = {link: link.post_init(self._incarnation) for link in links}
         joins = {link: link.join() for link in links}
         try:
@@ -152,6 +139,21 @@ class WeightSync:
         self._links = tuple(links)
         log.info("joined %d servers, sync mode full, weights travel in %s", len(links), self._dtype or "their own type")
         return max(self.ver, *(status.ver for status in statuses))
+
+    def _make_links(self) -> list[ServerLink]:
+        backend = self._backend
+        return [
+            ServerLink(
+                client,
+                loop=backend.loop,
+                group_port=entry.group_port,
+                world_size=world_size,
+                device=self._device,
+                timeout_s=self._config.server.timeout_s,
+                join=self._join,
+            )
+            for client, entry, world_size in zip(backend.clients, backend.servers, backend.world_sizes, strict=True)
+        ]
 
     def _sync(self) -> SyncReceipt:
         if not self._links:
