@@ -70,6 +70,7 @@ class Trainer:
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._owed: list[str] = []  # samples whose segments a resume must make again
         self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
 
     def run(self) -> None:
         """Train to the last step. Raises ProjectError; the newest checkpoint stays resumable."""
@@ -174,11 +175,14 @@ class Trainer:
         self.console.evaluation(step, evaluation.metrics)
 
     def save(self) -> None:
-        """A checkpoint from which `restore` goes on exactly, on as many ranks."""
+        """A checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
+        if self._saved_at == self.state.global_step:
+            return
         carried = self.ranks.all_gather_object(self.rows.carried())
         cursor = {"batches": self.batches.state(), "carried": carried}
         with self.clock.phase("save"):
             path = self.checkpoints.save(self.policy, self.optimizer, replace(self.state, cursor=cursor))
+        self._saved_at = self.state.global_step
         self.console.note(f"saved {path}")
 
     def restore(self) -> None:
