@@ -104,15 +104,15 @@ class Batches(Iterator[MicroBatch]):
         self._pool.close()
 
     def _prefetch(self) -> None:
-        """Hand jobs to the pool until the next micro-batch and the look-ahead are under way."""
-        waiting = sum(len(share.indices) for share, _ in self._ahead)
-        while not self._ahead or waiting < self._pool.lookahead:
+        """Hand jobs to the pool until the next micro-batch is under way, and behind it the look-ahead."""
+        behind = sum(_cost(share) for share, _ in list(self._ahead)[1:])
+        while not self._ahead or behind < self._pool.lookahead:
             share = self._sampler.share(self._position + len(self._ahead))
             size = self._pool.job_size
             samples = [self._samples[i] for i in share.indices]
             jobs = [self._pool.submit(samples[i : i + size]) for i in range(0, len(samples), size)]
+            behind += _cost(share) if self._ahead else 0
             self._ahead.append((share, jobs))
-            waiting += max(1, len(samples))  # an empty share counts too: no end of them may be taken ahead
 
     def _identity(self) -> dict[str, Any]:
         ids = hashlib.sha256("\0".join(sample.sample_id for sample in self._samples).encode())
@@ -122,3 +122,8 @@ class Batches(Iterator[MicroBatch]):
             "seed": self._sampler.seed,
             "shuffle": self._sampler.shuffle,
         }
+
+
+def _cost(share: Share) -> int:
+    """What a share takes of the look-ahead. An empty one takes its part too, so that their number stays bounded."""
+    return max(1, len(share.indices))

@@ -38,7 +38,7 @@ class EncodingJob(Protocol):
 
 
 class EncoderPool(Protocol):
-    lookahead: int  # samples that may wait, encoded or not, before they are asked for
+    lookahead: int  # samples to have under way behind the next micro-batch
     job_size: int  # samples that a job should have at most
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob: ...
@@ -87,7 +87,7 @@ class _Encoded:
     token_ids: list[tuple[int, ...]]
     num_images: list[int | None]  # None: a prompt without vision inputs
     pixel_values: torch.Tensor | None  # [P, patch_dim], all images
-    image_grid_thw: torch.Tensor | None  # [I, 3], all images
+    image_grid_thw: list[list[int]]  # I x 3, all images
 
 
 class WorkerPool:
@@ -153,7 +153,7 @@ def _join(prompts: Sequence[EncodedPrompt]) -> _Encoded:
         token_ids=[prompt.token_ids for prompt in prompts],
         num_images=[None if prompt.vision is None else len(prompt.vision.image_grid_thw) for prompt in prompts],
         pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
-        image_grid_thw=torch.cat([vision.image_grid_thw for vision in visions]) if visions else None,
+        image_grid_thw=[grid for vision in visions for grid in vision.image_grid_thw.tolist()],
     )
 
 
@@ -164,8 +164,7 @@ def _split(encoded: _Encoded) -> list[EncodedPrompt]:
         vision = None
         if num_images is not None:
             assert encoded.pixel_values is not None
-            assert encoded.image_grid_thw is not None
-            grid = encoded.image_grid_thw[image : image + num_images]
+            grid = torch.tensor(encoded.image_grid_thw[image : image + num_images], dtype=torch.int64).view(-1, 3)
             num_patches = int(grid.prod(dim=1).sum())
             vision = VisionInputs(pixel_values=encoded.pixel_values[patch : patch + num_patches], image_grid_thw=grid)
             image, patch = image + num_images, patch + num_patches
