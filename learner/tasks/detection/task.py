@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
+from learner.tasks.detection.coco import coco_ap
 from learner.tasks.detection.counts import CountTable, count_objects
 from learner.tasks.detection.evaluate import evaluate_counts
 from learner.tasks.detection.grammar import NUM_BINS, grammar_for
@@ -45,7 +46,8 @@ class DetectionTask:
         return count_objects(assignments)
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        return evaluate_counts(self.count(assignments))
+        """The metrics of `evaluate.METRICS`, and COCO's own as a cross-check."""
+        return {**evaluate_counts(self.count(assignments)), **coco_ap(assignments)}
 
     def validate(self, sample: Sample) -> None:
         validate_sample(sample, self._pieces)
