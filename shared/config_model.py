@@ -184,7 +184,8 @@ def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPa
     remedy = (
         f"did you mean {' or '.join(dotted(p) for p in meant)}?" if meant else "remove it (CONFIG.md lists every key)"
     )
-    wanted = f"one of {', '.join(known)}" if len(known) <= 12 else f"a key of {dotted(path[:-1])}"
+    holder = f"a key of {dotted(path[:-1])}" if path[:-1] else "a top-level key"
+    wanted = f"one of {', '.join(known)}" if len(known) <= 12 else holder
     return Mistake(path=dotted(path), found="an unknown key", wanted=wanted, remedy=remedy), meant
 
 
