@@ -34,10 +34,14 @@ def main(
         if check:
             typer.echo(f"{config_path}: fine")
             return
-        sys.exit(_serve(config, token))
+        code = _serve(config, token)
     except ProjectError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
+    # The engine's processes are gone; vLLM's threads in this one would keep it for many seconds more.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _token(config: ServerConfig) -> str | None:
@@ -104,6 +108,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; then they are killed
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
     }
     if config.cpu_threads is not None:
