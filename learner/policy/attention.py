@@ -162,8 +162,9 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
         return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal, enable_gqa=grouped)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
-    if causal:
-        length = q.shape[2]
-        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+    with torch.autocast(q.device.type, enabled=False):  # the softmax kernel computes in float32 anyway
+        scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
+        if causal:
+            later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill_(later, float("-inf"))
+        return scores.softmax(-1) @ v

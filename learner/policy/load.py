@@ -23,6 +23,7 @@ from learner.policy.attention import use_segment_attention
 from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
+from learner.policy.patches import use_linear_patch_embedding
 from learner.prompt import PromptEncoder
 from learner.records import EncodedPrompt, PackedRow, Segment
 from shared.errors import ConfigError
@@ -125,6 +126,7 @@ def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False
     model = _load_model(config)
     _refuse_logit_transforms(model)
     use_segment_attention(model)
+    use_linear_patch_embedding(model)
     adapter = lora.add_adapter(model, config.lora) if config.lora else None
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
