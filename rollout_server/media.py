@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from shared.errors import MediaError
 _FETCH_CHUNK_BYTES = 1 << 16
 _MAX_REDIRECTS = 3
 _NAME_CHARS = 80
+# No image is shorter; a path has a dot before its suffix.
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{64,}={0,2}")
 
 
 def load_images(sources: Sequence[str], config: ServerConfig) -> list[Image.Image]:
@@ -51,8 +54,7 @@ def _read(source: str, config: ServerConfig) -> bytes:
         return _from_data_url(source, config)
     if scheme.startswith("file://"):
         return _from_path(source[len("file://") :], source, config)
-    # A base64 string of a PNG or JPEG is long and has no dot; a path has one, or a separator at its start.
-    if len(source) >= 64 and "." not in source:
+    if _BASE64.fullmatch(source) and len(source) % 4 == 0:
         return _from_base64(source, source, config)
     return _from_path(source, source, config)
 

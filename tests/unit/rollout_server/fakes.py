@@ -1,0 +1,60 @@
+"""An engine without vLLM: echoes what it was asked, holds calls back when told to, and has one worker to script."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from rollout_server.engine import Generation, Scores
+from shared.errors import ProjectError
+from shared.wire import RequestConfig, RolloutInferRequest
+
+
+class FakeEngine:
+    model, dtype, vocab_size, max_model_len = "fake", "float32", 1000, 100
+
+    def __init__(self) -> None:
+        self.dead = False
+        self.generated: list[str] = []  # texts, in the order of arrival
+        self.cancelled: list[str] = []
+        self.go = asyncio.Event()
+        self.go.set()
+        self.calls: list[tuple[Any, ...]] = []
+        self.replies: dict[str, Callable[[], dict[str, Any]]] = {}  # by worker method
+        self.num_resets = 0
+
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
+        text = str(request.messages[0].content)
+        self.generated.append(text)
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(text)
+            raise
+        if text.startswith("fail"):
+            raise ProjectError(text)
+        return Generation(
+            prompt_token_ids=[1, 2],
+            response_token_ids=[len(self.generated), seed or 0],
+            text=text,
+            finish_reason="stop",
+        )
+
+    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+        return Scores(prompt_token_ids=[1, 2], logprobs=[-0.5] * len(response_token_ids))
+
+    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+        self.calls.append((method, *args))
+        await asyncio.sleep(0)
+        reply = self.replies.get(method)
+        return [reply() if reply else {"done": True, "num_tensors": 0}]
+
+    async def reset_caches(self) -> None:
+        self.num_resets += 1
+
+    def shutdown(self) -> None:
+        self.dead = True
+
+    def called(self) -> list[str]:
+        return [call[0] for call in self.calls]

@@ -1,0 +1,258 @@
+"""The endpoints over a fake engine (R06, R10, R11, R13, R16): no vLLM, no sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_server.app import create_app
+from rollout_server.config import ServerConfig
+from rollout_server.service import RolloutService
+from shared.errors import DigestError
+from shared.seeds import SEED_MODULUS
+from shared.wire import ErrorBody, InferCall, RequestConfig, RolloutInferRequest, RolloutOutput
+from tests.unit.rollout_server.fakes import FakeEngine
+
+Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
+
+
+def serve(check: Check, token: str | None = None, **settings: Any) -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        service = RolloutService(engine, ServerConfig(model="fake", **settings))
+        app = create_app(service, token)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            await asyncio.wait_for(check(http, engine, service), 10)
+
+    asyncio.run(run())
+
+
+def request(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def error(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, ErrorBody.model_validate_json(reply.content).error
+
+
+def test_answers_in_order_with_seeds_by_place() -> None:
+    """R11: request `i` of a call is seeded with `seed + i`, modulo."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        call = InferCall(
+            infer_requests=[RolloutInferRequest.model_validate(request(text)) for text in "abc"],
+            request_config=RequestConfig(seed=SEED_MODULUS - 2),
+        )
+        reply = await http.post("/infer/", json=call.model_dump())
+        outputs = [RolloutOutput.model_validate(output) for output in reply.json()]
+        assert [output.response.choices[0].message.content for output in outputs] == ["a", "b", "c"]
+        assert [output.rollout_infos.seed for output in outputs] == [SEED_MODULUS - 2, SEED_MODULUS - 1, 0]
+        assert [output.rollout_infos.uuid for output in outputs] == [r.uuid for r in call.infer_requests]
+        assert (await http.post("/infer", json={"infer_requests": []})).json() == []
+
+    serve(check)
+
+
+def test_url_prefix() -> None:
+    """R06: every endpoint under any prefix, with and without the last slash."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for path in ("/health", "/ready", "/status", "/get_world_size", "/metrics"):
+            for spelling in (f"/a/b{path}", f"/a/b{path}/"):
+                assert (await http.get(spelling)).status_code == 200
+            assert error(await http.get(path)) == (404, "RequestError")
+        assert (await http.get("/a/b/get_world_size/")).json() == {"world_size": 6}
+        assert error(await http.get("/a/b/infer/")) == (405, "RequestError")
+
+    serve(check, url_prefix="/a/b", tensor_parallel_size=2, data_parallel_size=3)
+
+
+def test_token() -> None:
+    """All but the probes want it."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for path in ("/health/", "/ready"):
+            assert (await http.get(path)).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "ü"}):
+            encoded = {key: value.encode() for key, value in headers.items()}
+            assert error(await http.get("/status/", headers=encoded)) == (401, "UnauthorizedError")
+        assert (await http.get("/status/", headers={"Authorization": "Bearer secret"})).status_code == 200
+
+    serve(check, token="secret")
+
+
+def test_body_limit_and_malformed_bodies() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        assert error(await http.post("/infer/", content=b"x" * 1001)) == (413, "RequestError")
+
+        async def chunks() -> Any:
+            for _ in range(11):
+                yield b"x" * 100
+
+        assert error(await http.post("/infer/", content=chunks())) == (413, "RequestError")
+        for body in ({"infer_requests": [request("a", typo=1)]}, {"infer_requests": "no"}, [], None):
+            reply = await http.post("/infer/", json=body)
+            assert error(reply) == (400, "RequestError")
+        assert error(await http.post("/infer/", content=b"{")) == (400, "RequestError")
+        assert engine.generated == []
+
+    serve(check, max_body_bytes=1000)
+
+
+def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": [request("fail here"), request("b")]})
+        assert (*error(reply), reply.json()["what"]) == (500, "ProjectError", "fail here")
+        assert service.gate.in_flight == 0
+
+    serve(check)
+
+
+def test_a_client_that_hangs_up_stops_its_generations() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.go.clear()
+        gone = asyncio.Event()
+        body = InferCall(infer_requests=[RolloutInferRequest.model_validate(request("a"))]).model_dump_json().encode()
+        sent = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal sent
+            if not sent:
+                sent = True
+                return {"type": "http.request", "body": body}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        app = create_app(service, None)
+        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": []}
+        calling = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert (engine.generated, service.gate.in_flight) == (["a"], 1)
+        gone.set()
+        await calling
+        await asyncio.sleep(0.01)
+        assert (engine.cancelled, service.gate.in_flight) == (["a"], 0)
+
+    serve(check)
+
+
+def test_a_dead_engine_is_told_by_health() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.dead = True
+        for path in ("/health/", "/ready/"):
+            assert error(await http.get(path)) == (503, "ServerError")
+
+    serve(check)
+
+
+async def open_group(http: httpx.AsyncClient, incarnation: str = "a") -> None:
+    body = {"incarnation": incarnation, "group_port": 1234, "backend": "gloo", "timeout_s": 5}
+    assert (await http.post("/init_communicator/", json=body)).status_code == 200
+
+
+def update(incarnation: str = "a", ver: int = 1) -> dict[str, Any]:
+    return {"incarnation": incarnation, "ver": ver, "buckets": [], "timeout_s": 5}
+
+
+def test_one_call_is_one_update() -> None:
+    """R09, R10: the workers' calls, the caches, the version, and the address that no request names."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        assert engine.calls[-2][:5] == ("sync_join", "gloo", "10.0.0.7", 1234, 5)
+        reply = await http.post("/update_weights/", json=update(ver=4))
+        assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
+        assert engine.called()[-2:] == ["sync_start", "sync_poll"]
+        status = (await http.get("/status/")).json()
+        assert (status["gate"], status["ver"], status["incarnation"]) == ("serving", 4, "a")
+        assert error(await http.post("/update_weights/", json=update("b", 5))) == (500, "SyncError")
+        assert error(await http.post("/update_weights/", json=update(ver=4))) == (500, "SyncError")
+        assert engine.called().count("sync_start") == 1
+
+    serve(check, communicator_host="10.0.0.7", tensor_parallel_size=4)
+
+
+def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        def fail() -> dict[str, Any]:
+            raise DigestError("other bytes")
+
+        await open_group(http)
+        engine.replies["sync_poll"] = fail
+        assert error(await http.post("/update_weights/", json=update())) == (500, "DigestError")
+        assert engine.called()[-1] == "sync_leave"
+        refused = await http.post("/infer/", json={"infer_requests": [request("a")]})
+        assert (*error(refused), refused.headers["Retry-After"]) == (503, "ServerPoisonedError", "1")
+        assert "other bytes" in refused.json()["found"]
+        assert error(await http.get("/ready/")) == (503, "ServerPoisonedError")
+        assert engine.generated == []
+        del engine.replies["sync_poll"]
+        await open_group(http, "b")
+        assert (await http.post("/update_weights/", json=update("b"))).status_code == 200
+        assert (await http.get("/ready/")).status_code == 200
+
+    serve(check)
+
+
+def test_a_new_learner_ends_what_the_old_one_had_under_way() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        engine.replies["sync_poll"] = lambda: {"done": False}
+        hanging = asyncio.create_task(http.post("/update_weights/", json=update()))
+        while "sync_poll" not in engine.called():
+            await asyncio.sleep(0)
+        await open_group(http, "b")
+        assert error(await hanging) == (500, "CommunicatorError")
+        assert service.gate.state == "poisoned"
+        del engine.replies["sync_poll"]
+        assert (await http.post("/update_weights/", json=update("b", 1))).status_code == 200
+
+    serve(check)
+
+
+def test_a_retry_gets_the_old_rollout_also_after_an_update() -> None:
+    """R12: the answer says which version it was made with."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        body = {"infer_requests": [request("a", uuid="u")]}
+        first = await http.post("/infer/", json=body)
+        await open_group(http)
+        await http.post("/update_weights/", json=update(ver=9))
+        assert (await http.post("/infer/", json=body)).json() == first.json()
+        assert engine.generated == ["a"]
+
+    serve(check)
+
+
+def test_score() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/score/", json={"items": [{"request": request("a"), "response_token_ids": [1, 2]}]})
+        assert reply.json() == {"ver": 0, "logprobs": [[-0.5, -0.5]], "prompt_token_ids": [[1, 2]]}
+
+    serve(check)
+
+
+def test_metrics_count() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await http.post("/infer/", json={"infer_requests": [request("a"), request("b")]})
+        await http.post("/infer/", json={"infer_requests": [request("fail")]})
+        text = (await http.get("/metrics/")).text
+        assert 'rollout_requests_total{outcome="answered"} 2.0' in text
+        assert 'rollout_requests_total{outcome="ProjectError"} 1.0' in text
+        assert "rollout_response_tokens_total 4.0" in text
+        assert 'rollout_gate_state{state="serving"} 1.0' in text
+
+    serve(check)
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.service._versions", dict)

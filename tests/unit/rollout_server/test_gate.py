@@ -1,0 +1,121 @@
+"""The gate (R10), explored by hypothesis against a list of who is inside."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from rollout_server.gate import Gate
+from shared.errors import ServerPoisonedError, SyncError
+
+INCARNATIONS = st.sampled_from(["a", "b"])
+
+
+class GateMachine(RuleBasedStateMachine):
+    """Remembers the version that each call saw when it entered, and whether the weights were ever half written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+        self.inside: list[int] = []
+        self.half_written = False
+
+    @rule()
+    def enter(self) -> None:
+        state = self.gate.state
+        try:
+            entered = self.gate.try_enter()
+        except ServerPoisonedError:
+            assert state == "poisoned"
+            return
+        assert entered == (state == "serving")
+        if entered:
+            assert not self.half_written
+            self.inside.append(self.gate.ver)
+
+    @precondition(lambda self: self.inside)
+    @rule()
+    def leave(self) -> None:
+        assert self.inside.pop(0) == self.gate.ver, "a call spanned two versions"
+        self.gate.leave()
+
+    @precondition(lambda self: self.gate.update is None)
+    @rule(incarnation=INCARNATIONS)
+    def open_group(self, incarnation: str) -> None:
+        self.gate.open_group(incarnation)
+
+    @precondition(lambda self: self.gate.update is None)
+    @rule()
+    def close_group(self) -> None:
+        self.gate.close_group()
+
+    @rule(incarnation=INCARNATIONS, ver=st.integers(0, 5), mode=st.sampled_from(["full", "adapter"]))
+    def begin(self, incarnation: str, ver: int, mode: str) -> None:
+        before = vars(self.gate).copy()
+        try:
+            self.gate.begin_update(incarnation, ver, mode)
+        except SyncError:
+            assert vars(self.gate) == before, "a refused update changed something"
+            return
+        assert before["incarnation"] == incarnation
+        assert before["update"] is None
+        assert before["state"] == "serving" or mode == "full"
+        assert self.gate.state == "draining"
+
+    @precondition(lambda self: self.gate.update is not None)
+    @rule()
+    def drain(self) -> None:
+        if self.gate.drained():
+            assert not self.inside
+            self.half_written = True
+
+    @precondition(lambda self: self.gate.state == "updating")
+    @rule()
+    def complete(self) -> None:
+        wanted = self.gate.update.ver if self.gate.update else -1
+        self.gate.complete()
+        assert (self.gate.state, self.gate.ver) == ("serving", wanted)
+        self.half_written = False
+
+    @precondition(lambda self: self.gate.update is not None)
+    @rule()
+    def fail(self) -> None:
+        self.gate.fail("because")
+        assert self.gate.state == "poisoned"
+
+    @invariant()
+    def is_consistent(self) -> None:
+        assert self.gate.in_flight == len(self.inside)
+        assert (self.gate.update is not None) == (self.gate.state in {"draining", "updating"})
+        assert (self.gate.poisoned_because == "") or self.gate.state != "serving"
+        assert not (self.half_written and self.gate.state == "serving")
+        assert not (self.inside and self.gate.state == "updating")
+
+
+GateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestGate = GateMachine.TestCase
+
+
+def test_versions_of_one_learner_rise_and_a_new_one_starts_where_it_likes() -> None:
+    gate = Gate()
+    gate.open_group("a")
+    gate.begin_update("a", 3, "full")
+    assert gate.drained()
+    gate.complete()
+    with pytest.raises(SyncError, match="version above 3"):
+        gate.begin_update("a", 3, "full")
+    gate.open_group("b")
+    gate.begin_update("b", 1, "full")
+
+
+def test_poisoned_says_why() -> None:
+    gate = Gate()
+    gate.open_group("a")
+    gate.begin_update("a", 1, "full")
+    gate.fail("the bytes differ")
+    with pytest.raises(ServerPoisonedError, match="the bytes differ"):
+        gate.try_enter()
+    with pytest.raises(SyncError, match="full sync"):
+        gate.begin_update("a", 2, "adapter")
