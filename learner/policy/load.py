@@ -121,30 +121,32 @@ class Policy:
 def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`.
 
+    The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded below it.
     Raises ConfigError where the path holds no model, or one that the packed forward does not do right.
     """
-    model = _load_model(config)
+    base_path = lora.base_model_path(config) or config.path
+    model = _load_model(base_path, getattr(torch, config.dtype))
     _refuse_logit_transforms(model)
     use_segment_attention(model)
     use_linear_patch_embedding(model)
-    adapter = lora.add_adapter(model, config.lora) if config.lora else None
+    adapter = lora.attach_adapter(model, config)
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(device)
-    return Policy(model=model, adapter=adapter, encoder=PromptEncoder.load(config.path), device=device, bf16=bf16)
+    return Policy(model=model, adapter=adapter, encoder=PromptEncoder.load(base_path), device=device, bf16=bf16)
 
 
-def _load_model(config: ModelConfig) -> PreTrainedModel:
+def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        settings = AutoConfig.from_pretrained(config.path)
+        settings = AutoConfig.from_pretrained(path)
         loader = AutoModelForImageTextToText if hasattr(settings, "vision_config") else AutoModelForCausalLM
-        return loader.from_pretrained(config.path, dtype=getattr(torch, config.dtype), attn_implementation="sdpa")
+        return loader.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        found = "a folder" if Path(config.path).is_dir() else "no folder of that name"
+        found = "a folder" if Path(path).is_dir() else "no folder of that name"
         raise ConfigError(
             "the model can't be loaded",
-            found=f"model.path: {config.path} ({found}); {str(error).splitlines()[0]}",
+            found=f"model.path: {path} ({found}); {str(error).splitlines()[0]}",
             wanted="a Hugging Face checkpoint of a causal or an image-text-to-text model",
             remedy="correct model.path",
         ) from error

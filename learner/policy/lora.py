@@ -1,27 +1,46 @@
 """LoRA and DoRA by peft, and which parameters are trained.
 
-In: a transformers model and `model.lora` / `model.freeze`. Out: a peft model around it (or nothing, without adapters),
-with `requires_grad` set. Called by `load.py` and, for the adapter's files, by `learner/checkpoint.py`.
+In: a transformers model and the `model` section: `path` (maybe an adapter's folder), `lora`, `freeze`. Out: a peft
+model around it (or nothing, without adapters), with `requires_grad` set. Called by `load.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import peft
 from transformers import PreTrainedModel
 
-from learner.config.schema import LoraConfig
+from learner.config.schema import LoraConfig, ModelConfig
 from shared.errors import ConfigError
 
-ADAPTER = "default"
+
+def base_model_path(config: ModelConfig) -> str | None:
+    """Where the base model lies, if `config.path` is an adapter's folder. Raises ConfigError with `lora` beside it."""
+    if not (Path(config.path) / "adapter_config.json").is_file():
+        return None
+    if config.lora is not None:
+        raise ConfigError(
+            "model.path already holds an adapter",
+            found=f"model.path: {config.path}, and model.lora",
+            wanted="one of the two",
+            remedy="remove model.lora to train that adapter on, or export the checkpoint first to add a new one",
+        )
+    return peft.PeftConfig.from_pretrained(config.path).base_model_name_or_path
 
 
-def add_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
-    """Adapters in the layers that `target_modules` names; everything else frozen.
+def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftModel | None:
+    """The adapter of `config.path`, or a new one as `config.lora` says; everything else of the model is then frozen.
 
-    Raises ConfigError where no layer has such a name.
+    Raises ConfigError where no layer has a name that `target_modules` gives.
     """
+    if base_model_path(config) is not None:
+        return peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
+    return _new_adapter(model, config.lora) if config.lora else None
+
+
+def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
     options = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
@@ -31,7 +50,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(model, options, adapter_name=ADAPTER)
+        return peft.get_peft_model(model, options)
     except ValueError as error:
         raise ConfigError(
             "no adapter could be added",

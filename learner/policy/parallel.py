@@ -4,7 +4,8 @@ In: torchrun's environment and a timeout. Out: `Ranks`, handed to whoever needs 
 
 Gradients are summed locally over a step's rows, then reduced over ranks once, in flat float32 buckets, in one order;
 torch's DistributedDataParallel is not used, because it reduces in the last backward pass, and which row is the last may
-differ between ranks. Invariants: every rank makes the same calls in the same order; a rank that had no gradient for a
+differ between ranks. Numbers and objects go through gloo also where tensors go through NCCL: a rank that does not come is
+then an exception within the deadline, where NCCL's watchdog would end the process. Invariants: every rank makes the same calls in the same order; a rank that had no gradient for a
 parameter contributes zeros; after `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
 """
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from shared.errors import ConfigError, DeadlineError
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of float32 at a time
 
 
@@ -31,7 +33,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    device: torch.device = _CPU
     timeout_s: float = 600.0
 
     @property
@@ -61,7 +63,7 @@ class Ranks:
             return value
         box = [value]
         with self._deadline("broadcast_object"):
-            dist.broadcast_object_list(box, src=0, device=self.device)
+            dist.broadcast_object_list(box, src=0, device=_CPU)
         return box[0]  # type: ignore[return-value]
 
     def barrier(self) -> None:
@@ -88,7 +90,7 @@ class Ranks:
     def _reduce(self, values: Sequence[float], op: Any) -> tuple[float, ...]:
         if self.world_size == 1:
             return tuple(float(v) for v in values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.float64)
         with self._deadline("all_reduce"):
             dist.all_reduce(tensor, op=op)
         return tuple(tensor.tolist())
@@ -107,7 +109,7 @@ class Ranks:
 
 
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
-    """Join torchrun's group (NCCL with a GPU, gloo without); outside torchrun, a world of one process.
+    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process.
 
     Raises ConfigError where there are more processes than GPUs, DeadlineError where not all processes come.
     """
@@ -128,9 +130,7 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
     if world_size > 1:
         with ranks._deadline("init_process_group"):
             dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=timeout_s),
-                device_id=device if device.type == "cuda" else None,
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
             )
     return ranks
 

@@ -18,7 +18,7 @@ from learner.config.schema import LoraConfig, TrainingConfig
 from learner.optim import Optimizer
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, ConfigError
 from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
 
 LORA = LoraConfig(type="dora", r=4, dropout=0.2)  # dropout: the generators must be restored too
@@ -81,6 +81,20 @@ def test_an_adapter_is_saved_as_peft_does(tiny_vlm: Path, tmp_path: Path) -> Non
     loaded = peft.PeftModel.from_pretrained(base, tmp_path)
     for name, tensor in policy.adapter.state_dict().items():  # type: ignore[union-attr]
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_an_adapter_checkpoint_loads_as_a_model_path(tiny_vlm: Path, tmp_path: Path) -> None:
+    """To train it on, or to export it."""
+    policy, optimizer = start(tiny_vlm, LORA)
+    path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(
+        policy, optimizer, train(policy, optimizer, TrainerState(), 2)
+    )
+    loaded = policy_of(path)
+    assert [name for name, _ in loaded.trainable] == [name for name, _ in policy.trainable]
+    for (name, tensor), (_, expected) in zip(loaded.named_weights(), policy.named_weights(), strict=True):
+        assert torch.equal(tensor, expected), name
+    with pytest.raises(ConfigError, match="already holds an adapter"):
+        policy_of(path, lora=LORA)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "dora"])
