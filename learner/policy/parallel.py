@@ -4,9 +4,11 @@ In: torchrun's environment and a timeout. Out: `Ranks`, handed to whoever needs 
 
 Gradients are summed locally over a step's rows, then reduced over ranks once, in flat float32 buckets, in one order;
 torch's DistributedDataParallel is not used, because it reduces in the last backward pass, and which row is the last may
-differ between ranks. Numbers and objects go through gloo also where tensors go through NCCL: a rank that does not come is
-then an exception within the deadline, where NCCL's watchdog would end the process. Invariants: every rank makes the same calls in the same order; a rank that had no gradient for a
-parameter contributes zeros; after `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
+differ between ranks. Numbers and objects go through gloo even where tensors go through NCCL: a rank that does not come
+is then an exception within the deadline, where NCCL's watchdog would end the process.
+
+Invariants: every rank makes the same calls in the same order; a rank that had no gradient for a parameter contributes
+zeros; after `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
 """
 
 from __future__ import annotations
