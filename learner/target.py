@@ -23,7 +23,7 @@ kinds of geometry, or of polygons with different numbers of points, has no corre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -54,9 +54,10 @@ def build_target(
     prefix = parsed.rollout.response_token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, desc_weight)
     token_ids = (*prefix, int(target.token_ids[len(prefix)]))
-    for position, label in _coordinate_labels(assignment, token_ids, task, pieces_of(tokenizer)):
-        target.labels[position] = label
-        target.loss_weights[position] = 1.0
+    labels = _coordinate_labels(assignment, token_ids, task, pieces_of(tokenizer))
+    positions = list(labels)
+    target.labels[positions] = list(labels.values())
+    target.loss_weights[positions] = 1.0
     return target
 
 
@@ -154,19 +155,38 @@ def _byte_spans(tail: SerializedTail) -> list[tuple[int, int]]:
 
 def _coordinate_labels(
     assignment: Assignment, token_ids: Sequence[int], task: Task, pieces: TokenPieces
-) -> Iterator[tuple[int, int]]:
-    """(position in Y_train, label) of every supervised coordinate token.
+) -> dict[int, int]:
+    """Position in Y_train -> label, of every supervised coordinate token.
 
     `token_ids` are the prefix and the tail's first token, which follows a number that the prefix ends with.
     """
     parsed = assignment.parsed
     truth = parsed.rollout.sample.objects
+    single = _single_tokens(task.coordinate_text, pieces.tokenizer)
     numbers = _NumberLabels(token_ids, task.coordinate_text, pieces)
+    labels: dict[int, int] = {}
     for index, truth_index, _ in assignment.pairs:
         predicted, wanted = parsed.objects[index], truth[truth_index]
-        if predicted.object.kind == wanted.kind and len(predicted.slots) == len(wanted.bins):
-            for slot, value in zip(predicted.slots, wanted.bins, strict=True):
-                yield from numbers.labels(slot, value)
+        if predicted.object.kind != wanted.kind or len(predicted.slots) != len(wanted.bins):
+            continue
+        for slot, value in zip(predicted.slots, wanted.bins, strict=True):
+            start, end = slot.start, slot.end
+            if not 0 <= start < end < len(token_ids):
+                raise _slot_error(slot, len(token_ids) - 1)
+            if single and end == start + 1 and token_ids[start] == single[slot.bin]:
+                labels[start] = single[value]  # a token of its own: no other number can claim it
+            else:
+                labels |= numbers.labels(slot, value)
+    return labels
+
+
+def _slot_error(slot: CoordSlot, prefix_length: int) -> LossError:
+    return LossError(
+        "a matched coordinate is not in the prefix",
+        found=f"tokens {slot.start}..{slot.end} of a prefix of {prefix_length}",
+        wanted="tokens inside the prefix",
+        remedy="the task's parser is at fault",
+    )
 
 
 class _NumberLabels:
@@ -176,24 +196,14 @@ class _NumberLabels:
         self._ids = token_ids
         self._coordinate_text = coordinate_text
         self._pieces = pieces
-        self._single = _single_tokens(coordinate_text, pieces.tokenizer)
         self._text: TokenText | None = None
-        self._taken: set[int] = set()
+        self._taken = 0  # tokens in front of this one belong to earlier numbers
 
-    def labels(self, slot: CoordSlot, value: int) -> list[tuple[int, int]]:
+    def labels(self, slot: CoordSlot, value: int) -> dict[int, int]:
         """What the tokens of `slot` should have been for the number to be `value`."""
-        if not 0 <= slot.start < slot.end < len(self._ids):
-            raise LossError(
-                "a matched coordinate is not in the prefix",
-                found=f"tokens {slot.start}..{slot.end} of a prefix of {len(self._ids) - 1}",
-                wanted="tokens inside the prefix",
-                remedy="the task's parser is at fault",
-            )
-        if self._single and slot.end == slot.start + 1 and self._ids[slot.start] == self._single[slot.bin]:
-            return [(slot.start, self._single[value])]  # a token of its own: nothing else can claim it
         wanted = self._ids[slot.start : slot.end] if slot.bin == value else self._until_parting(slot, value)
-        labels = [(at, label) for at, label in enumerate(wanted, start=slot.start) if at not in self._taken]
-        self._taken.update(range(slot.start, max(slot.end, slot.start + len(wanted))))
+        labels = {at: label for at, label in enumerate(wanted, start=slot.start) if at >= self._taken}
+        self._taken = max(self._taken, slot.end, slot.start + len(wanted))
         return labels
 
     def _until_parting(self, slot: CoordSlot, value: int) -> Sequence[int]:

@@ -57,7 +57,7 @@ class TokenPieces(dict[int, bytes]):
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
         """The text of `token_ids`, with each token's place in it."""
-        pieces = [self[i] for i in token_ids]
+        pieces = list(map(self.__getitem__, token_ids))
         return TokenText(b"".join(pieces), list(accumulate(map(len, pieces))))
 
     def _encode(self, text: str) -> tuple[int, ...]:

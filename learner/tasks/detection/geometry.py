@@ -73,9 +73,9 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
         return np.zeros((len(a), len(b)))
     boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
-    poly_a, poly_b = _is_poly(a), _is_poly(b)
-    if not poly_a.any() and not poly_b.any():
+    if not any(obj.kind == "poly" for obj in (*a, *b)):
         return _ratio(overlap, _box_areas(boxes_a), _box_areas(boxes_b))
+    poly_a, poly_b = _is_poly(a), _is_poly(b)
     shapes_a, shapes_b = _shapes(a), _shapes(b)
     # Disjoint bounding boxes need no polygon clipping, and two boxes are exact already.
     rows, cols = np.nonzero((poly_a[:, None] | poly_b[None, :]) & (overlap > 0))
@@ -91,7 +91,8 @@ def _ratio(
 
 
 def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:
-    return np.array([bounding_box(obj) for obj in objects], dtype=np.float64)
+    boxes = [obj.bins if obj.kind == "bbox_2d" else bounding_box(obj) for obj in objects]
+    return np.array(boxes, dtype=np.float64)
 
 
 def _is_poly(objects: Sequence[DetectionObject]) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ from learner.records import GeometryKind
 NUM_BINS = 1000
 GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "poly"}
 
+JSON_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
 _NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared as written: a name with escapes is no name of ours
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
@@ -31,7 +32,6 @@ FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
 # What matters to bracket balance: whole strings, brackets, and a quote that never closes.
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
 OBJECT_NAME = re.compile(rb"object_([1-9][0-9]{0,17})")
-SPACE = re.compile(_WS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +41,10 @@ class Grammar:
     indexed: bool  # entries are named `object_N`
     desc_name: str
     digits: bool
-    open_pattern: re.Pattern[bytes]  # up to and with the container's opener
+    open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer, where nothing is inside
     entry_pattern: re.Pattern[bytes]  # up to and with an object's "{"; group 1 is its name, where indexed
+    next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
+    usual_pattern: re.Pattern[bytes]  # a right object's inside in our own order of fields, up to "}"; only for speed
     list_pattern: re.Pattern[bytes]  # a list's content that is coordinates and nothing else
     number_pattern: re.Pattern[bytes]  # one coordinate
 
@@ -56,17 +58,25 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
     """The grammar of `task.container` and `task.coordinates`."""
     indexed, digits = container == "index_map", coordinates == "digits"
     opener, closer = ("{", "}") if indexed else ("[", "]")
+    end = re.escape(closer.encode())
     number = rb"(?:0|[1-9][0-9]{0,2}+)" if digits else rb"<\|coord_[0-9]{1,3}+\|>"
+    numbers = _WS + number + rb"(?:" + _WS + b"," + _WS + number + rb")*+" + _WS
     name = _NAME + _WS + b":" + _WS if indexed else b""
+    desc_name = "desc" if indexed else "label"
+    desc = rb'"' + desc_name.encode() + rb'"' + _WS + b":" + _WS + rb"(?P<desc>" + _STRING + rb")"
+    geometry = rb'"(?P<kind>bbox_2d|poly)"' + _WS + b":" + _WS + rb"\[(?P<list>" + numbers + rb")\]"
+    first, second = (desc, geometry) if indexed else (geometry, desc)
     return Grammar(
         opener=opener,
         closer=closer,
         indexed=indexed,
-        desc_name="desc" if indexed else "label",
+        desc_name=desc_name,
         digits=digits,
-        open_pattern=re.compile(_WS + re.escape(opener.encode())),
+        open_pattern=re.compile(_WS + re.escape(opener.encode()) + _WS + b"(" + end + b"?)"),
         entry_pattern=re.compile(_WS + name + rb"\{"),
-        list_pattern=re.compile(_WS + number + rb"(?:" + _WS + b"," + _WS + number + rb")*+" + _WS),
+        next_pattern=re.compile(_WS + b"([," + end + b"]?)"),
+        usual_pattern=re.compile(_WS + first + _WS + b"," + _WS + second + _WS + rb"\}"),
+        list_pattern=re.compile(numbers),
         number_pattern=re.compile(number),
     )
 

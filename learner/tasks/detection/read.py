@@ -24,6 +24,7 @@ unreadable (a missing comma, an entry that is no object, unbalanced brackets): o
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from typing import NamedTuple
 
 from learner.records import CoordSlot, DetectionObject, DropReason, PredictedObject
 from learner.tasks.detection.geometry import arity_is_right, encloses_something
-from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, OBJECT_NAME, SPACE, Grammar
+from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar
 from learner.tasks.pieces import TokenText
 
 _CLOSER = {b"{": b"}", b"[": b"]"}
@@ -64,33 +65,33 @@ def read_answer(
     Linear in the length of the text; never raises on an answer, whatever it holds.
     """
     reading = Reading()
-    opening = grammar.open_pattern.match(text.data)
+    data = text.data
+    opening = grammar.open_pattern.match(data)
     if opening is None:
         return reading
     reading.opened = True
-    pos = SPACE.match(text.data, opening.end()).end()  # type: ignore[union-attr]
-    if _closes(reading, text.data, pos, grammar):
+    pos = opening.end()
+    if opening[1]:
+        _close(reading, data, pos)
         return reading
     objects = _ObjectReader(text, token_ids, bin_of_token, grammar)
     while _read_entry(reading, objects, pos):
-        pos = SPACE.match(text.data, reading.entries[-1].end).end()  # type: ignore[union-attr]
-        if _closes(reading, text.data, pos, grammar):
-            return reading
-        separator = text.data[pos : pos + 1]
-        pos += 1
-        if separator != b",":
-            if separator:
-                reading.drops["truncated"] += 1
-            break
+        separator = grammar.next_pattern.match(data, reading.entries[-1].end)
+        assert separator is not None  # it matches the empty text too
+        pos = separator.end()
+        if separator[1] == b",":
+            continue
+        if separator[1]:
+            _close(reading, data, pos)
+        elif pos < len(data):
+            reading.drops["truncated"] += 1
+        break
     return reading
 
 
-def _closes(reading: Reading, data: bytes, pos: int, grammar: Grammar) -> bool:
-    if data[pos : pos + 1] != grammar.closer.encode():
-        return False
+def _close(reading: Reading, data: bytes, pos: int) -> None:
     reading.closed = True
-    reading.clean = not data[pos + 1 :].strip(b" \t\n\r")
-    return True
+    reading.clean = not data[pos:].strip(JSON_SPACE)
 
 
 def _read_entry(reading: Reading, objects: _ObjectReader, pos: int) -> bool:
@@ -98,7 +99,7 @@ def _read_entry(reading: Reading, objects: _ObjectReader, pos: int) -> bool:
     data, grammar = objects.text.data, objects.grammar
     opening = grammar.entry_pattern.match(data, pos)
     if opening is None:
-        if data[pos:].strip(b" \t\n\r"):
+        if data[pos:].strip(JSON_SPACE):
             reading.drops["truncated"] += 1
         return False
     end, outcome = objects.read(opening.end())
@@ -136,6 +137,9 @@ class _ObjectReader:
     def read(self, pos: int) -> tuple[int | None, PredictedObject | DropReason]:
         """The offset after the object's "}" (None where it never closes), and the object or why it is dropped."""
         data, start = self.text.data, pos - 1
+        usual = self.grammar.usual_pattern.match(data, pos)
+        if usual:
+            return usual.end(), self._object(usual["desc"], usual["kind"], self._slots(*usual.span("list")))
         fields: dict[bytes, tuple[bytes | None, tuple[int, int]]] = {}
         repeated = False
         while match := FIELD.match(data, pos):
@@ -152,8 +156,7 @@ class _ObjectReader:
         self, fields: Mapping[bytes, tuple[bytes | None, tuple[int, int]]], *, complete: bool
     ) -> PredictedObject | DropReason:
         string = fields[self._desc_name][0] if self._desc_name in fields else None
-        desc = None if string is None else _decode(string)
-        if desc is None:
+        if string is None or _decode(string) is None:
             return "missing_desc"
         geometries = [name for name in fields if name in GEOMETRY_KINDS]
         if len(fields) > 1 + len(geometries) or len(geometries) > 1:
@@ -162,10 +165,19 @@ class _ObjectReader:
             return "missing_geom"
         if not complete:
             return "unknown_geom"
-        slots = self._slots(*fields[geometries[0]][1])
+        start, end = fields[geometries[0]][1]
+        if self.grammar.list_pattern.fullmatch(self.text.data, start, end) is None:
+            return "non_coord_token" if self.text.data[start:end].strip(JSON_SPACE) else "wrong_arity"
+        return self._object(string, geometries[0], self._slots(start, end))
+
+    def _object(
+        self, string: bytes, geometry: bytes, slots: tuple[CoordSlot, ...] | None
+    ) -> PredictedObject | DropReason:
+        desc, kind = _decode(string), GEOMETRY_KINDS[geometry]
+        if desc is None:
+            return "missing_desc"
         if slots is None:
             return "non_coord_token"
-        kind = GEOMETRY_KINDS[geometries[0]]
         bins = tuple([slot.bin for slot in slots])
         if not arity_is_right(kind, bins):
             return "wrong_arity"
@@ -174,24 +186,25 @@ class _ObjectReader:
         return PredictedObject(object=DetectionObject(desc=desc, kind=kind, bins=bins), slots=slots)
 
     def _slots(self, start: int, end: int) -> tuple[CoordSlot, ...] | None:
-        """The coordinates in bytes start..end, which are a list's content; None where something else is there."""
+        """The coordinates in bytes start..end, which look like a list of them; None where tokens say otherwise."""
         data, grammar = self.text.data, self.grammar
-        if grammar.list_pattern.fullmatch(data, start, end) is None:
-            return () if not data[start:end].strip(b" \t\n\r") else None
-        slots = []
-        for match in grammar.number_pattern.finditer(data, start, end):
-            begin, stop = match.span()
-            token = self.text.token_at(begin)
-            lead = begin - self.text.start(token)
-            if grammar.digits:
-                last = self.text.token_at(stop - 1)
-                slots.append(CoordSlot(start=token, end=last + 1, bin=int(match[0]), lead=lead))
-                continue
-            value = self._bin_of_token.get(self._token_ids[token])
-            if value is None:
-                return None  # the token's text, spelled out by other tokens
-            slots.append(CoordSlot(start=token, end=token + 1, bin=value))
-        return tuple(slots)
+        if grammar.digits:
+            return tuple([self._digits(match) for match in grammar.number_pattern.finditer(data, start, end)])
+        tokens = range(self.text.token_at(start), self.text.token_at(end - 1) + 1)
+        found = [(at, self._bin_of_token.get(self._token_ids[at])) for at in tokens]
+        slots = [CoordSlot(start=at, end=at + 1, bin=value) for at, value in found if value is not None]
+        # Fewer tokens than numbers: a coordinate token's text was spelled out by other tokens.
+        return tuple(slots) if len(slots) == data.count(b",", start, end) + 1 else None
+
+    def _digits(self, match: re.Match[bytes]) -> CoordSlot:
+        begin, end = match.span()
+        token = self.text.token_at(begin)
+        return CoordSlot(
+            start=token,
+            end=self.text.token_at(end - 1) + 1,
+            bin=int(match[0]),
+            lead=begin - self.text.start(token),
+        )
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
