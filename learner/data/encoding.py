@@ -78,6 +78,7 @@ class LocalPool:
 
 JOBS_PER_WORKER = 3  # one running, two waiting: a worker never idles while the learner computes
 MAX_JOB_SIZE = 16
+END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,13 @@ class WorkerPool:
             raise _worker_died(error) from error
 
     def close(self) -> None:
-        """End the workers; jobs that wait are dropped."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """End the workers, also one that hangs; jobs that wait or run are dropped."""
+        workers = list((self._pool._processes or {}).values())  # before Python 3.14 there is no public way to end them
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join(END_TIMEOUT_S)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""Micro-batches: prompts that belong to their samples, a resume that repeats and skips nothing, workers like none."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.data import Batches, MicroBatch
+from learner.data.encoding import PromptEncoder, WorkerPool
+from learner.records import EncodedPrompt
+from shared.errors import CheckpointError, DataError, DeadlineError, MediaError
+from tests.unit.learner.data.fakes import (
+    CountingEncoder,
+    DyingEncoder,
+    FailingEncoder,
+    SlowEncoder,
+    make_run,
+    make_samples,
+)
+
+
+def make_batches(
+    count: int,
+    *,
+    rank: int = 0,
+    encoder: PromptEncoder | None = None,
+    samples_per_rank: int = 2,
+    ranks: int = 1,
+    **data: Any,
+) -> Batches:
+    config, plan = make_run(samples_per_rank=samples_per_rank, ranks=ranks, **data)
+    return Batches(make_samples(count), config=config, plan=plan, rank=rank, encoder=encoder or CountingEncoder())
+
+
+def take(batches: Iterator[MicroBatch], count: int) -> list[MicroBatch]:
+    return [next(batches) for _ in range(count)]
+
+
+def ids(batches: list[MicroBatch]) -> list[tuple[str, ...]]:
+    return [tuple(sample.sample_id for sample in batch.samples) for batch in batches]
+
+
+def same_prompt(a: EncodedPrompt, b: EncodedPrompt) -> bool:
+    if a.token_ids != b.token_ids or (a.vision is None) != (b.vision is None):
+        return False
+    if a.vision is None or b.vision is None:
+        return True
+    return torch.equal(a.vision.pixel_values, b.vision.pixel_values) and torch.equal(
+        a.vision.image_grid_thw, b.vision.image_grid_thw
+    )
+
+
+@given(
+    count=st.integers(1, 30),
+    samples_per_rank=st.integers(1, 4),
+    ranks=st.integers(1, 3),
+    before=st.integers(0, 12),
+)
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
+    count: int, samples_per_rank: int, ranks: int, before: int
+) -> None:
+    """R12: state travels as JSON, is equal on all ranks, and names what was handed out, not what was prefetched."""
+    for rank in range(ranks):
+        whole = make_batches(count, rank=rank, samples_per_rank=samples_per_rank, ranks=ranks)
+        first = make_batches(count, rank=0, samples_per_rank=samples_per_rank, ranks=ranks)
+        take(whole, before)
+        take(first, before)
+        state = json.loads(json.dumps(first.state()))
+        resumed = make_batches(count, rank=rank, samples_per_rank=samples_per_rank, ranks=ranks)
+        take(resumed, 1)  # a restore must forget what was prefetched
+        resumed.restore(state)
+        assert ids(take(resumed, 6)) == ids(take(whole, 6))
+        assert resumed.state() == whole.state()
+
+
+def test_every_sample_once_per_epoch_over_ranks() -> None:
+    """R12"""
+    ranks = [make_batches(11, rank=rank, ranks=2) for rank in range(2)]
+    for _ in range(3):
+        epoch = [batch for batches in ranks for batch in take(batches, batches.per_epoch)]
+        assert sorted(i for share in ids(epoch) for i in share) == sorted(s.sample_id for s in make_samples(11))
+        assert [batch.ends_epoch for batch in epoch] == [False, False, True] * 2
+
+
+def test_prompts_belong_to_their_samples() -> None:
+    for batch in take(make_batches(9, samples_per_rank=4), 5):
+        assert len(batch.prompts) == len(batch.samples)
+        for sample, prompt in zip(batch.samples, batch.prompts, strict=True):
+            assert same_prompt(prompt, CountingEncoder().encode(sample))
+
+
+def test_added_samples_stand_behind_the_batch_own() -> None:
+    """A resume hands in what packing had carried: the fresh samples keep their request indices, and so their seeds."""
+    batch = next(make_batches(9))
+    more = make_samples(9)[7:]
+    longer = batch.with_samples(more, CountingEncoder())
+    assert longer.samples == (*batch.samples, *more)
+    assert [prompt.token_ids for prompt in longer.prompts[2:]] == [(7, 7), (8, 8)]
+    assert longer.first_req_idx == batch.first_req_idx
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"count": 10},
+        {"count": 9, "samples_per_rank": 3},
+        {"count": 9, "shuffle": False},
+    ],
+)
+def test_a_state_of_other_data_is_refused(other: dict[str, Any]) -> None:
+    state = make_batches(9).state()
+    with pytest.raises(CheckpointError, match=r"differs.*resume with the data"):
+        make_batches(**other).restore(state)
+
+
+# ---- worker processes ----------------------------------------------------------------------------------------------
+
+
+def test_workers_give_what_the_learner_itself_would_give() -> None:
+    """Images of several sizes and numbers, prompts without any, short last micro-batches, over an epoch's end."""
+    with closing(make_batches(17, samples_per_rank=5, num_workers=2)) as batches:
+        ahead = take(batches, 8)
+        state = batches.state()
+        batches.restore(state)
+        ahead += take(batches, 2)
+    here = take(make_batches(17, samples_per_rank=5), 10)
+    assert ids(ahead) == ids(here)
+    for a, b in zip(ahead, here, strict=True):
+        assert all(same_prompt(x, y) for x, y in zip(a.prompts, b.prompts, strict=True))
+
+
+def test_an_error_in_a_worker_keeps_its_type_and_words() -> None:
+    with (
+        closing(make_batches(4, encoder=FailingEncoder(), num_workers=1)) as batches,
+        pytest.raises(MediaError, match=r"an image is bad; found s.*replace it"),
+    ):
+        next(batches)
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    with (
+        closing(make_batches(4, encoder=DyingEncoder(), num_workers=1)) as batches,
+        pytest.raises(DataError, match=r"worker process ended.*data\.num_workers"),
+    ):
+        next(batches)
+
+
+def test_a_worker_that_hangs_is_told_and_ended() -> None:
+    pool = WorkerPool(SlowEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=0.2)
+    started = time.monotonic()
+    with closing(pool), pytest.raises(DeadlineError, match=r"0\.2 s"):
+        pool.submit(make_samples(1)).result()
+    assert time.monotonic() - started < 30
+
+
+def test_workers_run_ahead_by_a_bounded_amount() -> None:
+    """While the learner computes, at least one micro-batch is under way behind it, and never all of the data."""
+    with closing(make_batches(1000, samples_per_rank=8, num_workers=1)) as batches:
+        next(batches)
+        under_way = sum(len(share.indices) for share, _ in batches._ahead)
+        assert 8 <= under_way <= 8 * 4
+
+
+def test_the_real_encoder_pickles(tiny_vlm: Any) -> None:
+    from learner.prompt import PromptEncoder as RealEncoder
+
+    encoder = RealEncoder.load(str(tiny_vlm))
+    sample = make_samples(1)[0]
+    assert pickle.loads(pickle.dumps(encoder)).encode(sample).token_ids == encoder.encode(sample).token_ids
