@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -166,7 +166,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
-    """Images become 64 to 256 pixels square worth of patches of 8x8, four patches to a token."""
+    """An image keeps its size between 64x64 and 256x256 pixels; it becomes patches of 8x8, four of them to a token."""
     patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
     pixels = {"shortest_edge": 64**2, "longest_edge": 256**2}
     return Qwen3VLProcessor(
@@ -178,10 +178,25 @@ def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLConfig:
+    """The model's configuration, with the tokenizer's ids."""
+
     def token(text: str) -> int:
         return int(tokenizer.convert_tokens_to_ids(text))
 
-    text = {
+    return Qwen3VLConfig(
+        text_config=_text_config(tokenizer, shape),
+        vision_config=_vision_config(shape),
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
+def _text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, Any]:
+    return {
         "vocab_size": len(tokenizer),
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
@@ -201,7 +216,10 @@ def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLCon
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    vision = {
+
+
+def _vision_config(shape: Shape) -> dict[str, Any]:
+    return {
         "depth": shape.vision_depth,
         "hidden_size": shape.vision_hidden,
         "intermediate_size": shape.vision_intermediate,
@@ -213,16 +231,6 @@ def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLCon
         "initializer_range": shape.initializer_range,
         "deepstack_visual_indexes": list(range(shape.vision_depth - 3, shape.vision_depth)),
     }
-    return Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
 
 
 def _byte_units() -> dict[int, str]:
