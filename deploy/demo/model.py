@@ -126,7 +126,8 @@ def build(path: str | Path, size: Size = "tiny", seed: int = 0) -> None:
     config = build_config(tokenizer, SHAPES[size])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config).to(torch.bfloat16)
+        model = Qwen3VLForConditionalGeneration(config)
+    model.bfloat16()
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     model.save_pretrained(path)
@@ -181,7 +182,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLCon
     """The model's configuration, with the tokenizer's ids."""
 
     def token(text: str) -> int:
-        return int(tokenizer.convert_tokens_to_ids(text))
+        token_id = tokenizer.convert_tokens_to_ids(text)
+        assert isinstance(token_id, int)
+        return token_id
 
     return Qwen3VLConfig(
         text_config=_text_config(tokenizer, shape),
