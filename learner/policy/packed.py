@@ -4,7 +4,7 @@ In: a `PackedRow` (its segments' token ids, labels, loss weights, pixels). Out: 
 for each supervised token the position that predicts it.
 
 Invariants: every segment's positions are those it would have alone (they restart at 0; multimodal rotary positions come
-from the model's own `get_rope_index`, a segment at a time). `labels[i]` is predicted at i-1 of the same segment, so no
+from the model's own `get_rope_index`, a prompt at a time). `labels[i]` is predicted at i-1 of the same segment, so no
 segment's end predicts the next one's start. An image token that a rollout wrote is text: only prompts hold images.
 Called by `load.Policy`.
 """
@@ -59,9 +59,9 @@ def pack_inputs(row: PackedRow, model: PreTrainedModel, device: torch.device) ->
     input_ids, written = _input_ids(segments, model)
     return PackedInputs(
         input_ids=input_ids.to(device),
-        position_ids=torch.cat([_positions(s, model) for s in segments], dim=-1).to(device),
+        position_ids=_positions(segments, model).to(device),
         layout=SegmentLayout.of([len(s) for s in segments], device),
-        pixel_values=torch.cat([v.pixel_values for v in vision]).to(device) if vision else None,
+        pixel_values=torch.cat([v.pixel_values.to(device) for v in vision]) if vision else None,
         image_grid_thw=torch.cat([v.image_grid_thw for v in vision]).to(device) if vision else None,
         written_image_tokens=written.to(device) if written is not None else None,
         predict_at=torch.from_numpy(predict_at).to(device),
@@ -120,17 +120,32 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
         handle.remove()
 
 
-def _positions(segment: Segment, model: PreTrainedModel) -> torch.Tensor:
-    """`[1, L]`, or `[3, 1, L]` where the model has multimodal rotary positions."""
-    length = len(segment)
-    rope_index = getattr(model.base_model, "get_rope_index", None)
-    if rope_index is None:
-        return torch.arange(length)[None]
-    if segment.vision is None:
-        return torch.arange(length).expand(3, 1, length)
-    ids = torch.from_numpy(segment.input_ids)[None]
-    is_image = (ids == image_token_id(model)) & (torch.arange(length) < segment.prompt_length)
-    positions, _ = rope_index(
-        input_ids=ids, mm_token_type_ids=is_image.int(), image_grid_thw=segment.vision.image_grid_thw
+def _positions(segments: Sequence[Segment], model: PreTrainedModel) -> torch.Tensor:
+    """`[1, T]`, or `[3, 1, T]` where the model has multimodal rotary positions; each segment begins anew."""
+    if not hasattr(model.base_model, "get_rope_index"):
+        return torch.cat([torch.arange(len(s)) for s in segments])[None]
+    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # most prompts of a row are alike, and the index is slow
+    parts = []
+    for s in segments:
+        prompt = torch.zeros(3, 1, 0, dtype=torch.int64)
+        if s.vision is not None:
+            is_image = s.input_ids[: s.prompt_length] == image_token_id(model)
+            key = (is_image.tobytes(), *s.vision.image_grid_thw.flatten().tolist())
+            if key not in prompts:
+                prompts[key] = _prompt_positions(s, torch.from_numpy(is_image), model)
+            prompt = prompts[key]
+        start = int(prompt.max()) + 1 if prompt.numel() else 0
+        text = torch.arange(start, start + len(s) - prompt.shape[-1])
+        parts += [prompt, text.expand(3, 1, -1)]
+    return torch.cat(parts, dim=-1)
+
+
+def _prompt_positions(segment: Segment, is_image: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    """`[3, 1, P]`, by the model's own rules."""
+    assert segment.vision is not None
+    positions, _ = model.base_model.get_rope_index(
+        input_ids=torch.from_numpy(segment.input_ids[: segment.prompt_length])[None],
+        mm_token_type_ids=is_image.int()[None],
+        image_grid_thw=segment.vision.image_grid_thw,
     )
     return positions
