@@ -115,6 +115,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    os.environ["ROLLOUT_SERVER_PID"] = str(os.getpid())  # the engine's processes end with this one: see worker.py
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:

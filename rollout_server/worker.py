@@ -9,13 +9,12 @@ was asked; the model's layers are whole again after every update, failed ones in
 from __future__ import annotations
 
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,6 +25,9 @@ from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.operation import Operation
 from shared.weights import digest
 from shared.wire import ErrorBody, UpdateWeightsCall
+
+# How a process that vLLM starts learns whom it belongs to: by inheritance, since vLLM's own start-up hands nothing on.
+SERVER_PID_VARIABLE = "ROLLOUT_SERVER_PID"
 
 
 class SyncWorker:
@@ -113,18 +115,31 @@ def _answer(call: Callable[[], dict[str, Any]]) -> str:
     return json.dumps({"error": ErrorBody.of(failure).model_dump()})
 
 
-def _die_with_parent() -> None:
-    """End this process as soon as the one that started it is gone, SIGKILL included: nobody else would."""
-    parent = multiprocessing.parent_process()
-    if parent is None:  # imported by something that is no worker
+def _die_with_server() -> None:
+    """End this process, and the engine's that started it, as soon as the server is gone: after a SIGKILL of the server
+    nobody else would."""
+    server_pid = os.environ.get(SERVER_PID_VARIABLE)
+    if server_pid is None:  # imported by something that is no worker
         return
+    try:
+        server = os.pidfd_open(int(server_pid))
+    except ProcessLookupError:
+        _end_engine(int(server_pid))
 
     def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
+        select.select([server], [], [])  # readable once the process has ended
+        _end_engine(int(server_pid))
 
-    threading.Thread(target=watch, name="watching the parent", daemon=True).start()
+    threading.Thread(target=watch, name="watching the server", daemon=True).start()
 
 
-# At import, for the engine takes seconds to start, and its parent may die meanwhile.
-_die_with_parent()
+def _end_engine(server_pid: int) -> NoReturn:
+    parent = os.getppid()
+    if parent not in {1, server_pid}:
+        os.kill(parent, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+# At import, for the engine takes seconds to start, and the server may die meanwhile.
+_die_with_server()

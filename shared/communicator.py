@@ -181,7 +181,7 @@ class _Nccl(Communicator):
 
         # Older versions have a field for the listening socket, which is the store's here.
         fields = {field.name for field in dataclasses.fields(StatelessProcessGroup)}
-        extra = {"socket": None} if "socket" in fields else {}
+        extra: dict[str, Any] = {"socket": None} if "socket" in fields else {}
         group = StatelessProcessGroup(rank=place.rank, world_size=place.world_size, store=store, **extra)
         with torch.cuda.device(place.device):
             self._nccl: Any = PyNcclCommunicator(group, device=place.device)

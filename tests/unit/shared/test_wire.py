@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from shared.errors import ProjectError, error_classes
 from shared.wire import ErrorBody, InferCall, RequestConfig, RolloutInferRequest
 
-
 OWN = sorted(name for name, cls in error_classes().items() if cls.__module__ == "shared.errors")
 
 
