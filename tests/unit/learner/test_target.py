@@ -201,6 +201,15 @@ def test_last_number_before_the_cut(merges: list[bytes], own: str, truth: str, l
         assert target.prefix_length == 0
 
 
+def test_token_that_two_numbers_share_is_the_first_ones() -> None:
+    """`0, 2` ends 10 and begins 20: 15 parts there, so 20 has only what comes after it."""
+    task, tokenizer = make_task("array", "digits", [b"[1", b"0, 2", b"5, 2"])
+    ids = tokenizer.encode('[{"bbox_2d": [10, 20, 30, 40], "label": "a"}]')
+    target = build_target(pair_up(task, ids, [box("a", 15, 20, 30, 40)]), task, tokenizer)
+    found = list(supervised(target, tokenizer).values())[:-1]
+    assert found == ["[1", "5, 2", "0", "3", "0", "4", "0"]
+
+
 def test_pairs_without_corresponding_slots_are_not_supervised() -> None:
     task, tokenizer = make_task(coordinates="digits")
     ids = tokenizer.encode(task.serialize([box("a", 1, 2, 3, 4), poly("b", 1, 2, 3, 4, 5, 9)], after=None).text)

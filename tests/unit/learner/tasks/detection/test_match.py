@@ -48,6 +48,12 @@ def test_infeasible_pairs_are_out_before_the_assignment() -> None:
     assert [(p, t) for p, t, _ in assign(iou, iou >= 0.5)] == [(0, 1), (1, 0)]
 
 
+def test_one_pair_more_is_worth_any_overlap() -> None:
+    """Two pairs of 0.3 leave less unmatched than one of 1.0."""
+    iou = np.array([[1.0, 0.3], [0.3, 0.1]])
+    assert [(p, t) for p, t, _ in assign(iou, iou >= 0.25)] == [(0, 1), (1, 0)]
+
+
 def test_descriptions_do_not_gate_and_the_rest_is_missed_or_spurious() -> None:
     task, tokenizer = make_task(coordinates="digits")
     truth = [box("one", 0, 0, 100, 100), box("two", 300, 300, 400, 400)]
