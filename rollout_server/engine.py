@@ -246,6 +246,7 @@ def _local_model(model: str) -> str:
 
 def _engine_args(path: str, config: ServerConfig) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
 
     settings: dict[str, Any] = {
         "model": path,
@@ -260,10 +261,14 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
         "worker_extension_cls": "rollout_server.worker.SyncWorker",
         "disable_log_stats": True,
     }
+    if current_platform.is_cpu():
+        # A prefill cut in two draws a token too many, which vLLM takes back on CUDA only: on CPU a seeded request that
+        # is cut ends the engine ("CPU Generator does not use offset").
+        settings["enable_chunked_prefill"] = False
     if config.max_model_len is not None:
         settings["max_model_len"] = config.max_model_len
     try:
-        return AsyncEngineArgs(**settings, **config.engine_args)
+        return AsyncEngineArgs(**{**settings, **config.engine_args})
     except TypeError as error:
         raise ConfigError(
             "engine_args: vLLM does not know an argument",
