@@ -18,6 +18,7 @@ from typing import Annotated, TextIO
 import typer
 
 from rollout_server.config import ServerConfig, load_server_config
+from rollout_server.lifeline import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -115,7 +116,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    os.environ["ROLLOUT_SERVER_PID"] = str(os.getpid())  # the engine's processes end with this one: see worker.py
+    os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:

@@ -9,15 +9,12 @@ was asked; the model's layers are whole again after every update, failed ones in
 from __future__ import annotations
 
 import json
-import os
-import select
-import signal
-import threading
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from rollout_server.lifeline import end_with_server
 from rollout_server.loading import WeightLoad
 from rollout_server.receiving import Receiving
 from shared.communicator import Communicator, start_join
@@ -26,8 +23,8 @@ from shared.operation import Operation
 from shared.weights import digest
 from shared.wire import ErrorBody, UpdateWeightsCall
 
-# How a process that vLLM starts learns whom it belongs to: by inheritance, since vLLM's own start-up hands nothing on.
-SERVER_PID_VARIABLE = "ROLLOUT_SERVER_PID"
+# At import, for the engine takes seconds to start, and the server may die meanwhile.
+end_with_server()
 
 
 class SyncWorker:
@@ -61,7 +58,9 @@ class SyncWorker:
     def _join(self, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> dict[str, Any]:
         self._leave("another learner opened the group")
         parallel = self.vllm_config.parallel_config
-        rank = parallel.data_parallel_rank * parallel.world_size + self.rank % parallel.world_size
+        # Replicas of dense models have data_parallel_rank 0, each for itself; the index still tells them apart.
+        replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
+        rank = replica * parallel.world_size + self.rank % parallel.world_size
         operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
         digest(torch.zeros(4, dtype=torch.uint8, device=self.device))  # makes its keys, while others are on their way
@@ -113,33 +112,3 @@ def _answer(call: Callable[[], dict[str, Any]]) -> str:
         # vLLM's loaders raise what they like; the caller has to know that the weights are wrong.
         failure = SyncError("loading weights failed", found=f"{type(error).__name__}: {str(error)[:500]}")
     return json.dumps({"error": ErrorBody.of(failure).model_dump()})
-
-
-def _die_with_server() -> None:
-    """End this process, and the engine's that started it, as soon as the server is gone: after a SIGKILL of the server
-    nobody else would."""
-    server_pid = os.environ.get(SERVER_PID_VARIABLE)
-    if server_pid is None:  # imported by something that is no worker
-        return
-    try:
-        server = os.pidfd_open(int(server_pid))
-    except ProcessLookupError:
-        _end_engine(int(server_pid))
-
-    def watch() -> None:
-        select.select([server], [], [])  # readable once the process has ended
-        _end_engine(int(server_pid))
-
-    threading.Thread(target=watch, name="watching the server", daemon=True).start()
-
-
-def _end_engine(server_pid: int) -> NoReturn:
-    parent = os.getppid()
-    if parent not in {1, server_pid}:
-        os.kill(parent, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
-# At import, for the engine takes seconds to start, and the server may die meanwhile.
-_die_with_server()

@@ -1,0 +1,95 @@
+"""An update as a worker sees it (R09), over a real gloo pair and a load that only remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from rollout_server.receiving import Receiving
+from shared import weights
+from shared.communicator import Communicator, start_join
+from shared.errors import CommunicatorError, DeadlineError, DigestError
+from shared.wire import Bucket, UpdateWeightsCall
+from tests.servers import free_port
+
+
+class RememberingLoad:
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.closed = False
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded |= {name: tensor.clone() for name, tensor in tensors}
+
+    def finish(self) -> dict[str, int]:
+        return {"num_tensors": len(self.loaded)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+TENSORS = {f"t{i}": torch.full((300,), float(i)) for i in range(5)}
+SPECS = [weights.spec_of(name, tensor) for name, tensor in TENSORS.items()]
+PLAN = weights.plan_buckets(SPECS, 2500)
+BUFFERS = [weights.pack(specs, TENSORS, "cpu") for specs in PLAN]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Communicator, Communicator]]:
+    port = free_port()
+    joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0) for rank in (0, 1)]
+    worker, learner = (operation.result() for operation in joining)
+    yield worker, learner
+    worker.close()
+    learner.close()
+
+
+def update(buckets: list[Bucket], timeout_s: float = 10.0) -> UpdateWeightsCall:
+    return UpdateWeightsCall(incarnation="a", ver=1, buckets=buckets, timeout_s=timeout_s)
+
+
+def buckets() -> list[Bucket]:
+    return [weights.seal(specs, buffer) for specs, buffer in zip(PLAN, BUFFERS, strict=True)]
+
+
+def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Communicator]) -> None:
+    worker, learner = pair
+    assert len(PLAN) == 3
+    load = RememberingLoad()
+    receiving = Receiving(update(buckets()), worker, load)  # type: ignore[arg-type]
+    assert receiving.advance(0.01) == {"done": False}
+    sending = [learner.start_broadcast(buffer, src=1) for buffer in BUFFERS]
+    while not (result := receiving.advance(0.5))["done"]:
+        pass
+    assert result == {"done": True, "num_tensors": 5}
+    assert receiving.advance(0.0) == result
+    assert list(load.loaded) == list(TENSORS)
+    assert all(load.loaded[name].equal(tensor) for name, tensor in TENSORS.items())
+    assert all(operation.done(1.0) for operation in sending)
+
+
+def test_nothing_is_loaded_whose_digest_is_wrong(pair: tuple[Communicator, Communicator]) -> None:
+    worker, learner = pair
+    load = RememberingLoad()
+    wrong = [bucket.model_copy(update={"digest": "0" * 32}) if i == 1 else bucket for i, bucket in enumerate(buckets())]
+    receiving = Receiving(update(wrong), worker, load)  # type: ignore[arg-type]
+    sending = [learner.start_broadcast(buffer, src=1) for buffer in BUFFERS[:2]]
+    with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
+        receiving.advance(5.0)
+    assert list(load.loaded) == ["t0", "t1"]
+    receiving.close()
+    assert load.closed
+    assert len(sending) == 2
+
+
+def test_a_learner_that_stops_ends_at_the_deadline(pair: tuple[Communicator, Communicator]) -> None:
+    worker, learner = pair
+    receiving = Receiving(update(buckets(), timeout_s=0.3), worker, RememberingLoad())  # type: ignore[arg-type]
+    sending = learner.start_broadcast(BUFFERS[0], src=1)
+    with pytest.raises((DeadlineError, CommunicatorError), match="broadcasting"):
+        receiving.advance(10.0)
+    assert sending.done(1.0)
+    receiving.close()
+    receiving.close()
