@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ Backend = Literal["gloo", "nccl"]
 # torch's own timeouts know more about what is missing, so ours comes a little later.
 _GRACE_S = 1.0
 _POLL_S = 0.01
+_PORT_PATIENCE_S = 2.0  # a group that was just left, on the same port, takes a moment to go
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,6 +223,11 @@ def _meet(place: Place, given_up: threading.Event) -> dist.Store:
 
     What lies in it is unpickled by NCCL's binding: `host` must come from a configuration, never from a request.
     """
+    listening = None
+    if place.rank == 0:
+        listening = _listen(place)
+    else:
+        _wait_for_listener(place, given_up)
     store = dist.TCPStore(
         host_name=place.host,
         port=place.port,
@@ -228,7 +235,7 @@ def _meet(place: Place, given_up: threading.Event) -> dist.Store:
         is_master=place.rank == 0,
         timeout=timedelta(seconds=place.timeout_s),
         wait_for_workers=False,  # it would hold the port until the deadline, given up or not
-        master_listen_fd=_listen(place) if place.rank == 0 else None,
+        master_listen_fd=listening,
     )
     failure = _wait_for_all(store, place, given_up)
     if failure is not None:
@@ -252,11 +259,31 @@ def _wait_for_all(store: dist.Store, place: Place, given_up: threading.Event) ->
 def _listen(place: Place) -> int:
     """A listening socket, which the store closes: one that torch opened would listen on every interface."""
     family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0][0]
+    patience = time.monotonic() + min(_PORT_PATIENCE_S, place.timeout_s)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((place.host, place.port))
+        while True:
+            try:
+                listener.bind((place.host, place.port))
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
+                    raise
+            time.sleep(_POLL_S)
         listener.listen()
         return listener.detach()
+
+
+def _wait_for_listener(place: Place, given_up: threading.Event) -> None:
+    """Here and not in torch, whose wait can't be given up, and aborts a process that ends meanwhile."""
+    deadline = time.monotonic() + place.timeout_s
+    while not given_up.wait(_POLL_S):
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            socket.create_connection((place.host, place.port), timeout=1.0).close()
+            return
+        if time.monotonic() > deadline:
+            raise _late(f"joining {place}", "nobody listening")
+    raise CommunicatorError(f"joining {place} was given up")
 
 
 def _local_address(place: Place) -> str:

@@ -26,6 +26,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from deploy.demo import model as demo_model
 from shared import weights
 from shared.communicator import Communicator, start_join
+from shared.errors import CommunicatorError
 from shared.wire import Bucket
 from tests.servers import RunningServer, free_port, running_server, wait_gone
 
@@ -87,7 +88,10 @@ class Learner:
         joining = start_join("gloo", "127.0.0.1", port, 1, 2, timeout_s)
         body = {"incarnation": self.incarnation, "group_port": port, "backend": "gloo", "timeout_s": timeout_s}
         reply = self.http.post("/init_communicator/", json=body)
-        self.communicator = joining.result() if reply.is_success else None
+        if not reply.is_success:
+            joining.cancel(CommunicatorError("the server refused"))
+        else:
+            self.communicator = joining.result()
         return reply
 
     def leave(self) -> None:

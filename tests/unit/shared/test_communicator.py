@@ -80,10 +80,26 @@ def _listening_on(port: int) -> set[str]:
     return found
 
 
+def test_a_cancelled_join_leaves_no_thread_behind() -> None:
+    """A process that ends while torch waits for a connection is aborted."""
+    joining = start_join("gloo", "127.0.0.1", free_port(), 1, 2, 20.0)
+    joining.cancel(CommunicatorError("the server refused"))
+    with pytest.raises(CommunicatorError, match="refused"):
+        joining.result()
+    deadline = time.monotonic() + 2
+    while _joining_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _joining_threads()
+
+
+def _joining_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("joining")]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_joining_alone_ends_at_the_deadline(rank: int) -> None:
     start = time.monotonic()
-    with pytest.raises(DeadlineError, match="joining .*group"):
+    with pytest.raises(DeadlineError, match=r"joining .*group"):
         join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0)
     assert time.monotonic() - start < 4
 
