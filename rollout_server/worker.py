@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rollout_server.idle import sleep_when_idle
 from rollout_server.lifeline import end_with_server
 from rollout_server.loading import WeightLoad
 from rollout_server.receiving import Receiving
@@ -25,6 +26,7 @@ from shared.wire import ErrorBody, UpdateWeightsCall
 
 # At import, for the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
+sleep_when_idle()
 
 
 class SyncWorker:
