@@ -48,7 +48,7 @@ class Console:
             self._progress.update(self._bar, completed=result.global_step)
 
     def evaluation(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        shown = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "truncated_rate")
+        shown = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate")
         self.note(f"eval at step {global_step}: " + "  ".join(f"{k} {metrics[k]:.3f}" for k in shown if k in metrics))
 
     def close(self) -> None:

@@ -21,10 +21,11 @@ from learner.tasks.task import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """`assignments` are in the order of the samples."""
+    """`assignments` are in the order of the samples; `counts[i]` is what assignment i adds to the metrics."""
 
     metrics: Mapping[str, float]
     assignments: tuple[Assignment, ...]
+    counts: tuple[Mapping[str, float], ...]
 
 
 def evaluate(
@@ -38,16 +39,19 @@ def evaluate(
     )
     scored = [task.match(task.parse(rollout)) for rollout in rollouts]
     assignments = tuple(a for part in ranks.all_gather_object(scored) for a in part)
-    return Evaluation(metrics=task.evaluate(assignments), assignments=assignments)
+    return Evaluation(
+        metrics=task.evaluate(assignments), assignments=assignments, counts=tuple(task.counts(assignments))
+    )
 
 
 def write_evaluation(evaluation: Evaluation, path: Path) -> None:
-    """One JSON line per sample: image, size, truth, predictions (bins), pairs, drops, and the version that answered."""
-    lines = (json.dumps(_scene(assignment)) for assignment in evaluation.assignments)
+    """One JSON line per sample: image, size, truth, predictions (bins), pairs, drops, version, and its counts."""
+    scenes = zip(evaluation.assignments, evaluation.counts, strict=True)
+    lines = (json.dumps(_scene(assignment, counts)) for assignment, counts in scenes)
     write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
-def _scene(assignment: Assignment) -> dict[str, Any]:
+def _scene(assignment: Assignment, counts: Mapping[str, float]) -> dict[str, Any]:
     parsed = assignment.parsed
     sample = parsed.rollout.sample
     return {
@@ -61,6 +65,7 @@ def _scene(assignment: Assignment) -> dict[str, Any]:
         "drops": dict(parsed.drops),
         "truncated": parsed.truncated,
         "ver": parsed.rollout.ver,
+        "counts": dict(counts),
     }
 
 

@@ -31,7 +31,7 @@ class MetricsLog:
         if logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._boards.append(SummaryWriter(str(run_dir / "tensorboard")))  # type: ignore[no-untyped-call]
+            self._boards.append(SummaryWriter(str(run_dir / "tensorboard")))
 
     def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
         """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,34 +17,38 @@ _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 class StepTotals:
     """Counts by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them."""
 
-    counts: Counter[str] = field(default_factory=Counter)
+    counts: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: PackedRow, loss: RowLoss) -> None:
         """One row that was learned: what it held, and its summed weighted loss."""
-        self.counts.update(
-            loss=loss.loss_sum,
-            weight=loss.weight_sum,
-            supervised=loss.num_supervised,
-            segments=len(row.segments),
-            rows=1 if row.segments else 0,
-            tokens=row.num_tokens,
-        )
-        for segment in row.segments:
-            self.counts.update(segment.stats)
+        counted = {
+            "loss": loss.loss_sum,
+            "weight": loss.weight_sum,
+            "supervised": loss.num_supervised,
+            "segments": len(row.segments),
+            "rows": 1 if row.segments else 0,
+            "tokens": row.num_tokens,
+        }
+        for counts in (counted, *(segment.stats for segment in row.segments)):
+            self._merge(counts)
 
     @property
     def weight(self) -> float:
         """The sum of all loss weights: what the step's gradient is divided by."""
-        return self.counts["weight"]
+        return self.counts.get("weight", 0.0)
 
     def reduced(self, ranks: Ranks) -> StepTotals:
         """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
         if ranks.world_size == 1:
             return self
-        total: Counter[str] = Counter()
-        for part in ranks.all_gather_object(dict(self.counts)):
-            total.update(part)
-        return StepTotals(total)
+        total = StepTotals()
+        for part in ranks.all_gather_object(self.counts):
+            total._merge(part)
+        return total
+
+    def _merge(self, counts: Mapping[str, float]) -> None:
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
 
     def result(
         self,
@@ -58,7 +61,7 @@ class StepTotals:
         seconds: Mapping[str, float],
         capacity: int,
     ) -> StepResult:
-        counts = self.counts
+        counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
         metrics = dict(seconds)
         metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
         metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)

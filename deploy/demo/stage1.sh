@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 
 "$python" -m deploy.demo.model --size demo --out runs/stage1/init
-"$python" -m deploy.demo.build_data --out runs/stage1/data --train 40000 --val 200 --test 200 --annotation-dropout 0.6
+"$python" -m deploy.demo.build_data --out runs/stage1/data --train 40000 --val 200 --test 200 --annotation-dropout 0.55
 config=runs/stage1/config.yaml
 printf 'base: ../../deploy/demo/stage1.yaml\ntraining: %s\n' "${1:-{\}}" > "$config"
 "$python" -m torch.distributed.run --standalone --nproc-per-node 1 -m learner --config "$config"

@@ -50,6 +50,10 @@ class Task(Protocol):
         """One bin as an answer spells it."""
         ...
 
+    def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
+        """Per assignment, the counts that `evaluate` adds up: what a bootstrap over samples resamples."""
+        ...
+
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
         """Metrics over a whole evaluation set, by name."""
         ...

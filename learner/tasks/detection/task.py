@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
 from learner.tasks.detection.coco import coco_ap
-from learner.tasks.detection.counts import CountTable, count_objects
+from learner.tasks.detection.counts import COLUMNS, CountTable, count_objects
 from learner.tasks.detection.evaluate import evaluate_counts
 from learner.tasks.detection.grammar import NUM_BINS, grammar_for
 from learner.tasks.detection.match import match_objects
@@ -44,6 +44,11 @@ class DetectionTask:
     def count(self, assignments: Sequence[Assignment]) -> CountTable:
         """What `evaluate` adds up, one row per sample: the input of the bootstrap."""
         return count_objects(assignments)
+
+    def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
+        """The rows of `count`, each by column name, zeros left out."""
+        rows = self.count(assignments).values
+        return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
         """The metrics of `evaluate.METRICS`, and COCO's own as a cross-check."""
