@@ -32,7 +32,7 @@ serve: setup  ## a rollout server: make serve CONFIG=server.yaml
 	@$(PY) -m rollout_server --config $(or $(CONFIG),$(error CONFIG=server.yaml is missing))
 
 learn: setup  ## a learner: make learn CONFIG=run.yaml NPROC=1
-	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) -m learner --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
+	@$(PY) -m deploy.torchrun --nproc $(NPROC) -- -m learner --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
 
 launch: setup  ## servers and learner together: make launch CONFIG=launch.yaml
 	@$(PY) -m deploy.launch --config $(or $(CONFIG),$(error CONFIG=launch.yaml is missing))

@@ -164,8 +164,8 @@ def wait_ready(server: Process, base_url: str, timeout_s: float) -> float:
 
 def learner_argv(config_path: str, nproc: int) -> list[str]:
     """torchrun for `nproc` learner ranks on this machine."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    return [*torchrun, "-m", "learner", "--config", config_path]
+    ranks = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc)]
+    return [*ranks, "--", "-m", "learner", "--config", config_path]
 
 
 def _last_words(log: Path | None, num_lines: int = 3) -> str:

@@ -1,0 +1,79 @@
+"""The launcher of ranks: output passes through, the first failure's exit code comes out, no traceback, no orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.servers import descendants, wait_gone
+
+ROOT = Path(__file__).parents[3]
+
+
+def start(nproc: int, script: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--", str(script)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "rank.py"
+    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+    return path
+
+
+def test_the_first_failing_rank_decides_and_nothing_is_a_traceback(tmp_path: Path) -> None:
+    """Rank 1 fails with 2; rank 0, which would wait for ever, is ended and not blamed."""
+    body = "print(f'hello {rank} of {os.environ[\"WORLD_SIZE\"]}', flush=True)\n"
+    body += "if rank: sys.exit(2)\ntime.sleep(600)"
+    process = start(2, script(tmp_path, body))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert sorted(out.split("\n")) == ["", "hello 0 of 2", "hello 1 of 2"]
+    assert err == "torchrun: rank 1 ended with exit code 2\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_ranks_and_ends_all(tmp_path: Path, signum: signal.Signals) -> None:
+    ready = tmp_path / "ready"
+    process = start(1, script(tmp_path, f"open({str(ready)!r}, 'w').close()\ntime.sleep(600)"))
+    deadline = time.monotonic() + 60
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = descendants(process.pid)
+    assert ranks
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + signum
+    assert err.endswith(f"torchrun: stopped by {signum.name}\n")
+    assert wait_gone(ranks, 5) == []
+
+
+def test_a_rank_that_a_signal_ended_is_told_by_its_name(tmp_path: Path) -> None:
+    process = start(1, script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert err == "torchrun: rank 0 was ended by SIGKILL\n"
+
+
+def test_wrong_arguments_are_told_without_starting_anything() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.torchrun", "--nproc", "0", "--", "x.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "wanted 1 or more" in done.stderr
