@@ -34,12 +34,13 @@ CHUNK = 100  # scenes that a worker makes at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """What to build. Dropout is for training annotations only: val and test stay complete."""
+    """What to build. Dropout and cap are for training annotations only: val and test stay complete."""
 
     train: int
     val: int
     test: int
-    annotation_dropout: float = 0.0
+    annotation_dropout: float = 0.0  # probability that an object has no label
+    annotation_cap: int | None = None  # labels stop after so many objects of a scene, in reading order
     seed: int = 0
 
     def num_scenes(self, split: Split) -> int:
@@ -114,9 +115,15 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
         Image.fromarray(scene.pixels).save(out / name, compress_level=1)
         objects = scene.objects
         if split == "train":
+            objects = _first_in_reading_order(objects, request.annotation_cap)
             objects = _drop_labels(np.random.default_rng([*key, 1]), objects, request.annotation_dropout)
         rows.append(_row(f"{split}-{i:06d}", name, objects))
     return rows
+
+
+def _first_in_reading_order(objects: tuple[SceneObject, ...], cap: int | None) -> tuple[SceneObject, ...]:
+    """The objects that an annotator has labelled who goes from top to bottom and stops after `cap`."""
+    return tuple(sorted(objects, key=lambda item: (item.box[1], item.box[0]))[:cap])
 
 
 def _drop_labels(
@@ -144,6 +151,9 @@ def main(
     train: Annotated[int, typer.Option(min=0, help="Training scenes.")] = 1500,
     val: Annotated[int, typer.Option(min=0, help="Validation scenes.")] = 100,
     test: Annotated[int, typer.Option(min=0, help="Test scenes.")] = 200,
+    annotation_cap: Annotated[
+        int | None, typer.Option(min=1, help="Training labels stop after so many objects of a scene.")
+    ] = None,
     annotation_dropout: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Probability that a training object has no label.")
     ] = 0.0,
@@ -151,7 +161,14 @@ def main(
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one per CPU core.")] = 0,
 ) -> None:
     """Write scenes of handwritten digits as PNG files, JSONL and COCO JSON."""
-    request = Build(train=train, val=val, test=test, annotation_dropout=annotation_dropout, seed=seed)
+    request = Build(
+        train=train,
+        val=val,
+        test=test,
+        annotation_dropout=annotation_dropout,
+        annotation_cap=annotation_cap,
+        seed=seed,
+    )
     started = time.monotonic()
     if build(request, out, workers=workers or os.cpu_count() or 1):
         labels = f", {annotation_dropout:.0%} of training labels left out" if annotation_dropout else ""

@@ -95,6 +95,14 @@ def test_dropout_takes_training_labels_and_no_pixels(built: Path, tmp_path: Path
     assert kept < sum(len(row["objects"]) for row in read_rows(built, "train"))
 
 
+def test_cap_keeps_the_first_objects_in_reading_order(built: Path, tmp_path: Path) -> None:
+    build(replace(REQUEST, annotation_cap=2), tmp_path)
+    for whole, capped in zip(read_rows(built, "train"), read_rows(tmp_path, "train"), strict=True):
+        ordered = sorted(whole["objects"], key=lambda o: (o["bbox_2d"][1], o["bbox_2d"][0]))
+        assert capped["objects"] == ordered[:2]
+    assert (tmp_path / "test.jsonl").read_text() == (built / "test.jsonl").read_text()
+
+
 def test_full_dropout_keeps_one_label(built: Path, tmp_path: Path) -> None:
     build(replace(REQUEST, annotation_dropout=1.0), tmp_path)
     assert [len(row["objects"]) for row in read_rows(tmp_path, "train")] == [1] * REQUEST.train
