@@ -31,7 +31,8 @@ _VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|' + _SCALAR + rb")"
 FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
 # What matters to bracket balance: whole strings, brackets, and a quote that never closes.
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
-OBJECT_NAME = re.compile(rb"object_([1-9][0-9]{0,17})")
+_NUMBER = rb"[1-9][0-9]{0,17}+"
+OBJECT_NAME = re.compile(rb"object_(" + _NUMBER + rb")")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Grammar:
     open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer, where nothing is inside
     entry_pattern: re.Pattern[bytes]  # up to and with an object's "{"; group 1 is its name, where indexed
     next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a right object's inside in our own order of fields, up to "}"; only for speed
+    usual_pattern: re.Pattern[bytes]  # a right entry in our own order of fields, up to its "}"; only for speed
     list_pattern: re.Pattern[bytes]  # a list's content that is coordinates and nothing else
     number_pattern: re.Pattern[bytes]  # one coordinate
 
@@ -62,6 +63,7 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
     number = rb"(?:0|[1-9][0-9]{0,2}+)" if digits else rb"<\|coord_[0-9]{1,3}+\|>"
     numbers = _WS + number + rb"(?:" + _WS + b"," + _WS + number + rb")*+" + _WS
     name = _NAME + _WS + b":" + _WS if indexed else b""
+    usual_name = rb'"object_(?P<number>' + _NUMBER + rb')"' + _WS + b":" + _WS if indexed else rb"(?P<number>)"
     desc_name = "desc" if indexed else "label"
     desc = rb'"' + desc_name.encode() + rb'"' + _WS + b":" + _WS + rb"(?P<desc>" + _STRING + rb")"
     geometry = rb'"(?P<kind>bbox_2d|poly)"' + _WS + b":" + _WS + rb"\[(?P<list>" + numbers + rb")\]"
@@ -75,7 +77,7 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
         open_pattern=re.compile(_WS + re.escape(opener.encode()) + _WS + b"(" + end + b"?)"),
         entry_pattern=re.compile(_WS + name + rb"\{"),
         next_pattern=re.compile(_WS + b"([," + end + b"]?)"),
-        usual_pattern=re.compile(_WS + first + _WS + b"," + _WS + second + _WS + rb"\}"),
+        usual_pattern=re.compile(_WS + usual_name + rb"\{" + _WS + first + _WS + b"," + _WS + second + _WS + rb"\}"),
         list_pattern=re.compile(numbers),
         number_pattern=re.compile(number),
     )

@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from learner.records import CoordSlot, DetectionObject, DropReason, PredictedObject
@@ -35,6 +37,7 @@ from learner.tasks.detection.geometry import arity_is_right, encloses_something
 from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar
 from learner.tasks.pieces import TokenText
 
+_CACHED_STRINGS = 1 << 12
 _CLOSER = {b"{": b"}", b"[": b"]"}
 
 
@@ -96,20 +99,17 @@ def _close(reading: Reading, data: bytes, pos: int) -> None:
 
 def _read_entry(reading: Reading, objects: _ObjectReader, pos: int) -> bool:
     """Read one entry at `pos`; False where there is none that closes."""
-    data, grammar = objects.text.data, objects.grammar
-    opening = grammar.entry_pattern.match(data, pos)
-    if opening is None:
-        if data[pos:].strip(JSON_SPACE):
-            reading.drops["truncated"] += 1
-        return False
-    end, outcome = objects.read(opening.end())
-    if end is None:
-        reading.drops["truncated"] += 1
-        return False
-    number = 0
-    if grammar.indexed:
-        name = OBJECT_NAME.fullmatch(opening[1])
-        number = int(name[1]) if name else 0
+    usual = objects.grammar.usual_pattern.match(objects.text.data, pos)
+    if usual:
+        end, number, outcome = usual.end(), int(usual["number"] or 0), objects.usual(usual)
+    else:
+        found = _read_unusual(objects, pos)
+        if found is None:
+            if objects.text.data[pos:].strip(JSON_SPACE):
+                reading.drops["truncated"] += 1
+            return False
+        end, number, outcome = found
+    if objects.grammar.indexed:
         if not number or number in objects.numbers:
             outcome = "key_invalid"
         objects.numbers.add(number)
@@ -121,8 +121,18 @@ def _read_entry(reading: Reading, objects: _ObjectReader, pos: int) -> bool:
     return True
 
 
+def _read_unusual(objects: _ObjectReader, pos: int) -> tuple[int, int, PredictedObject | DropReason] | None:
+    """An entry field by field: its end, its number (0: no right one), and what became of it. None: it never closes."""
+    opening = objects.grammar.entry_pattern.match(objects.text.data, pos)
+    if opening is None:
+        return None
+    end, outcome = objects.fields(opening.end())
+    name = OBJECT_NAME.fullmatch(opening[1]) if objects.grammar.indexed else None
+    return None if end is None else (end, int(name[1]) if name else 0, outcome)
+
+
 class _ObjectReader:
-    """Reads objects of one answer from the byte after their "{"."""
+    """Reads objects of one answer."""
 
     def __init__(
         self, text: TokenText, token_ids: Sequence[int], bin_of_token: Mapping[int, int], grammar: Grammar
@@ -130,16 +140,21 @@ class _ObjectReader:
         self.text = text
         self.grammar = grammar
         self.numbers: set[int] = set()
-        self._token_ids = token_ids
-        self._bin_of_token = bin_of_token
         self._desc_name = grammar.desc_name.encode()
+        bins = enumerate(map(bin_of_token.get, token_ids)) if bin_of_token else ()
+        # All coordinate tokens of the answer, wherever they stand, and where each ends.
+        self._coords = [CoordSlot(at, at + 1, value) for at, value in bins if value is not None]
+        self._coord_ends = [text.ends[slot.start] for slot in self._coords]
 
-    def read(self, pos: int) -> tuple[int | None, PredictedObject | DropReason]:
-        """The offset after the object's "}" (None where it never closes), and the object or why it is dropped."""
+    def usual(self, match: re.Match[bytes]) -> PredictedObject | DropReason:
+        """The object of a whole entry in our own spelling."""
+        desc, kind = match.group("desc", "kind")
+        return self._object(desc, kind, self._slots(*match.span("list")))
+
+    def fields(self, pos: int) -> tuple[int | None, PredictedObject | DropReason]:
+        """From the byte after an object's "{": the offset after its "}" (None where it never closes), and the object
+        or why it is dropped."""
         data, start = self.text.data, pos - 1
-        usual = self.grammar.usual_pattern.match(data, pos)
-        if usual:
-            return usual.end(), self._object(usual["desc"], usual["kind"], self._slots(*usual.span("list")))
         fields: dict[bytes, tuple[bytes | None, tuple[int, int]]] = {}
         repeated = False
         while match := FIELD.match(data, pos):
@@ -190,21 +205,17 @@ class _ObjectReader:
         data, grammar = self.text.data, self.grammar
         if grammar.digits:
             return tuple([self._digits(match) for match in grammar.number_pattern.finditer(data, start, end)])
-        tokens = range(self.text.token_at(start), self.text.token_at(end - 1) + 1)
-        found = [(at, self._bin_of_token.get(self._token_ids[at])) for at in tokens]
-        slots = [CoordSlot(start=at, end=at + 1, bin=value) for at, value in found if value is not None]
+        first = bisect_right(self._coord_ends, start)
+        slots = self._coords[first : bisect_right(self._coord_ends, end, first)]
         # Fewer tokens than numbers: a coordinate token's text was spelled out by other tokens.
         return tuple(slots) if len(slots) == data.count(b",", start, end) + 1 else None
 
     def _digits(self, match: re.Match[bytes]) -> CoordSlot:
+        ends = self.text.ends
         begin, end = match.span()
-        token = self.text.token_at(begin)
-        return CoordSlot(
-            start=token,
-            end=self.text.token_at(end - 1) + 1,
-            bin=int(match[0]),
-            lead=begin - self.text.start(token),
-        )
+        token = bisect_right(ends, begin)
+        last = bisect_left(ends, end, token)
+        return CoordSlot(token, last + 1, int(match[0]), begin - (ends[token - 1] if token else 0))
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
@@ -224,6 +235,7 @@ def closing_brace(data: bytes, start: int) -> int | None:
     return None
 
 
+@lru_cache(maxsize=_CACHED_STRINGS)
 def _decode(string: bytes) -> str | None:
     """A JSON string's text; None where it is blank or no valid text."""
     try:
