@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ Made by `make docs` from the schema; a test keeps the two equal. Don't edit.
 
 Everything a run does is in one YAML file. `python -m learner --config FILE --check [--world-size W] [--probe]` finds
 every mistake without GPU, model or server, and prints what follows from the file as JSON;
-`python -m rollout_server --config FILE --check` does the same for a server. Both exit with 2 when something is wrong.
+`python -m rollout_server --config FILE --check` does the same for a server and prints the resolved configuration. Both
+exit with 2 when something is wrong.
 
 - **Composition.** `base: other.yaml` (or a list) at the top names files relative to the one that says so. Later files
   win, the file itself wins over its bases, mappings merge key by key, everything else is replaced.
@@ -47,7 +47,6 @@ Requirement ids (R.., D..) are those of the specification.
 """
 
 TABLE_HEAD = "| key | type | default | unit | meaning | requirement |\n| --- | --- | --- | --- | --- | --- |\n"
-_COMMENTED = re.compile(r"^    (\w+):.*?  # (.+)$", re.MULTILINE)
 
 
 def main() -> None:
@@ -82,8 +81,7 @@ def json_schema(model: type[BaseModel], title: str) -> str:
 
 def _section(model: type[BaseModel], path: str, title: str) -> Iterator[str]:
     """A heading and a table of the section's own keys, then its subsections."""
-    comments = dict(_COMMENTED.findall(inspect.getsource(model)))  # models that document their keys beside them
-    rows = [_row(f"{path}{name}", field, comments.get(name, "")) for name, field in model.model_fields.items()]
+    rows = [_row(f"{path}{name}", field) for name, field in model.model_fields.items()]
     yield f"### {title}\n\n{_first_line(model)}\n\n{TABLE_HEAD}{''.join(rows)}\n"
     for name, field in model.model_fields.items():
         here, items = f"{path}{name}", item_of(field.annotation)
@@ -93,11 +91,10 @@ def _section(model: type[BaseModel], path: str, title: str) -> Iterator[str]:
             yield from _section(section, f"{here}[].", f"`{here}[]`")
 
 
-def _row(name: str, field: FieldInfo, comment: str) -> str:
+def _row(name: str, field: FieldInfo) -> str:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    meaning = field.description or comment
     unit, requirement = extra.get("unit", ""), extra.get("requirement", "")
-    cells = (f"`{name}`", describe_field(field), _default(field), str(unit), meaning, str(requirement))
+    cells = (f"`{name}`", describe_field(field), _default(field), str(unit), field.description or "", str(requirement))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

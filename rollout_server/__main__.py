@@ -2,38 +2,40 @@
 
 The only place that reads the environment (ROLLOUT_SERVER_TOKEN) and writes it (what vLLM is told through variables,
 before vLLM is imported). Exit codes: 0 after a clean stop, 1 when the engine died, 2 for a mistake of the user's.
+`--check` prints the resolved configuration as one JSON object, and imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
-from rollout_server.config import ServerConfig, load_server_config
+from rollout_server.config import TOKEN_VARIABLE, ServerConfig, load_server_config
 from rollout_server.lifeline import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
-
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 
 def main(
     config_path: Annotated[Path, typer.Option("--config", help="The server's YAML file.")],
-    check: Annotated[bool, typer.Option("--check", help="Only check the file.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the file, print the resolved configuration as JSON.")
+    ] = False,
 ) -> None:
     """Serve rollouts of one model, and take weight syncs."""
     try:
-        config = load_server_config(config_path)
-        token = _token(config)
+        token = os.environ.get(TOKEN_VARIABLE) or None
+        config = load_server_config(config_path, has_token=token is not None)
         if check:
-            typer.echo(f"{config_path}: fine")
+            typer.echo(json.dumps(resolved(config), indent=2))
             return
         code = _serve(config, token)
     except ProjectError as error:
@@ -45,16 +47,10 @@ def main(
     os._exit(code)
 
 
-def _token(config: ServerConfig) -> str | None:
-    token = os.environ.get(TOKEN_VARIABLE) or None
-    if config.is_public and token is None:
-        raise ConfigError(
-            "host: others than this machine could reach the server, and no token protects it",
-            found=f"host {config.host!r}, {TOKEN_VARIABLE} not set",
-            wanted=f"a bearer token in {TOKEN_VARIABLE}, or host 127.0.0.1",
-            remedy=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) for server and learner, or remove the key",
-        )
-    return token
+def resolved(config: ServerConfig) -> dict[str, Any]:
+    """Every key with its value, and what follows from them."""
+    follows = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
+    return {**config.model_dump(mode="json"), **follows}
 
 
 def _serve(config: ServerConfig, token: str | None) -> int:

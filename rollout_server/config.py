@@ -8,12 +8,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shared.config_errors import Mistake
 from shared.config_io import load_yaml, parse
+from shared.config_section import Section, key
+
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
 # What this configuration has a key for, or what the server must decide itself.
 RESERVED_ENGINE_ARGS = frozenset(
@@ -35,50 +39,49 @@ RESERVED_ENGINE_ARGS = frozenset(
 )
 
 
-class ServerConfig(BaseModel):
-    """One key per line; units in the names."""
+class ServerConfig(Section):
+    """One served model, on what it runs, where it listens, what requests may ask for and how long anything waits."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model: str = key("a checkpoint's folder, or a name on the Hugging Face hub", min_length=1)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("dtype of the served weights", "auto")
+    seed: int = key("the engine's own; requests bring their seeds", 0)
+    max_model_len: int | None = key("longest prompt + answer; null: the model's own", None, unit="tokens", ge=1)
+    trust_remote_code: bool = key("run Python code that comes with the model", False)
 
-    # What is served
-    model: str = Field(min_length=1)  # a checkpoint's folder, or a name on the Hugging Face hub
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    seed: int = 0  # the engine's own; requests bring their seeds
-    max_model_len: int | None = Field(default=None, ge=1)  # tokens, prompt and answer; None: the model's own
-    trust_remote_code: bool = False
+    tensor_parallel_size: int = key("devices that one replica is split over", 1, req="R23", ge=1)
+    data_parallel_size: int = key("replicas of the model", 1, req="R23", ge=1)
+    gpu_memory_utilization: float = key("share of each device that vLLM may use", 0.9, unit="share", gt=0.0, le=1.0)
+    max_num_seqs: int = key("decoded at once by one replica, at most", 128, unit="sequences", ge=1)
+    enforce_eager: bool = key("no compilation, no CUDA graphs: starts sooner, decodes slower", False)
+    cpu_kv_cache_gib: int = key("memory of the KV cache where there is no GPU", 1, unit="GiB", ge=1)
+    cpu_threads: int | None = key("where there is no GPU; null: one per core", None, unit="threads", ge=1)
+    engine_args: dict[str, Any] = key("further arguments of vLLM's `AsyncEngineArgs`", {})
 
-    # On what
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    data_parallel_size: int = Field(default=1, ge=1)
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    max_num_seqs: int = Field(default=128, ge=1)  # sequences that one engine decodes at once
-    enforce_eager: bool = False
-    cpu_kv_cache_gib: int = Field(default=1, ge=1)  # without a GPU only
-    cpu_threads: int | None = Field(default=None, ge=1)  # without a GPU only; None: as many as there are cores
-    engine_args: dict[str, Any] = {}  # further arguments of vLLM's AsyncEngineArgs
+    host: str = key("address to listen on; others than this machine's own need a token", "127.0.0.1")
+    port: int = key("TCP port of the HTTP endpoints", 8000, ge=1, le=65535)
+    url_prefix: str = key(
+        "all endpoints are below it, such as `/rollout`", "", req="R06", pattern=r"^(/[A-Za-z0-9._~-]+)*$"
+    )
+    communicator_host: str = key("address at which learners join for weight syncs; empty: `host`", "", req="R09")
 
-    # Where it listens
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    url_prefix: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]+)*$")  # "/rollout": all endpoints below it
-    communicator_host: str = ""  # the address at which learners join for weight syncs; empty: `host`
+    allowed_image_roots: list[Folder] = key("local images may lie below these folders; empty: no local paths", [])
+    allowed_image_hosts: list[str] = key("images may be fetched from these hosts; empty: no URLs", [])
+    image_timeout_s: float = key("for fetching one image", 10.0, unit="s", gt=0.0)
+    max_image_bytes: int = key("size of one encoded image, at most", 32 << 20, unit="bytes", ge=1)
+    max_image_pixels: int = key("width x height of one image, at most", 64_000_000, unit="pixels", ge=1)
+    max_images_per_request: int = key("images of one request, at most", 8, unit="images", ge=1)
+    max_body_bytes: int = key("size of one HTTP call's body, at most", 512 << 20, unit="bytes", ge=1)
 
-    # What a request may ask for
-    allowed_image_roots: list[Path] = []  # folders below which local images may lie; none: no local paths
-    allowed_image_hosts: list[str] = []  # hosts that images may be fetched from over http(s); none: no URLs
-    image_timeout_s: float = Field(default=10.0, gt=0)  # for fetching one
-    max_image_bytes: int = Field(default=32 << 20, ge=1)
-    max_image_pixels: int = Field(default=64_000_000, ge=1)
-    max_images_per_request: int = Field(default=8, ge=1)
-    max_body_bytes: int = Field(default=512 << 20, ge=1)
+    queue_timeout_s: float = key("how long a call waits for a weight update to end", 60.0, unit="s", gt=0.0)
+    drain_timeout_s: float = key(
+        "how long a weight update waits for calls in flight", 300.0, unit="s", req="R10", gt=0.0
+    )
+    shutdown_timeout_s: float = key("how long SIGTERM waits for calls in flight", 30.0, unit="s", gt=0.0)
+    answer_cache_size: int = key(
+        "answers kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
+    )
 
-    # How long it waits, what it remembers
-    queue_timeout_s: float = Field(default=60.0, gt=0)  # a call, for an update to end
-    drain_timeout_s: float = Field(default=300.0, gt=0)  # an update, for calls in flight to end
-    shutdown_timeout_s: float = Field(default=30.0, gt=0)  # SIGTERM, for calls in flight to end
-    answer_cache_size: int = Field(default=4096, ge=0)  # answers kept for retries
-
-    log_dir: Path | None = None  # None: everything to the console
+    log_dir: Folder | None = key("folder of the log file; null: everything to the console", None)
 
     @property
     def world_size(self) -> int:
@@ -89,14 +92,24 @@ class ServerConfig(BaseModel):
         return self.communicator_host or self.host
 
     @property
+    def base_url(self) -> str:
+        """Under which this machine itself reaches the endpoints."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.url_prefix}"
+
+    @property
     def is_public(self) -> bool:
         """Whether others than this machine can reach the HTTP port."""
         return not _is_loopback(self.host)
 
 
-def load_server_config(path: str | Path) -> ServerConfig:
-    """Raises ConfigErrors, which lists every mistake of the file."""
-    return parse(ServerConfig, load_yaml(path), path, rules=(_check_hosts, _check_engine_args, _check_roots))
+def load_server_config(path: str | Path, *, has_token: bool = True) -> ServerConfig:
+    """Raises ConfigErrors, which lists every mistake of the file.
+
+    Without a token (ROLLOUT_SERVER_TOKEN) a host that others can reach is one of them.
+    """
+    rules = (_check_hosts, _check_engine_args, _check_roots)
+    return parse(ServerConfig, load_yaml(path), rules=rules if has_token else (*rules, _check_token))
 
 
 def _is_loopback(host: str) -> bool:
@@ -115,6 +128,16 @@ def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:
             found=f"{host!r}, every interface",
             wanted="one address for the weight sync",
             remedy="set communicator_host to the address of this machine that the learners reach",
+        )
+
+
+def _check_token(config: ServerConfig) -> Iterator[Mistake]:
+    if config.is_public:
+        yield Mistake(
+            path="host",
+            found=f"{config.host!r}, which others than this machine can reach, and no {TOKEN_VARIABLE}",
+            wanted=f"a bearer token in {TOKEN_VARIABLE}, or host 127.0.0.1",
+            remedy=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) for server and learner, or remove the key",
         )
 
 

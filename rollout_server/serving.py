@@ -31,13 +31,12 @@ async def serve(engine: Engine, config: ServerConfig, token: str | None, listene
             lifespan="off",
         )
     )
-    host = f"[{config.host}]" if ":" in config.host else config.host
     watching = asyncio.create_task(_stop_when_dead(engine, server))
     listener.listen(2048)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn drains at these signals, then raises them again for whoever listened before: there is no one.
         signal.signal(signum, signal.SIG_IGN)
-    print(f"[rollout_server] serving at http://{host}:{config.port}{config.url_prefix}/", file=console, flush=True)
+    print(f"[rollout_server] serving at {config.base_url}/", file=console, flush=True)
     try:
         await server.serve(sockets=[listener])
     except asyncio.CancelledError:

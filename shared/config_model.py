@@ -50,7 +50,8 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return "a mapping"
     word = _WORDS.get(annotation, "a mapping" if origin is dict or annotation is dict else "a value")
     if annotation is str:
-        return word + _bounds(metadata, "length")
+        patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
+        return word + _bounds(metadata, "length") + "".join(f" matching {pattern}" for pattern in patterns)
     return word + (_bounds(metadata, "value") if annotation in (int, float) else "")
 
 
@@ -198,7 +199,7 @@ def _remedy(value: Any, wanted: str, detail: Mapping[str, Any]) -> str:
         return "write true or false, without quotes"
     if isinstance(value, str) and "a string" not in wanted and detail["type"] != "literal_error":
         return "write it without quotes (an environment variable can only fill a string)"
-    if isinstance(value, str):
+    if isinstance(value, str) and detail["type"] == "literal_error":
         options = wanted.split(" or ")
         near = difflib.get_close_matches(value.lower(), options, n=1)
         return f"did you mean {near[0]}?" if near else "choose one of these"

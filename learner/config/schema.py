@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from learner.config.section import Section, key
+from shared.config_section import Section, key
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -123,6 +123,12 @@ class TrainingConfig(Section):
     save_total_limit: int | None = key("keep only the newest checkpoints", None, unit="checkpoints", ge=1)
     save_on_end: bool = key("write a checkpoint after the last step", True)
     resume_from_checkpoint: str | None = key("a checkpoint folder, or `latest` of `output_dir`", None, req="R18 R26")
+    stop_timeout_s: float = key(
+        "after Ctrl-C or SIGTERM: a checkpoint is written and the process has ended (torchrun kills after 30 s)",
+        25.0,
+        unit="s",
+        gt=0.0,
+    )
     collective_timeout_s: float = key("no rank waits longer for another", 600.0, unit="s", req="R24", gt=0.0)
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
-from rollout_server.config import load_server_config
-from shared.config_errors import ConfigErrors
+from rollout_server.config import ServerConfig, load_server_config
+from shared.config_errors import ConfigErrors, Mistake, dotted
+from shared.config_io import dump_yaml, write_yaml
 
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "server.yaml"
     path.write_text(text)
     return path
+
+
+def mistakes_of(path: Path) -> tuple[Mistake, ...]:
+    with pytest.raises(ConfigErrors) as error:
+        load_server_config(path)
+    return error.value.mistakes
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -48,6 +58,89 @@ def test_is_public(tmp_path: Path, host: str, public: bool) -> None:
     assert load_server_config(write(tmp_path, f"model: m\nhost: '{host}'\n")).is_public is public
 
 
+# ---- types, unknown keys, damaged files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "found", "wanted", "remedy"),
+    [
+        ("port: '8000'", "the string '8000'", "an integer in [1, 65535]", "without quotes"),
+        ("port: 8000.0", "the number 8000.0", "an integer in [1, 65535]", "write 8000"),
+        ("enforce_eager: 'yes'", "the string 'yes'", "true or false", "write true or false"),
+        ("enforce_eager: 1", "the integer 1", "true or false", "write true or false"),
+        ("gpu_memory_utilization: .nan", "the number nan", "a number in (0, 1]", "a finite number"),
+        ("queue_timeout_s: 0", "the integer 0", "a number > 0", "change"),
+        ("dtype: fp32", "the string 'fp32'", "float32", "choose"),
+        ("model: 7", "the integer 7", "a string", "in quotes"),
+        ("host: null", "null", "a string", "change"),
+        ("url_prefix: /a/", "the string '/a/'", "a string matching", "change"),
+        ("log_dir: 5", "the integer 5", "a path or null", "change"),
+        ("allowed_image_roots: [5]", "the integer 5", "a path", "change"),
+        ("engine_args: [5]", "a list of 1", "a mapping", "change"),
+    ],
+)
+def test_nothing_is_converted(tmp_path: Path, line: str, found: str, wanted: str, remedy: str) -> None:
+    name = line.split(":")[0]
+    (mistake,) = mistakes_of(write(tmp_path, line if name == "model" else f"model: m\n{line}\n"))
+    assert (mistake.path.split("[")[0], mistake.found) == (name, found)
+    assert wanted in mistake.wanted
+    assert remedy in mistake.remedy
+
+
+def test_paths_are_paths_and_survive_a_round(tmp_path: Path) -> None:
+    config = load_server_config(write(tmp_path, f"model: m\nlog_dir: a/b\nallowed_image_roots: ['{tmp_path}']\n"))
+    assert (config.log_dir, config.allowed_image_roots) == (Path("a/b"), [tmp_path])
+    again = tmp_path / "again.yaml"
+    write_yaml(again, config.model_dump(mode="json"))
+    assert load_server_config(again) == config
+
+
+@given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_unknown_key_is_refused_with_its_path(tmp_path: Path, name: str) -> None:
+    assume(name not in ServerConfig.model_fields and name != "base")
+    path = tmp_path / "server.yaml"
+    write_yaml(path, {"model": "m", name: 1})
+    assert [mistake.path for mistake in mistakes_of(path)] == [dotted((name,))]
+
+
+@given(
+    cut=st.integers(0, 4000),
+    put=st.sampled_from(["", "\t", ":", "[", "- ", "\x00", "&a ", "*a", "!!x ", '"', "${X}"]),
+    drop=st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_a_configuration_or_mistakes(tmp_path: Path, cut: int, put: str, drop: int) -> None:
+    text = dump_yaml(ServerConfig(model="m").model_dump(mode="json"))
+    cut %= len(text)
+    path = tmp_path / "server.yaml"
+    path.write_bytes((text[:cut] + put + text[cut + drop :]).encode())
+    told = "fine"
+    try:
+        load_server_config(path)
+    except ConfigErrors as error:
+        told = str(error)
+    assert told.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "base_url"),
+    [
+        ("", "http://127.0.0.1:8000"),
+        ("url_prefix: /a/b\nport: 9", "http://127.0.0.1:9/a/b"),
+        ("host: '::1'", "http://[::1]:8000"),
+        ("host: 0.0.0.0\ncommunicator_host: 10.0.0.1", "http://127.0.0.1:8000"),
+    ],
+)
+def test_r06_the_base_url_of_this_machine(tmp_path: Path, text: str, base_url: str) -> None:
+    assert load_server_config(write(tmp_path, f"model: m\n{text}\n")).base_url == base_url
+
+
+# ---- as a process --------------------------------------------------------------------------------------------------
+
+HEAVY = ("torch", "vllm", "transformers", "numpy", "uvicorn", "fastapi")
+
+
 def run(path: Path, **env: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "rollout_server", "--config", str(path), "--check"]
     clean = {key: value for key, value in os.environ.items() if key != "ROLLOUT_SERVER_TOKEN"}
@@ -55,15 +148,38 @@ def run(path: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_public_address_needs_a_token(tmp_path: Path) -> None:
-    path = write(tmp_path, "model: m\nhost: 10.0.0.1\n")
+    path = write(tmp_path, "model: m\nhost: 10.0.0.1\nport: x\n")
     refused = run(path)
-    assert (refused.returncode, "ROLLOUT_SERVER_TOKEN" in refused.stderr) == (2, True)
-    assert "Traceback" not in refused.stderr
-    assert run(path, ROLLOUT_SERVER_TOKEN="secret").returncode == 0
+    assert (refused.returncode, refused.stdout) == (2, "")
+    port, host = refused.stderr.splitlines()
+    assert (port.startswith("port: found the string 'x'"), host.startswith("host: ")) == (True, True)
+    assert "ROLLOUT_SERVER_TOKEN" in host
+    write(tmp_path, "model: m\nhost: 10.0.0.1\n")
+    allowed = run(path, ROLLOUT_SERVER_TOKEN="secret")
+    assert (allowed.returncode, "secret" in allowed.stdout + allowed.stderr) == (0, False)
+
+
+def test_check_prints_one_object(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("model: m\nport: 1\ntensor_parallel_size: 2\n")
+    done = run(write(tmp_path, "base: base.yaml\nport: 9000\nurl_prefix: '/${WHERE}'\n"), WHERE="here")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert set(found) == {*ServerConfig.model_fields, "base_url", "group_host", "world_size"}
+    assert (found["base_url"], found["world_size"], found["model"]) == ("http://127.0.0.1:9000/here", 2, "m")
 
 
 def test_check_prints_mistakes_and_ends_with_2(tmp_path: Path) -> None:
-    failed = run(write(tmp_path, "port: x\n"))
-    assert failed.returncode == 2
-    assert "model: " in failed.stderr
-    assert "port: found the string 'x'" in failed.stderr
+    failed = run(write(tmp_path, "port: x\nenforce_eager: 'yes'\n"))
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert [line.split(":")[0] for line in failed.stderr.splitlines()] == ["model", "enforce_eager", "port"]
+
+
+def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv[1:] = ['--config', sys.argv[1], '--check']\n"
+        "try: runpy.run_module('rollout_server', run_name='__main__')\n"
+        f"finally: print(sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
+    )
+    argv = [sys.executable, "-c", code, str(write(tmp_path, "model: m\n"))]
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stderr == "[]\n"

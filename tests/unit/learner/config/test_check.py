@@ -23,6 +23,12 @@ from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everyth
 
 HEAVY = ("torch", "vllm", "transformers", "numpy", "scipy", "httpx", "peft")
 MAX_SECONDS = 0.3
+# What scripts may read from the plan, by these names.
+PROMISED = {
+    "gradient_accumulation_steps", "effective_batch_size", "rollouts_per_step", "local_rollouts_per_step",
+    "decode_batch_size", "servers", "sync_mode", "rollout_backend", "vllm_mode", "packing_length", "timeout_s",
+    "infer_timeout_s", "channels",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -46,7 +52,7 @@ def test_a_good_file_prints_one_object(file: Path, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     plan = json.loads(out)
     assert err == ""
-    assert {"gradient_accumulation_steps", "channels", "sync_mode", "timeout_s"} < set(plan)
+    assert set(plan) >= PROMISED
     assert (plan["world_size"], plan["gradient_accumulation_steps"]) == (2, 4)
     assert "chunk" not in plan
 
@@ -101,14 +107,15 @@ def test_a_damaged_file_is_a_plan_or_mistakes(
 
 
 def test_check_imports_nothing_heavy(file: Path) -> None:
+    """The whole command line."""
     code = (
-        "import sys; from learner.config.check import run_check; code = run_check(sys.argv[1], world_size=2);"
+        "import sys; from learner.__main__ import main; code = main(['--config', *sys.argv[1:], '--check']);"
         f"print(code, sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, write(file, stage2())], capture_output=True, text=True, check=True
-    )
+    argv = [sys.executable, "-c", code, write(file, stage2()), "--world-size", "2"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stderr == "0 []\n"
+    assert json.loads(done.stdout)["world_size"] == 2
 
 
 def _cpu_seconds(argv: list[str]) -> float:
@@ -127,7 +134,7 @@ def test_200_keys_are_checked_in_a_moment(file: Path) -> None:
     check = [
         sys.executable,
         "-c",
-        "import sys; from learner.config.check import run_check; run_check(sys.argv[1])",
+        "import sys; from learner.__main__ import main; sys.exit(main(['--config', sys.argv[1], '--check']))",
         str(file),
     ]
     empty = min(_cpu_seconds([sys.executable, "-c", ""]) for _ in range(3))

@@ -13,10 +13,10 @@ from pydantic.fields import FieldInfo
 
 from learner.config.load import RESOLVED_NAME, load_config, write_resolved
 from learner.config.schema import RunConfig
-from learner.config.section import Section
 from shared.config_errors import ConfigErrors, dotted
 from shared.config_io import dump_yaml, load_yaml, parse, write_yaml
 from shared.config_model import item_of, section_of, walk_keys
+from shared.config_section import Section
 from tests.unit.learner.config.examples import (
     ROLLOUT,
     SERVER,

@@ -1,4 +1,7 @@
-"""What every section of the configuration is, and how a key is declared with all that CONFIG.md says of it."""
+"""What every section of a configuration is, and how a key is declared with all that CONFIG.md says of it.
+
+Used by `learner/config/schema.py`, `rollout_server/config.py` and `deploy/launch.py`.
+"""
 
 from __future__ import annotations
 
