@@ -16,6 +16,7 @@ import respx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from learner.__main__ import main
 from learner.config.check import run_check
 from shared.config_io import dump_yaml
 from shared.wire import ErrorBody
@@ -101,6 +102,15 @@ def test_a_damaged_file_is_a_plan_or_mistakes(
     code = run_check(str(file))
     out, err = capsys.readouterr()
     assert (code, bool(out), bool(err)) in ((0, True, False), (2, False, True))
+
+
+@pytest.mark.parametrize("option", [["--probe"], ["--world-size", "2"]])
+def test_options_of_check_are_refused_without_it(
+    file: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", write(file, stage2()), *option])
+    assert (ended.value.code, "go with --check" in capsys.readouterr().err) == (2, True)
 
 
 # ---- as a process --------------------------------------------------------------------------------------------------
