@@ -18,7 +18,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-SHUTDOWN_TIMEOUT_S = 10  # below the patience of `deploy.launch`, whose SIGKILL would not reach the ranks
+# Above `training.stop_timeout_s`, so that a checkpoint is written; below the patience of `deploy.launch`, whose SIGKILL
+# would not reach the ranks. The environment's TORCH_ELASTIC_SHUTDOWN_TIMEOUT stands above it.
+SHUTDOWN_TIMEOUT_S = 28
 
 
 def main(argv: Sequence[str] | None = None) -> int:
