@@ -6,7 +6,6 @@ The only module that knows all parts. Called by `__main__`; reads the environmen
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +28,9 @@ from learner.records import Sample
 from learner.rollout.call_log import RolloutCallLog
 from learner.rollout.server import ServerBackend
 from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
+from learner.run_files import log_to_file, point_latest
 from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
+from learner.stopping import Stopped, StopRequest
 from learner.sync import CanaryItem, WeightSync
 from learner.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
@@ -50,16 +51,22 @@ def train(config_path: str, *, environment: Mapping[str, str]) -> int:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
         trainer = build(config, plan, ranks, token=environment.get(TOKEN_VARIABLE), stack=stack)
-        trainer.run()
+        try:
+            with trainer.stop.installed():
+                trainer.run()
+        except Stopped as stopped:
+            trainer.console.note(str(stopped))
+            return stopped.exit_code
     return 0
 
 
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
     """Every part of a run, checked against the servers before the first step. What must be closed goes on `stack`."""
     run_dir = Path(config.training.output_dir)
-    _log_to_file(run_dir, ranks)
+    log_to_file(run_dir, ranks.rank)
     if ranks.is_main:
         write_resolved(config, run_dir)
+        point_latest(run_dir)
     log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main)
     stack.callback(log.close)
     log.write("plan", plan.to_json())
@@ -105,6 +112,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         checkpoints=CheckpointStore(
             root=run_dir, ranks=ranks, save_total_limit=config.training.save_total_limit, config_digest=_digest(config)
         ),
+        stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
         log=log,
         console=console,
     )
@@ -255,14 +263,3 @@ def _not_built(key: str, found: str, wanted: str) -> ConfigError:
 
 def _digest(config: RunConfig) -> str:
     return hashlib.sha256(config.model_dump_json(exclude={"training": {"resume_from_checkpoint"}}).encode()).hexdigest()
-
-
-def _log_to_file(run_dir: Path, ranks: Ranks) -> None:
-    """Infrastructure logs go to a file per rank; the console is for the run itself."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(run_dir / f"learner_rank{ranks.rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger("learner")
-    root.setLevel(logging.INFO)
-    root.addHandler(handler)
-    root.propagate = False

@@ -9,8 +9,8 @@
         manifest.json                               size and SHA-256 of every file above; written last
 
 Invariants: a folder of that name is complete (written elsewhere, synced to disk, renamed); rotation never removes the
-newest; rank 0 writes while the others wait, and its failure reaches them. Resuming from step n gives, bit for bit, the
-run that was never interrupted, on as many ranks.
+newest; rank 0 writes while the others wait, and its failure reaches them (`save_alone` waits for no one). Resuming from
+step n gives, bit for bit, the run that was never interrupted, on as many ranks.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ MANIFEST, STATE, OPTIMIZER, RNG = "manifest.json", "trainer_state.json", "optimi
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"  # a folder being written or removed
 
+Generators = list[dict[str, torch.Tensor]]  # per rank, the state of torch's generators by device
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
@@ -65,17 +67,42 @@ class CheckpointStore:
     save_total_limit: int | None = None
     config_digest: str = ""  # told to the user where a resumed run has another one
 
-    def save(self, policy: Policy, optimizer: Optimizer, state: TrainerState) -> Path:
-        """Write `checkpoint-STEP`, then remove the oldest beyond the limit. Raises CheckpointError on every rank."""
-        generators = self.ranks.all_gather_object(_generator_state(self.ranks))
-        path = self.root / f"checkpoint-{state.global_step}"
-        failure = ""
+    def save(
+        self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
+    ) -> Path:
+        """Write `checkpoint-STEP`, then remove the oldest beyond the limit. Raises CheckpointError on every rank.
+
+        `generators`: as they were when `state` was reached; None: as they are now.
+        """
+        if generators is None:
+            generators = self.generators()
+        return self._finish(state, self.ranks.broadcast_object(self._try(policy, optimizer, state, generators)))
+
+    def save_alone(
+        self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators
+    ) -> Path | None:
+        """`save` when other ranks may be gone: rank 0 writes, nobody waits. None on the others."""
+        failure = self._try(policy, optimizer, state, generators)
+        return self._finish(state, failure) if self.ranks.is_main else None
+
+    def generators(self) -> Generators:
+        """The state of every rank's random generators now. Collective."""
+        return self.ranks.all_gather_object(_generator_state(self.ranks))
+
+    def _try(self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators) -> str:
+        """Write on rank 0; what went wrong, or nothing."""
         if self.ranks.is_main:
             try:
-                self._write(path, policy, optimizer, state, generators)
+                self._write(self._path(state), policy, optimizer, state, generators)
             except (OSError, SafetensorError) as error:
-                failure = f"{type(error).__name__}: {error}"
-        failure = self.ranks.broadcast_object(failure)
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _path(self, state: TrainerState) -> Path:
+        return self.root / f"checkpoint-{state.global_step}"
+
+    def _finish(self, state: TrainerState, failure: str) -> Path:
+        path = self._path(state)
         if failure:
             raise CheckpointError(
                 "the checkpoint can't be written",
@@ -122,7 +149,7 @@ class CheckpointStore:
         policy: Policy,
         optimizer: Optimizer,
         state: TrainerState,
-        generators: list[dict[str, torch.Tensor]],
+        generators: Generators,
     ) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(f"{_UNFINISHED}*"):

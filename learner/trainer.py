@@ -12,10 +12,10 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from learner.checkpoint import CheckpointStore, TrainerState
+from learner.checkpoint import CheckpointStore, Generators, TrainerState
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
 from learner.console import Console
@@ -29,9 +29,19 @@ from learner.records import PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
+from learner.stopping import Stopped, StopRequest
 from learner.sync import WeightSync
 from learner.tasks.task import Task
 from learner.totals import StepTotals
+from shared.errors import CheckpointError, ProjectError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boundary:
+    """The end of a step: with the weights as they are, all that a checkpoint needs, of every rank."""
+
+    state: TrainerState
+    generators: Generators
 
 
 class Trainer:
@@ -55,6 +65,7 @@ class Trainer:
         backend: RolloutBackend | None,
         sync: WeightSync | None,
         checkpoints: CheckpointStore,
+        stop: StopRequest,
         log: MetricsLog,
         console: Console,
     ) -> None:
@@ -64,18 +75,32 @@ class Trainer:
         self.batches, self.samples_by_id = batches, samples_by_id
         self.source, self.rows, self.task = source, rows, task
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
-        self.checkpoints, self.log, self.console = checkpoints, log, console
+        self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
         self.clock = PhaseClock()
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._owed: list[str] = []  # samples whose segments a resume must make again
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
+        self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
 
     def run(self) -> None:
-        """Train to the last step. Raises ProjectError; the newest checkpoint stays resumable."""
+        """Train to the last step. Raises ProjectError, and Stopped where it was asked to; the end of the last whole
+        step is saved then, and can be resumed."""
+        try:
+            self.train()
+        except CheckpointError:
+            raise
+        except (ProjectError, Stopped) as error:
+            agreed = isinstance(error, Stopped) and error.agreed
+            self.save() if agreed else self.rescue()
+            raise
+
+    def train(self) -> None:
+        """The loop."""
         training = self.config.training
         self.restore()
+        self.mark_boundary()
         if training.eval_on_start:
             self.evaluate()
         while self.state.global_step < self.total_steps:
@@ -98,6 +123,7 @@ class Trainer:
         """One accumulation window and one parameter update."""
         totals = StepTotals()
         for micro_step_idx in range(self.plan.gradient_accumulation_steps):
+            self.stop.check()
             batch = self.next_batch()
             self.training_step(batch, micro_step_idx, totals)
             if batch.ends_epoch:
@@ -105,8 +131,10 @@ class Trainer:
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
             self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight)
+            self._boundary = None
             learning_rate, grad_norm = self.optimizer.update(self.state.global_step)
         self.state = self.state.after_step()
+        self.mark_boundary()
         return totals.result(
             global_step=self.state.global_step,
             channel=self.source.channel,
@@ -164,6 +192,7 @@ class Trainer:
         if self._evaluated_at == self.state.global_step:
             return
         assert self.backend is not None
+        self.stop.check()
         self.sync_if_stale()
         step = self.state.global_step
         with self.clock.phase("eval"):
@@ -174,16 +203,35 @@ class Trainer:
         self.log.write("eval", {"metrics": evaluation.metrics, **self.clock.read()}, step=step)
         self.console.evaluation(step, evaluation.metrics)
 
+    def mark_boundary(self) -> None:
+        """Remember where this end of a step stands in the data; what follows may be given up. Collective."""
+        carried = self.ranks.all_gather_object([*self._owed, *self.rows.carried()])
+        cursor = {"batches": self.batches.state(), "carried": carried}
+        self._boundary = Boundary(state=replace(self.state, cursor=cursor), generators=self.checkpoints.generators())
+
     def save(self) -> None:
         """A checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
         if self._saved_at == self.state.global_step:
             return
-        carried = self.ranks.all_gather_object(self.rows.carried())
-        cursor = {"batches": self.batches.state(), "carried": carried}
+        at = self._boundary
+        assert at is not None, "saved in the middle of an update"
         with self.clock.phase("save"):
-            path = self.checkpoints.save(self.policy, self.optimizer, replace(self.state, cursor=cursor))
+            path = self.checkpoints.save(self.policy, self.optimizer, at.state, at.generators)
         self._saved_at = self.state.global_step
         self.console.note(f"saved {path}")
+
+    def rescue(self) -> None:
+        """After an error: save the last whole step without the other ranks, who may be gone. An unfinished one is given
+        up; its samples come again after the resume."""
+        at = self._boundary
+        if at is None or at.state.global_step in (0, self._saved_at):
+            return
+        try:
+            path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
+        except CheckpointError as error:  # the error that stopped the run is the one to tell
+            self.console.note(f"step {at.state.global_step} could not be saved: {error}")
+            return
+        self.console.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")
 
     def restore(self) -> None:
         """Go on from `training.resume_from_checkpoint`, if it is set."""
@@ -194,6 +242,7 @@ class Trainer:
         self.batches.restore(self.state.cursor["batches"])
         carried = [sample_id for part in self.state.cursor["carried"] for sample_id in part]
         self._owed = carried[self.ranks.rank :: self.ranks.world_size]
+        self._saved_at = self.state.global_step
         self.console.note(f"resumed at step {self.state.global_step}; {len(carried)} carried samples come again")
 
     def report(self, result: StepResult, receipt: SyncReceipt | None) -> None:

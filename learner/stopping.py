@@ -1,0 +1,81 @@
+"""Ctrl-C and SIGTERM: stop with a checkpoint, within a deadline.
+
+In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks: the next `check`, which is
+collective, finds on all ranks alike that one was asked. Where no check comes in half the time (a long wait for
+rollouts), `Stopped` breaks into what the main thread is doing. After the whole time the process ends as it is, and so
+it does at a second Ctrl-C. Made and installed by `build`; checked by the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from learner.policy.parallel import Ranks
+
+_STDERR = 2
+
+
+class Stopped(Exception):  # noqa: N818 - a request that was followed, not an error
+    """The run was asked to stop. `agreed`: all ranks raise it at the same place."""
+
+    def __init__(self, signum: int, *, agreed: bool) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.agreed = agreed
+        self.exit_code = 128 + signum  # as shells have it: 130, 143
+
+
+class StopRequest:
+    """`timeout_s`: from the first signal to the end of the process, at most."""
+
+    def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
+        self._ranks, self._timeout_s = ranks, timeout_s
+        self._signum = 0  # 0: not asked
+
+    def check(self) -> None:
+        """Raises Stopped, on every rank, where any of them was asked. Collective."""
+        signum = int(self._ranks.all_reduce_max(self._signum))
+        if signum:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            raise Stopped(signum, agreed=True)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Listen to signals inside this block, in the main thread."""
+        handlers = {signal.SIGINT: self._asked, signal.SIGTERM: self._asked, signal.SIGALRM: self._break_in}
+        previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def _asked(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum:
+            # Launchers repeat SIGTERM to whole groups; only a person presses Ctrl-C twice.
+            if signum == signal.SIGINT:
+                _end(signum, "ended at once; the newest checkpoint is whole")
+            return
+        self._signum = signum
+        _say(f"{signal.Signals(signum).name}: saving and stopping, {self._timeout_s:g} s at most; Ctrl-C ends at once")
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s / 2)
+        last_call = threading.Timer(self._timeout_s, _end, (signum, "not stopped in time (training.stop_timeout_s)"))
+        last_call.daemon = True
+        last_call.start()
+
+    def _break_in(self, signum: int, frame: FrameType | None) -> None:
+        raise Stopped(self._signum, agreed=False)
+
+
+def _say(text: str) -> None:
+    os.write(_STDERR, f"learner: {text}\n".encode())  # a signal handler must not wait for a stream's lock
+
+
+def _end(signum: int, why: str) -> None:
+    _say(why)
+    os._exit(128 + signum)

@@ -1,0 +1,189 @@
+"""Runs that are stopped, killed, or lose their server: real vLLM, HTTP and gloo, one tiny server for all tests.
+
+The last test kills the server, so it stands last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from deploy.demo.model import build
+from learner.checkpoint import verify
+from tests.servers import RunningServer, free_port, running_server
+
+pytestmark = pytest.mark.integration
+
+SERVER_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 90.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """A learner process and its run directory."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+
+    def steps(self) -> list[int]:
+        """The optimizer steps that it has logged."""
+        log = self.run_dir / "metrics.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        events = [json.loads(line) for line in lines]
+        return [event["global_step"] for event in events if event["event"] == "step"]
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while step not in self.steps():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"no step {step}, only {self.steps()}"
+            time.sleep(0.05)
+
+    def end(self, timeout_s: float) -> tuple[int, str]:
+        """Exit code, and all that it printed."""
+        printed, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, printed
+
+    def checkpoints(self) -> list[int]:
+        """Steps with a whole checkpoint."""
+        paths = sorted(self.run_dir.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+        for path in paths:
+            verify(path)
+        return [int(path.name.partition("-")[2]) for path in paths]
+
+
+class Setup:
+    """Model, data and a server, and learners started on them; what still runs is killed by `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model, self.images = folder, folder / "model", folder / "images"
+        self.group_port = free_port()
+        self._started: list[subprocess.Popen[str]] = []
+        build(self.model, "tiny", seed=0)
+        self.images.mkdir()
+        rng = np.random.default_rng(0)
+        rows = []
+        for i in range(4):
+            Image.fromarray(rng.integers(0, 255, (64, 64, 3), np.uint8)).save(self.images / f"{i}.png")
+            rows.append(
+                {
+                    "id": f"s{i}",
+                    "messages": [{"role": "user", "content": "<image>Detect."}],
+                    "images": [f"images/{i}.png"],
+                    "objects": [{"desc": "3", "bbox_2d": [4 * i, 4, 40, 60]}],
+                    "width": 64,
+                    "height": 64,
+                }
+            )
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def learner(self, server: RunningServer, name: str, **training: Any) -> Learner:
+        server_section = {
+            "servers": [{"base_url": server.base_url, "group_port": self.group_port}],
+            "timeout_s": SERVER_TIMEOUT_S,
+        }
+        rollout = {
+            "decode_batch_size": 4,
+            "decoding": {"temperature": 1.0, "max_new_tokens": 8},
+            "vllm": {"mode": "server", "server": server_section},
+        }
+        config = {
+            "model": {"path": str(self.model)},
+            "data": {"train": str(self.folder / "train.jsonl")},
+            "training": {
+                "output_dir": str(self.folder / name),
+                "max_steps": 100_000,
+                "per_device_train_batch_size": 2,
+                "stop_timeout_s": STOP_TIMEOUT_S,
+                **training,
+            },
+            "logging": {"tensorboard": False},
+            "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollout}},
+            "global_max_length": 1024,
+        }
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "learner", "--config", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._started.append(process)
+        return Learner(process=process, run_dir=self.folder / name)
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    made = Setup(tmp_path_factory.mktemp("faults"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server(setup: Setup) -> Iterator[RunningServer]:
+    config = {"model": str(setup.model), "allowed_image_roots": [str(setup.images)]}
+    with running_server(config, setup.folder) as running:
+        yield running
+
+
+def status(server: RunningServer) -> dict[str, Any]:
+    return httpx.get(f"{server.base_url}/status/", trust_env=False).json()
+
+
+def test_ctrl_c_saves_and_a_killed_learner_leaves_a_usable_server(setup: Setup, server: RunningServer) -> None:
+    first = setup.learner(server, "stopped")
+    first.wait_for_step(2)
+    first.process.send_signal(signal.SIGINT)
+    code, printed = first.end(STOP_TIMEOUT_S)
+    assert code == 130, printed
+    assert first.checkpoints() == [first.steps()[-1]]
+    assert "Traceback" not in printed
+    for noise in ("Loading weights", "Writing model shards", "Warning"):
+        assert noise not in printed
+    assert (setup.folder / "latest").resolve() == first.run_dir
+
+    second = setup.learner(server, "stopped", resume_from_checkpoint="latest")
+    resumed_at = first.checkpoints()[-1]
+    second.wait_for_step(resumed_at + 1)
+    second.process.kill()
+    assert second.steps() == list(range(1, len(second.steps()) + 1)), "a step was lost, or came twice"
+
+    third = setup.learner(server, "after_a_kill", max_steps=2)
+    code, printed = third.end(START_TIMEOUT_S)
+    assert code == 0, printed
+    assert third.steps() == [1, 2]
+    assert status(server)["gate"] == "serving"
+
+
+def test_a_killed_server_ends_the_learner_with_a_checkpoint(setup: Setup, server: RunningServer) -> None:
+    learner = setup.learner(server, "server_lost")
+    learner.wait_for_step(2)
+    for pid in server.family():
+        os.kill(pid, signal.SIGKILL)
+    code, printed = learner.end(SERVER_TIMEOUT_S + 25.0)
+    assert code in (1, 2), printed
+    assert "Traceback" not in printed
+    assert server.base_url in printed.splitlines()[-1], printed
+    assert learner.checkpoints() == [learner.steps()[-1]]
