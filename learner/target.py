@@ -23,7 +23,7 @@ kinds of geometry, or of polygons with different numbers of points, has no corre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -35,6 +35,7 @@ from shared.errors import LossError
 
 IGNORED = -100
 _NUM_BINS = 1000
+_CACHED_PLACES = 1 << 16
 
 
 def build_target(
@@ -121,7 +122,7 @@ def _with_tail(
     prefix: tuple[int, ...], tail: SerializedTail, pieces: TokenPieces, eos_token_id: int | None, desc_weight: float
 ) -> Target:
     """Prefix, tail and EOS, with the prefix ignored and the tail supervised."""
-    tail_ids = pieces.tokenizer.encode(tail.text, add_special_tokens=False)
+    tail_ids = pieces.encode_long(tail.text)
     text = pieces.text(tail_ids)
     if text.data != tail.text.encode():
         raise LossError(
@@ -162,21 +163,22 @@ def _coordinate_labels(
     """
     parsed = assignment.parsed
     truth = parsed.rollout.sample.objects
-    single = _single_tokens(task.coordinate_text, pieces.tokenizer)
-    numbers = _NumberLabels(token_ids, task.coordinate_text, pieces)
+    spelling = _spelling_of(task.coordinate_text, pieces.tokenizer)
+    single = spelling.single_tokens
+    numbers = _NumberLabels(token_ids, spelling)
     labels: dict[int, int] = {}
     for index, truth_index, _ in assignment.pairs:
         predicted, wanted = parsed.objects[index], truth[truth_index]
         if predicted.object.kind != wanted.kind or len(predicted.slots) != len(wanted.bins):
             continue
         for slot, value in zip(predicted.slots, wanted.bins, strict=True):
-            start, end = slot.start, slot.end
+            start, end, own, _ = slot
             if not 0 <= start < end < len(token_ids):
                 raise _slot_error(slot, len(token_ids) - 1)
-            if single and end == start + 1 and token_ids[start] == single[slot.bin]:
+            if single and end == start + 1 and token_ids[start] == single[own]:
                 labels[start] = single[value]  # a token of its own: no other number can claim it
             else:
-                labels |= numbers.labels(slot, value)
+                labels.update(numbers.labels(slot, value))
     return labels
 
 
@@ -192,43 +194,55 @@ def _slot_error(slot: CoordSlot, prefix_length: int) -> LossError:
 class _NumberLabels:
     """Labels of one answer's numbers, asked for in the order in which they stand there."""
 
-    def __init__(self, token_ids: Sequence[int], coordinate_text: Callable[[int], str], pieces: TokenPieces) -> None:
+    def __init__(self, token_ids: Sequence[int], spelling: _Spelling) -> None:
         self._ids = token_ids
-        self._coordinate_text = coordinate_text
-        self._pieces = pieces
+        self._spelling = spelling
         self._text: TokenText | None = None
         self._taken = 0  # tokens in front of this one belong to earlier numbers
 
-    def labels(self, slot: CoordSlot, value: int) -> dict[int, int]:
-        """What the tokens of `slot` should have been for the number to be `value`."""
+    def labels(self, slot: CoordSlot, value: int) -> Iterable[tuple[int, int]]:
+        """(position, label): what the tokens of `slot` should have been for the number to be `value`."""
         wanted = self._ids[slot.start : slot.end] if slot.bin == value else self._until_parting(slot, value)
-        labels = {at: label for at, label in enumerate(wanted, start=slot.start) if at >= self._taken}
+        first = max(self._taken, slot.start)
+        labels = zip(range(first, slot.start + len(wanted)), wanted[first - slot.start :], strict=True)
         self._taken = max(self._taken, slot.end, slot.start + len(wanted))
         return labels
 
     def _until_parting(self, slot: CoordSlot, value: int) -> Sequence[int]:
         """The tokens of `value` in the slot's place, up to the first that differs from the answer's own."""
-        self._text = text = self._text or self._pieces.text(self._ids)
-        begin = text.start(slot.start)
-        number = begin + slot.lead
-        behind = number + len(self._coordinate_text(slot.bin))
-        left = text.data[begin:number].decode(errors="ignore")
-        right = text.data[behind : text.ends[slot.end]].decode(errors="ignore")
-        wanted = self._pieces.encode(left + self._coordinate_text(value) + right)
-        own = self._ids[slot.start : slot.end + 1]
-        for i, (token, own_token) in enumerate(zip(wanted, own, strict=False)):
+        self._text = text = self._text or self._spelling.pieces.text(self._ids)
+        start, end, predicted, lead = slot
+        begin = text.start(start)
+        number = begin + lead
+        behind = number + len(self._spelling.texts[predicted])
+        wanted = self._spelling.between(text.data[begin:number], value, text.data[behind : text.ends[end]])
+        for i, (token, own_token) in enumerate(zip(wanted, self._ids[start : end + 1], strict=False)):
             if token != own_token:
                 return wanted[: i + 1]
         raise LossError(
             "a ground-truth number can't be told from the predicted one by its tokens",
-            found=f"{wanted} for {value}, {list(own)} for {slot.bin}",
+            found=f"{wanted} for {value}, {list(self._ids[start : end + 1])} for {predicted}",
             wanted="tokens that part in the number or right after it",
             remedy="use a tokenizer that keeps the characters of numbers",
         )
 
 
+class _Spelling:
+    """How one tokenizer spells the thousand coordinates. Made by `_spelling_of`."""
+
+    def __init__(self, coordinate_text: Callable[[int], str], pieces: TokenPieces) -> None:
+        self.pieces = pieces
+        self.texts = tuple(coordinate_text(value) for value in range(_NUM_BINS))
+        encoded = [pieces.encode(text) for text in self.texts]
+        # Bin -> token id where each coordinate is one token of its own; empty otherwise.
+        self.single_tokens = tuple(ids[0] for ids in encoded) if all(len(ids) == 1 for ids in encoded) else ()
+        self.between = lru_cache(maxsize=_CACHED_PLACES)(self._between)
+
+    def _between(self, left: bytes, value: int, right: bytes) -> tuple[int, ...]:
+        """The tokens of `value` between these bytes; a character that is torn by their ends is left out."""
+        return self.pieces.encode(left.decode(errors="ignore") + self.texts[value] + right.decode(errors="ignore"))
+
+
 @lru_cache(maxsize=8)
-def _single_tokens(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Bin -> token id where each of the 1,000 coordinates is one token of its own; empty otherwise."""
-    encoded = [pieces_of(tokenizer).encode(coordinate_text(value)) for value in range(_NUM_BINS)]
-    return tuple(ids[0] for ids in encoded) if all(len(ids) == 1 for ids in encoded) else ()
+def _spelling_of(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> _Spelling:
+    return _Spelling(coordinate_text, pieces_of(tokenizer))

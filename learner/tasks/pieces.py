@@ -3,12 +3,17 @@
 In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part of a UTF-8
 character, so text is bytes here and becomes `str` only where a description is read. Pieces and short encodings are
 cached per tokenizer; nothing is ever re-tokenized. Used by the detection parser and by the target builder.
+
+Seams. A tokenizer cuts text at its added tokens before anything else, so no token reaches across one, and what lies
+between two is encoded alike wherever it stands. An answer is mostly that: `, `, and the words between two objects.
+`encode_long` asks the tokenizer for each such part once. It gives the ids of the whole text, or else asks for those.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,6 +21,7 @@ from typing import Any, NamedTuple
 from learner.tasks.task import Tokenizer
 
 _CACHED_ENCODINGS = 1 << 16
+_SEAM = re.compile(r"(<\|[^|<>]*\|>)")
 
 
 class TokenText(NamedTuple):
@@ -50,6 +56,7 @@ class TokenPieces(dict[int, bytes]):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
+        self._seams = _seams(self._added)
 
     def __missing__(self, token_id: int) -> bytes:
         piece = self[token_id] = self._piece(token_id)
@@ -59,6 +66,19 @@ class TokenPieces(dict[int, bytes]):
         """The text of `token_ids`, with each token's place in it."""
         pieces = list(map(self.__getitem__, token_ids))
         return TokenText(b"".join(pieces), list(accumulate(map(len, pieces))))
+
+    def encode_long(self, text: str) -> list[int]:
+        """`encode` for texts that will hardly come again, from parts that will."""
+        ids: list[int] = []
+        for part in _SEAM.split(text) if self._seams else (text,):
+            seam = self._seams.get(part)
+            if seam is not None:
+                ids.append(seam)
+            elif _SEAM.fullmatch(part):  # a seam's shape only: nothing is known of how it mixes with its neighbours
+                return self._encode(text)
+            elif part:
+                ids += self.encode(part) if self._seams else self._encode(part)
+        return ids
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -76,6 +96,20 @@ class TokenPieces(dict[int, bytes]):
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
     """The pieces of `tokenizer`; the same object for the same tokenizer, so that its caches are shared."""
     return TokenPieces(tokenizer)
+
+
+def _seams(added: Mapping[int, Any]) -> dict[str, int]:
+    """Added tokens of the form `<|...|>` that are cut out as they stand; none where another could lie across one."""
+    if any(
+        ("<|" in (text := str(token)) and not _SEAM.fullmatch(text)) or text.endswith("<") for token in added.values()
+    ):
+        return {}
+    return {
+        str(token): token_id
+        for token_id, token in added.items()
+        if _SEAM.fullmatch(str(token))
+        and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
+    }
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -8,6 +8,7 @@ parser, the matcher, the evaluation and the dataset loaders.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import shapely
@@ -92,7 +93,7 @@ def _ratio(
 
 def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:
     boxes = [obj.bins if obj.kind == "bbox_2d" else bounding_box(obj) for obj in objects]
-    return np.array(boxes, dtype=np.float64)
+    return np.fromiter(chain.from_iterable(boxes), dtype=np.float64, count=4 * len(boxes)).reshape(-1, 4)
 
 
 def _is_poly(objects: Sequence[DetectionObject]) -> NDArray[np.bool_]:
@@ -104,9 +105,11 @@ def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _box_intersections(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    sides = np.minimum(a[:, None, 2:], b[None, :, 2:]) - np.maximum(a[:, None, :2], b[None, :, :2])
-    np.maximum(sides, 0.0, out=sides)
-    return sides[..., 0] * sides[..., 1]
+    # One axis after the other, on contiguous columns: arrays of pairs of numbers take numpy twice the time.
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.T[:, :, None].copy(), b.T.copy()
+    width = np.minimum(ax2, bx2) - np.maximum(ax1, bx1)
+    height = np.minimum(ay2, by2) - np.maximum(ay1, by1)
+    return np.maximum(width, 0.0) * np.maximum(height, 0.0)
 
 
 def _shapes(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
