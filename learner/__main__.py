@@ -44,7 +44,7 @@ def _train_or_check(arguments: Sequence[str]) -> int:
     if args.check:
         from learner.config.check import run_check
 
-        return run_check(args.config, world_size=args.world_size, probe=args.probe)
+        return run_check(args.config, world_size=args.world_size, probe=args.probe, read_data=True)
     if args.probe or args.world_size is not None:
         parser.error("--probe and --world-size go with --check")
     from learner.build import train

@@ -1,6 +1,7 @@
 """`python -m learner --config F --check`: every mistake at once, or the resolved plan as one JSON object.
 
-No GPU, model, dataset or (without `--probe`) server is touched; torch, vllm and transformers are not imported.
+No GPU, model or (without `--probe`) server is touched; torch, vllm and transformers are not imported. The command line
+has the annotation files read, too.
 """
 
 from __future__ import annotations
@@ -14,32 +15,43 @@ from typing import Any
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
 from shared.config_errors import ConfigErrors, Mistake
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 
 def run_check(
-    path: str, world_size: int | None = None, probe: bool = False, env: Mapping[str, str] = os.environ
+    path: str,
+    world_size: int | None = None,
+    probe: bool = False,
+    env: Mapping[str, str] = os.environ,
+    *,
+    read_data: bool = False,
 ) -> int:
     """Print the plan for `world_size` ranks (default 1) on stdout and return 0; or print one line per mistake on
-    stderr, nothing on stdout, and return 2."""
+    stderr, nothing on stdout, and return 2. With `read_data` the plan has the number of samples of each split."""
     try:
-        report = _report(path, 1 if world_size is None else world_size, probe, env)
-    except ConfigErrors as error:
+        report = _report(path, 1 if world_size is None else world_size, probe, env, read_data)
+    except (ConfigErrors, DataError) as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
     print(json.dumps(report, indent=2))
     return 0
 
 
-def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str]) -> dict[str, Any]:
+def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], read_data: bool) -> dict[str, Any]:
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
-    plan = resolve(load_config(path, world_size=world_size, env=env), world_size)
-    return plan.to_json() | (_probed(plan, env.get(TOKEN_VARIABLE)) if probe else {})
+    config = load_config(path, world_size=world_size, env=env)
+    plan = resolve(config, world_size)
+    samples = {}
+    if read_data:
+        from learner.data.check import count_samples  # here, for it imports numpy
+
+        samples = {"samples": count_samples(config.data)}
+    return plan.to_json() | samples | (_probed(plan, env.get(TOKEN_VARIABLE)) if probe else {})
 
 
 def _probed(plan: Plan, token: str | None) -> dict[str, Any]:

@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from learner.config.schema import DataConfig
 from learner.data.coco import read_coco
 from learner.data.jsonl import read_jsonl
 from learner.data.row import Place
 from learner.records import Sample
-from learner.tasks.task import Task
 from shared.errors import DataError
 
 
-def load_samples(data: DataConfig, path: str, task: Task) -> list[Sample]:
+class Validates(Protocol):
+    """The part of a `Task` that is needed here."""
+
+    def validate(self, sample: Sample) -> None: ...
+
+
+def load_samples(data: DataConfig, path: str, task: Validates) -> list[Sample]:
     """Every sample of the annotation file `path`, in file order; of `data.train` at most `data.max_samples`.
 
     Raises DataError, with file and line, where a record is broken, an id comes twice, or the task can't use a sample.
@@ -56,7 +62,7 @@ def _read(data: DataConfig, file: Path) -> Iterator[tuple[Place, Sample]]:
     return read_jsonl(file, image_root=image_root)
 
 
-def _validate(sample: Sample, task: Task, place: Place) -> None:
+def _validate(sample: Sample, task: Validates, place: Place) -> None:
     try:
         task.validate(sample)
     except DataError as error:

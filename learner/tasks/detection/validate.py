@@ -9,8 +9,11 @@ from learner.tasks.pieces import TokenPieces
 from shared.errors import DataError
 
 
-def validate_sample(sample: Sample, pieces: TokenPieces) -> None:
-    """Raise DataError, naming sample and object, where an object could not be a target."""
+def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
+    """Raise DataError, naming sample and object, where an object could not be a target.
+
+    `pieces` None: all but whether descriptions survive tokenization.
+    """
     for number, obj in enumerate(sample.objects, start=1):
         fault = _geometry_fault(obj) or _desc_fault(obj.desc, pieces)
         if fault:
@@ -42,7 +45,7 @@ def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
     return None
 
 
-def _desc_fault(desc: str, pieces: TokenPieces) -> tuple[str, str, str] | None:
+def _desc_fault(desc: str, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
     remedy = "rewrite the description"
     if not desc.strip():
         return repr(desc), "a description that is not blank", remedy
@@ -52,6 +55,8 @@ def _desc_fault(desc: str, pieces: TokenPieces) -> tuple[str, str, str] | None:
         text = desc.encode()
     except UnicodeEncodeError:
         return repr(desc), "valid Unicode", remedy
+    if pieces is None:
+        return None
     token_ids = pieces.encode(desc)
     if pieces.tokenizer.eos_token_id in token_ids or pieces.text(token_ids).data != text:
         return repr(desc), "text that survives tokenization", f"{remedy} (in Unicode form NFC, without special tokens)"

@@ -117,12 +117,12 @@ def test_options_of_check_are_refused_without_it(
 
 
 def test_check_imports_nothing_heavy(file: Path) -> None:
-    """The whole command line."""
+    """The configuration's part of it; annotations are in `tests/unit/learner/data/test_check.py`."""
     code = (
-        "import sys; from learner.__main__ import main; code = main(['--config', *sys.argv[1:], '--check']);"
+        "import sys; from learner.config.check import run_check; code = run_check(sys.argv[1], world_size=2);"
         f"print(code, sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
     )
-    argv = [sys.executable, "-c", code, write(file, stage2()), "--world-size", "2"]
+    argv = [sys.executable, "-c", code, write(file, stage2())]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stderr == "0 []\n"
     assert json.loads(done.stdout)["world_size"] == 2
@@ -144,7 +144,7 @@ def test_200_keys_are_checked_in_a_moment(file: Path) -> None:
     check = [
         sys.executable,
         "-c",
-        "import sys; from learner.__main__ import main; sys.exit(main(['--config', sys.argv[1], '--check']))",
+        "import sys; from learner.config.check import run_check; sys.exit(run_check(sys.argv[1]))",
         str(file),
     ]
     empty = min(_cpu_seconds([sys.executable, "-c", ""]) for _ in range(3))

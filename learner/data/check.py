@@ -1,0 +1,28 @@
+"""`--check` of the annotations: everything that can be known without a tokenizer, an image file or a model.
+
+In: a configuration. Out: how many samples each file has. What needs the tokenizer (whether a description survives it,
+how long a prompt is) and the images is checked when training starts. Imports neither torch nor transformers. Called by
+`learner/config/check.py` and the doctor.
+"""
+
+from __future__ import annotations
+
+from learner.config.schema import DataConfig
+from learner.data.load import load_samples
+from learner.records import Sample
+from learner.tasks.detection.validate import validate_sample
+
+
+class WithoutTokenizer:
+    """The part of `Task.validate` that needs none."""
+
+    def validate(self, sample: Sample) -> None:
+        validate_sample(sample, None)
+
+
+def count_samples(data: DataConfig) -> dict[str, int]:
+    """Samples by split (`train`, and `val`, `test` where given). Raises DataError with file, line and reason."""
+    files = {"train": data.train, "val": data.val, "test": data.test}
+    return {
+        split: len(load_samples(data, path, WithoutTokenizer())) for split, path in files.items() if path is not None
+    }

@@ -1,0 +1,68 @@
+"""`--check` reads the annotations: file, line and reason, without torch or transformers (R12)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.__main__ import main
+from shared.config_io import dump_yaml
+from tests.unit.learner.config.examples import changed, minimal
+
+ROW = {
+    "id": "a",
+    "messages": [{"role": "user", "content": "<image>Detect."}],
+    "images": ["1.png"],
+    "objects": [{"desc": "cat", "bbox_2d": [10, 50, 20, 90]}],
+    "width": 200,
+    "height": 100,
+}
+
+
+def write(folder: Path, *rows: Any) -> str:
+    (folder / "1.png").touch()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "run.yaml"
+    path.write_text(dump_yaml(changed(minimal(), {"data.train": str(folder / "train.jsonl")})))
+    return str(path)
+
+
+def test_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, ROW, {**ROW, "id": "b"})
+    assert main(["--config", path, "--check"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == {"train": 2}
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({**ROW, "id": "b", "objects": [{"desc": " ", "bbox_2d": [1, 1, 5, 5]}]}, "blank"),
+        ({**ROW, "id": "b", "objects": [{"desc": "cat", "bbox_2d": [9, 9, 1, 1]}]}, "x1 < x2"),
+        ({**ROW, "id": "b", "width": None}, "width"),
+        (ROW, "id"),
+    ],
+)
+def test_a_broken_row_is_told_with_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: Any, reason: str
+) -> None:
+    assert main(["--config", write(tmp_path, ROW, broken), "--check"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "train.jsonl, line 2: " in err
+    assert reason in err
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from learner.__main__ import main; main(['--config', sys.argv[1], '--check']);"
+        "print(sorted({'torch', 'transformers', 'vllm', 'peft'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, write(tmp_path, ROW)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "[]\n"
