@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from deploy.launch import LaunchConfig
 from learner.config.legacy import RETIRED
 from learner.config.rules import RULES
 from learner.config.schema import RunConfig
@@ -67,7 +68,10 @@ def documents() -> dict[str, str]:
 def config_markdown() -> str:
     learner = "".join(_section(RunConfig, "", "Learner: the top level"))
     server = "".join(_section(ServerConfig, "", "Rollout server"))
-    return "\n".join([INTRO, "## Learner\n", learner + _rules(), _retired(), "## Rollout server\n", server])
+    launcher = "".join(_section(LaunchConfig, "", "Launcher"))
+    learner += _rules()
+    parts = [INTRO, "## Learner\n", learner, _retired(), "## Rollout server\n", server, "## Launcher\n", launcher]
+    return "\n".join(parts)
 
 
 def json_schema(model: type[BaseModel], title: str) -> str:

@@ -1,13 +1,13 @@
 """Start rollout servers and the learner together, each on its devices: `python -m deploy.launch --config launch.yaml`.
 
-    servers:                                   # started in order, all must be ready before the learner starts
+    servers:                                   # all must be ready before the learner starts
       - {config: server.yaml, devices: [0, 1, 2]}
     learner: {config: learner.yaml, devices: [3], nproc: 1}
-    log_dir: runs/my_run/logs                  # one file per process
+    log_dir: runs/my_run/logs                  # one file per server; the learner prints here
     ready_timeout_s: 600
 
-`devices` are CUDA device numbers, handed over as CUDA_VISIBLE_DEVICES; leave them out on a machine without GPUs. The
-learner's exit code is this program's. Whatever happens, every started process is gone when it ends.
+Every configuration is checked before anything starts. The learner's exit code is this program's, 128 + n after signal
+n; a server that ends while the learner runs ends the run. Whatever happens, every started process is gone at the end.
 """
 
 from __future__ import annotations
@@ -18,42 +18,51 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Annotated
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from rollout_server.config import load_server_config
+from deploy.torchrun import exit_code
+from learner.config.load import load_config
+from rollout_server.config import TOKEN_VARIABLE, ServerConfig, load_server_config
+from shared.config_errors import ConfigErrors, Mistake
 from shared.config_io import load_yaml, parse
-from shared.errors import ConfigError, DeadlineError, ProjectError, ServerError
+from shared.config_section import Section, key
+from shared.errors import DeadlineError, ProjectError, ServerError
 
 STOP_TIMEOUT_S = 30.0
+POLL_S = 0.2
+Device = Annotated[int, Field(ge=0)]
 
 
-class LaunchSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class ServerLaunch(Section):
+    """One rollout server."""
+
+    config: str = key("the server's configuration file", min_length=1)
+    devices: list[Device] = key("CUDA devices, handed over as CUDA_VISIBLE_DEVICES; empty: what the machine has", [])
 
 
-class ServerLaunch(LaunchSection):
-    config: str
-    devices: list[int] = []
+class LearnerLaunch(Section):
+    """The learner's ranks."""
+
+    config: str = key("the learner's configuration file", min_length=1)
+    devices: list[Device] = key("CUDA devices, handed over as CUDA_VISIBLE_DEVICES; empty: what the machine has", [])
+    nproc: int = key("ranks, one per device", 1, req="R17", ge=1)
 
 
-class LearnerLaunch(LaunchSection):
-    config: str
-    devices: list[int] = []
-    nproc: int = Field(default=1, ge=1)
+class LaunchConfig(Section):
+    """Servers and learner of one run on one machine: `make launch CONFIG=launch.yaml`."""
 
-
-class LaunchConfig(LaunchSection):
-    servers: list[ServerLaunch] = Field(min_length=1)
-    learner: LearnerLaunch
-    log_dir: str
-    ready_timeout_s: float = Field(default=600.0, gt=0)
+    servers: list[ServerLaunch] = key("the rollout servers", req="R17", min_length=1)
+    learner: LearnerLaunch = key("the learner", req="R17")
+    log_dir: str = key("folder of the servers' logs", min_length=1)
+    ready_timeout_s: float = key("how long the servers may take to be ready", 600.0, unit="s", gt=0.0)
 
 
 @dataclass
@@ -64,7 +73,7 @@ class Process:
     popen: subprocess.Popen[bytes]
     log: Path | None = None
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    def stop(self, timeout_s: float) -> None:
         """SIGTERM, then SIGKILL to the whole session's group once the deadline has passed."""
         if self.popen.poll() is None:
             self.popen.terminate()
@@ -84,6 +93,8 @@ class Processes:
     """What this program started, in order; stopped in reverse."""
 
     started: list[Process] = field(default_factory=list)
+    _starting: bool = False
+    _postponed: int | None = None
 
     def start(self, name: str, argv: Sequence[str], *, devices: Sequence[int] = (), log: Path | None = None) -> Process:
         env = dict(os.environ)
@@ -93,35 +104,46 @@ class Processes:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             output = log.open("wb")
-        popen = subprocess.Popen(
-            argv, env=env, stdout=output, stderr=subprocess.STDOUT if output else None, start_new_session=True
-        )
-        if output is not None:
-            output.close()
-        process = Process(name, popen, log)
-        self.started.append(process)
-        return process
+        self._starting = True
+        try:
+            popen = subprocess.Popen(
+                argv, env=env, stdout=output, stderr=subprocess.STDOUT if output else None, start_new_session=True
+            )
+            self.started.append(Process(name, popen, log))
+        finally:
+            self._starting = False
+            if output is not None:
+                output.close()
+        if self._postponed is not None:
+            raise KeyboardInterrupt(self._postponed)
+        return self.started[-1]
+
+    def interrupt(self, signum: int, frame: FrameType | None) -> None:
+        """A signal handler. It lets a start finish, or nobody would know of that process."""
+        if self._starting:
+            self._postponed = signum
+        else:
+            raise KeyboardInterrupt(signum)
 
     def stop_all(self) -> None:
         while self.started:
-            self.started.pop().stop()
+            self.started.pop().stop(STOP_TIMEOUT_S)
 
 
 @contextmanager
 def supervised() -> Iterator[Processes]:
-    """Processes that are all stopped at the end, also when SIGTERM or Ctrl-C ends it."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    """Processes that are all stopped at the end, also when SIGTERM or Ctrl-C ends it (KeyboardInterrupt)."""
     processes = Processes()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(signum, processes.interrupt) for signum in signals]
     try:
         yield processes
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for signum in signals:
+            signal.signal(signum, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
         processes.stop_all()
-        signal.signal(signal.SIGTERM, previous)
+        for signum, handler in zip(signals, previous, strict=True):
+            signal.signal(signum, handler)
 
 
 def start_server(
@@ -129,37 +151,46 @@ def start_server(
 ) -> tuple[Process, str]:
     """Start one rollout server; returns it and its base URL. Ready only once `wait_ready` says so."""
     config = load_server_config(config_path)
-    argv = [sys.executable, "-m", "rollout_server", "--config", config_path]
-    return processes.start("server", argv, devices=devices, log=log), f"http://{config.host}:{config.port}"
+    return processes.start("server", server_argv(config_path), devices=devices, log=log), config.base_url
 
 
-def wait_ready(server: Process, base_url: str, timeout_s: float) -> float:
-    """Seconds until the server answered `/ready/` with 200.
+def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
+    """Seconds until the server answered `/ready/` with 200; the servers `beside` it must stay alive meanwhile.
 
-    Raises ServerError where it ended first (with the end of its log), DeadlineError where the time passed.
+    Raises ServerError where one ended first (with the end of its log), DeadlineError where the time passed.
     """
     started = time.monotonic()
     with httpx.Client(trust_env=False, timeout=5.0) as client:
         while time.monotonic() - started < timeout_s:
-            if server.popen.poll() is not None:
-                raise ServerError(
-                    f"the server at {base_url} ended while starting",
-                    found=f"exit code {server.popen.returncode}; last words: {_last_words(server.log)}",
-                    wanted="a server that answers /ready/",
-                    remedy=f"see {server.log}",
-                )
+            check_alive([server, *beside])
             try:
                 if client.get(f"{base_url}/ready/").status_code == httpx.codes.OK:
                     return time.monotonic() - started
             except httpx.TransportError:
                 pass  # not listening yet
-            time.sleep(0.2)
+            time.sleep(POLL_S)
     raise DeadlineError(
         f"the server at {base_url} was not ready in time",
         found=f"no 200 from /ready/ in {timeout_s:g} s; last words: {_last_words(server.log)}",
         wanted="a ready server",
         remedy=f"see {server.log}, or raise ready_timeout_s",
     )
+
+
+def check_alive(servers: Sequence[Process]) -> None:
+    """Raises ServerError where one has ended, with the end of its log."""
+    for server in servers:
+        if server.popen.poll() is not None:
+            raise ServerError(
+                f"a rollout server ended by itself ({' '.join(map(str, server.popen.args))})",  # type: ignore[arg-type]
+                found=f"exit code {server.popen.returncode}; last words: {_last_words(server.log)}",
+                wanted="a server that serves until the learner is done",
+                remedy=f"see {server.log}",
+            )
+
+
+def server_argv(config_path: str) -> list[str]:
+    return [sys.executable, "-m", "rollout_server", "--config", config_path]
 
 
 def learner_argv(config_path: str, nproc: int) -> list[str]:
@@ -175,51 +206,89 @@ def _last_words(log: Path | None, num_lines: int = 3) -> str:
     return " | ".join(lines[-num_lines:]) or "(empty log)"
 
 
-def check_devices(config: LaunchConfig) -> None:
-    """No device may serve two processes. Raises ConfigError."""
+def load_launch_config(path: str) -> LaunchConfig:
+    """The launcher's file, with every configuration that it names checked too. Raises ConfigErrors."""
+    config = parse(LaunchConfig, load_yaml(path), rules=(claimed_once, rank_devices))
+    load_config(config.learner.config, world_size=config.learner.nproc)
+    has_token = bool(os.environ.get(TOKEN_VARIABLE))
+    servers = [load_server_config(server.config, has_token=has_token) for server in config.servers]
+    if mistakes := list(_server_devices(config, servers)):
+        raise ConfigErrors(f"{path} is wrong", mistakes=mistakes)
+    return config
+
+
+def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
+    """No device is in two processes."""
     owners: dict[int, str] = {}
-    claims: Mapping[str, Sequence[int]] = {
-        **{f"servers[{i}]": s.devices for i, s in enumerate(config.servers)},
-        "learner": config.learner.devices,
-    }
-    for owner, devices in claims.items():
+    claims = {f"servers[{i}].devices": server.devices for i, server in enumerate(config.servers)}
+    for owner, devices in {**claims, "learner.devices": config.learner.devices}.items():
         for device in devices:
             if device in owners:
-                raise ConfigError(
-                    f"{owner}.devices: device {device} is claimed twice",
-                    found=f"{owners[device]} has it too",
-                    wanted="each device in one process",
-                    remedy="give servers and learner different devices",
-                )
-            owners[device] = owner
+                wanted, remedy = f"each device once ({owners[device]} has it too)", "choose another device"
+                yield Mistake(path=owner, found=f"device {device}", wanted=wanted, remedy=remedy)
+            owners.setdefault(device, owner)
+
+
+def rank_devices(config: LaunchConfig) -> Iterator[Mistake]:
+    """Each learner rank has a device of its own, where devices are named."""
+    devices, nproc = config.learner.devices, config.learner.nproc
+    if devices and len(devices) < nproc:
+        wanted, remedy = f"one for each of the {nproc} ranks", "name more devices, or lower learner.nproc"
+        yield Mistake(path="learner.devices", found=f"{len(devices)} device(s)", wanted=wanted, remedy=remedy)
+
+
+def _server_devices(config: LaunchConfig, servers: Sequence[ServerConfig]) -> Iterator[Mistake]:
+    urls: dict[str, int] = {}
+    for i, (entry, server) in enumerate(zip(config.servers, servers, strict=True)):
+        if entry.devices and len(entry.devices) < server.world_size:
+            found, wanted = f"{len(entry.devices)} device(s)", f"{server.world_size}, as {entry.config} asks for"
+            remedy = "name more devices, or lower tensor_parallel_size or data_parallel_size there"
+            yield Mistake(path=f"servers[{i}].devices", found=found, wanted=wanted, remedy=remedy)
+        address = f"{server.host}:{server.port}"
+        if address in urls:
+            wanted, remedy = f"an address of its own (servers[{urls[address]}] has it too)", "change its port"
+            yield Mistake(path=f"servers[{i}].config", found=address, wanted=wanted, remedy=remedy)
+        urls.setdefault(address, i)
 
 
 def launch(config: LaunchConfig) -> int:
-    """Servers, then the learner; returns the learner's exit code."""
-    check_devices(config)
-    log_dir = Path(config.log_dir)
+    """Servers, then the learner; returns the learner's exit code (128 + n where signal n ended it).
+
+    Raises ServerError, DeadlineError, and KeyboardInterrupt with the signal's number.
+    """
+    deadline = time.monotonic() + config.ready_timeout_s
     with supervised() as processes:
-        waiting = []
-        for i, server in enumerate(config.servers):
-            log = log_dir / f"server_{i}.log"
-            process, url = start_server(processes, server.config, log=log, devices=server.devices)
-            print(f"[launch] server {i} at {url}, devices {server.devices or 'cpu'}, log {log}")
-            waiting.append((process, url))
-        for process, url in waiting:
-            print(f"[launch] {url} ready after {wait_ready(process, url, config.ready_timeout_s):.0f} s")
-        print(f"[launch] learner: {config.learner.nproc} rank(s), devices {config.learner.devices or 'cpu'}")
-        argv = learner_argv(config.learner.config, config.learner.nproc)
-        return processes.start("learner", argv, devices=config.learner.devices).popen.wait()
+        servers: list[tuple[Process, str]] = []
+        for i, entry in enumerate(config.servers):
+            log = Path(config.log_dir) / f"server_{i}.log"
+            servers.append(start_server(processes, entry.config, log=log, devices=entry.devices))
+            print(f"[launch] server {i} at {servers[-1][1]}, devices {entry.devices or 'any'}, log {log}", flush=True)
+        alive = [process for process, _ in servers]
+        for process, url in servers:
+            seconds = wait_ready(process, url, max(POLL_S, deadline - time.monotonic()), beside=alive)
+            print(f"[launch] {url} ready after {seconds:.0f} s", flush=True)
+        ranks, devices = config.learner.nproc, config.learner.devices
+        print(f"[launch] learner: {ranks} rank(s), devices {devices or 'any'}", flush=True)
+        learner = processes.start("learner", learner_argv(config.learner.config, ranks), devices=devices)
+        while (code := learner.popen.poll()) is None:
+            check_alive(alive)
+            time.sleep(POLL_S)
+        return exit_code(code)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Start rollout servers and the learner together.")
     parser.add_argument("--config", required=True, help="launch.yaml")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     try:
-        return launch(parse(LaunchConfig, load_yaml(args.config), args.config))
-    except KeyboardInterrupt:
-        return 130
+        return launch(load_launch_config(args.config))
+    except KeyboardInterrupt as stopped:
+        signum = stopped.args[0] if stopped.args else signal.SIGINT
+        print(f"[launch] stopped by {signal.Signals(signum).name}", file=sys.stderr)
+        return exit_code(-signum)
+    except ConfigErrors as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     except ProjectError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

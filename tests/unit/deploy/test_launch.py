@@ -1,0 +1,216 @@
+"""One entry point starts both programs and leaves nothing behind (R17), with small stand-ins for the two."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.launch import load_launch_config
+from shared.config_errors import ConfigErrors, Mistake
+from shared.config_io import write_yaml
+from tests.unit.learner.config.examples import changed, minimal
+
+SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)
+DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A launch that has ended."""
+
+    code: int
+    out: str
+    err: str
+    said: list[tuple[str, int, str]]  # name, process id, devices, of what started
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.said]
+
+
+def files(
+    folder: Path,
+    models: Sequence[str],
+    learner: str = "exits-0",
+    *,
+    server: dict[str, Any] | None = None,
+    launch: dict[str, Any] | None = None,
+) -> Path:
+    """launch.yaml and what it names, for servers and a learner that behave as the words say."""
+    entries = []
+    for i, words in enumerate(models):
+        write_yaml(folder / f"server_{i}.yaml", {"model": words, "port": free_port(), **(server or {})})
+        entries.append({"config": str(folder / f"server_{i}.yaml")})
+    write_yaml(folder / "learner.yaml", changed(minimal(), {"model.path": learner}))
+    path = folder / "launch.yaml"
+    whole = {"servers": entries, "learner": {"config": str(folder / "learner.yaml")}, "log_dir": str(folder / "logs")}
+    write_yaml(path, changed(whole, launch or {}))
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "tests.unit.deploy.fake_launch", "--config", str(path)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(launcher: subprocess.Popen[str], folder: Path) -> Run:
+    """Wait for the end; nothing that was started may live on."""
+    try:
+        out, err = launcher.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        out, err = "", "Traceback of a launcher that hangs"
+    text = "".join(log.read_text() for log in sorted((folder / "logs").glob("*"))) + out
+    said = [(name, int(pid), devices) for name, pid, devices in SAID.findall(text)]
+    left = [(name, pid) for name, pid, _ in said if is_alive(pid)]
+    for _, pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert "Traceback" not in err
+    return Run(launcher.returncode, out, err, said)
+
+
+def is_alive(pid: int) -> bool:
+    """Not gone, and no zombie that waits for a parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def mistakes_of(path: Path) -> tuple[Mistake, ...]:
+    with pytest.raises(ConfigErrors) as error:
+        load_launch_config(str(path))
+    return error.value.mistakes
+
+
+# ---- checked before anything starts --------------------------------------------------------------------------------
+
+
+def test_a_device_is_in_one_process(tmp_path: Path) -> None:
+    path = files(tmp_path, ["fine", "fine"], launch={"learner.devices": [3, 1]})
+    text = path.read_text().replace("server_0.yaml", "server_0.yaml\n  devices: [0, 1]", 1)
+    path.write_text(text.replace("server_1.yaml", "server_1.yaml\n  devices: [2, 2, 0]", 1))
+    told = [(mistake.path, mistake.found, mistake.wanted) for mistake in mistakes_of(path)]
+    assert told == [
+        ("servers[1].devices", "device 2", "each device once (servers[1].devices has it too)"),
+        ("servers[1].devices", "device 0", "each device once (servers[0].devices has it too)"),
+        ("learner.devices", "device 1", "each device once (servers[0].devices has it too)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"learner.nproc": 3, "learner.devices": [0, 1]}, "learner.devices"),
+        ({"learner.nproc": 0}, "learner.nproc"),
+        ({"learner.nproc": "2"}, "learner.nproc"),
+        ({"learner.devices": [-1]}, "learner.devices[0]"),
+        ({"servers": []}, "servers"),
+        ({"ready_timeout_s": 0}, "ready_timeout_s"),
+        ({"logdir": "x"}, "logdir"),
+    ],
+)
+def test_bad_keys(tmp_path: Path, change: dict[str, Any], path: str) -> None:
+    assert [mistake.path for mistake in mistakes_of(files(tmp_path, ["fine"], launch=change))] == [path]
+
+
+def test_a_server_gets_as_many_devices_as_it_asks_for(tmp_path: Path) -> None:
+    path = files(tmp_path, ["fine"], server={"tensor_parallel_size": 2})
+    path.write_text(path.read_text().replace("server_0.yaml", "server_0.yaml\n  devices: [0]", 1))
+    (mistake,) = mistakes_of(path)
+    assert (mistake.path, mistake.found, mistake.wanted[:2]) == ("servers[0].devices", "1 device(s)", "2,")
+
+
+def test_two_servers_need_two_ports(tmp_path: Path) -> None:
+    (mistake,) = mistakes_of(files(tmp_path, ["fine", "fine"], server={"port": 9000}))
+    assert (mistake.path, mistake.found) == ("servers[1].config", "127.0.0.1:9000")
+
+
+def test_r16_the_learner_s_mistakes_do_not_wait_for_servers(tmp_path: Path) -> None:
+    path = files(tmp_path, ["fine"])
+    write_yaml(tmp_path / "learner.yaml", changed(minimal(), {"training.seed": -1, "training.max_steps": "x"}))
+    run = finish(start(path), tmp_path)
+    assert (run.code, run.out, run.said) == (2, "", [])
+    assert [line.split(":")[0] for line in run.err.splitlines()] == ["training.seed", "training.max_steps"]
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+def test_r17_servers_then_learner_each_on_its_devices(tmp_path: Path) -> None:
+    """Under a URL prefix, with a token that `/ready/` does not need, and one log per server."""
+    path = files(tmp_path, ["fine", "fine"], "exits-7", server={"url_prefix": "/a/b"}, launch={"learner.devices": [3]})
+    for i, devices in enumerate(("[0, 2]", "[1]")):
+        name = f"server_{i}.yaml"
+        path.write_text(path.read_text().replace(name, f"{name}\n  devices: {devices}", 1))
+    run = finish(start(path), tmp_path)
+    assert (run.code, run.err) == (7, "")
+    assert [(name, devices) for name, _, devices in run.said] == [("server", "0,2"), ("server", "1"), ("learner", "3")]
+    assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["server_0.log", "server_1.log"]
+    assert run.out.index("ready after") < run.out.index("learner: ") < run.out.index("learner pid")
+
+
+def test_without_devices_the_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    run = finish(start(files(tmp_path, ["fine"])), tmp_path)
+    assert (run.code, [devices for _, _, devices in run.said]) == (0, ["6", "6"])
+
+
+def test_readiness_has_a_deadline(tmp_path: Path) -> None:
+    started = time.monotonic()
+    run = finish(start(files(tmp_path, ["fine", "never"], launch={"ready_timeout_s": 2.0})), tmp_path)
+    assert time.monotonic() - started < 15
+    assert (run.code, run.names()) == (1, ["server", "server"])
+    assert "not ready in time" in run.err
+    assert "server_1.log" in run.err
+    assert "raise ready_timeout_s" in run.err
+
+
+@pytest.mark.parametrize("servers", [["dies"], ["never", "dies"]])
+def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: list[str]) -> None:
+    """At once, also while another server is waited for."""
+    run = finish(start(files(tmp_path, servers, launch={"ready_timeout_s": 25.0})), tmp_path)
+    assert (run.code, "learner" in run.names()) == (1, False)
+    assert "exit code 1" in run.err
+    assert "out of memory, said the fake" in run.err
+
+
+def test_a_server_that_ends_while_the_learner_runs_ends_the_run(tmp_path: Path) -> None:
+    run = finish(start(files(tmp_path, ["leaves"], "waits", launch={"ready_timeout_s": 20.0})), tmp_path)
+    assert (run.code, "exit code 5" in run.err) == (1, True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> None:
+    """Also a server that ignores SIGTERM, and what it started."""
+    launcher = start(files(tmp_path, ["stubborn", "fine"], "waits"))
+    assert launcher.stdout is not None
+    seen = ""
+    while "learner pid" not in seen:
+        line = launcher.stdout.readline()
+        assert line
+        seen += line
+    os.kill(launcher.pid, signum)
+    run = finish(launcher, tmp_path)
+    assert run.code == 128 + signum
+    assert f"stopped by {signum.name}" in run.err
+    assert sorted(run.names()) == ["child", "server", "server"]
+    ((_, learner, _),) = [(name, int(pid), devices) for name, pid, devices in SAID.findall(seen)]
+    assert not is_alive(learner)
+    assert "did not stop within 1 s: killed" in run.err
