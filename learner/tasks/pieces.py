@@ -75,7 +75,7 @@ class TokenPieces(dict[int, bytes]):
             if seam is not None:
                 ids.append(seam)
             elif _SEAM.fullmatch(part):  # a seam's shape only: nothing is known of how it mixes with its neighbours
-                return self._encode(text)
+                return list(self._encode(text))
             elif part:
                 ids += self.encode(part) if self._seams else self._encode(part)
         return ids
@@ -100,9 +100,8 @@ def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
 
 def _seams(added: Mapping[int, Any]) -> dict[str, int]:
     """Added tokens of the form `<|...|>` that are cut out as they stand; none where another could lie across one."""
-    if any(
-        ("<|" in (text := str(token)) and not _SEAM.fullmatch(text)) or text.endswith("<") for token in added.values()
-    ):
+    texts = [str(token) for token in added.values()]
+    if any(text.endswith("<") or ("<|" in text and not _SEAM.fullmatch(text)) for text in texts):
         return {}
     return {
         str(token): token_id

@@ -16,7 +16,7 @@ from learner.tasks.detection.task import DetectionTask
 from learner.tasks.pieces import _BYTE_OF
 
 _CHAR_OF = {byte: char for char, byte in _BYTE_OF.items()}
-COORD = re.compile(rb"<\|coord_(\d{1,3})\|>")
+COORD = re.compile(rb"<\|coord_(0|[1-9]\d{0,2})\|>")
 FIRST_COORD_ID = 1000
 
 

@@ -13,20 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from deploy.demo.model import build_tokenizer
 from learner.tasks.pieces import TokenPieces, _seams
 
-PARTS = st.sampled_from(
-    [
-        "<|coord_0|>",
-        "<|coord_77|>",
-        "<|coord_999|>",
-        "<|coord_1000|>",
-        "<|im_end|>",
-        "<|",
-        "|>",
-        "<",
-        ", ",
-        '": {"desc": "',
-    ]
-) | st.text(max_size=6)
+COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]
+PARTS = st.sampled_from([*COORDS, "<|", "|>", "<", ", ", '": {"desc": "']) | st.text(max_size=6)
 # Qwen's way of cutting words: leading spaces stay with words, digits stand alone.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -36,12 +24,8 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     """The demo's, which cuts nothing; or the same with words cut by a regular expression in front."""
     tokenizer = build_tokenizer()
     if kind == "words":
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(WORDS), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        cut, spell = pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, spell])
     return tokenizer
 
 
