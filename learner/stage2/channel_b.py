@@ -1,0 +1,130 @@
+"""Channel-B within the step: rollouts are made, packed and learned in it, by the weights that it updates (R31, R32).
+
+`BufferedB` waits for all rollouts of the rank's share, then packs. `OverlappedB` learns the rows of one generation call
+while the next call runs. Both take the step's samples from the data's own cursor, and number a step's requests over all
+ranks, so that a sample's seed, and its rollout, are the same either way, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from learner.data import Batches, MicroBatch
+from learner.metrics import PhaseClock
+from learner.pipeline.producer import Work, WorkItem
+from learner.pipeline.protocol import Bounds
+from learner.pipeline.queue import Fence, RolloutPipeline
+from learner.pipeline.stats import CallSpan
+from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
+from learner.rows import RowMaker
+from learner.segments import SegmentSource
+from learner.stage2.driver import step_rows
+
+DEADLINE_KEY = "training.collective_timeout_s"
+CLOSE_S = 10.0
+# A step takes max(rollout, learning) plus what one call brings, so four calls leave at most a quarter of it bare.
+CALLS_PER_STEP = 4
+
+
+class BufferedB:
+    """One generation call for the rank's whole share; learning begins when it is complete."""
+
+    def __init__(self, batches: Batches, source: SegmentSource, row_maker: RowMaker) -> None:
+        self._batches, self._source, self._row_maker = batches, source, row_maker
+        self._ver: int | None = None  # what the servers serve; None before the first sync
+
+    def wants_sync(self, wanted: Channel) -> bool:
+        return wanted == "B"
+
+    @contextmanager
+    def fence(self) -> Iterator[Fence]:
+        """Between steps no call is in flight here."""
+        fence = Fence()
+        yield fence
+        self._ver = fence.ver if fence.ver is not None else self._ver
+
+    def eligible(self) -> int | None:
+        return None
+
+    def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
+        return step_rows(self._batches, self._source, self._row_maker, global_step, clock)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing: the data's cursor says all."""
+
+    def close(self) -> None:
+        """Nothing outlives a step."""
+
+
+class OverlappedB(BufferedB):
+    """`capacity`: how many samples the servers decode at once for this rank; `deadline_s` bounds the wait for a row."""
+
+    def __init__(
+        self, batches: Batches, source: SegmentSource, row_maker: RowMaker, *, capacity: int, deadline_s: float
+    ) -> None:
+        super().__init__(batches, source, row_maker)
+        self._capacity, self._deadline_s = capacity, deadline_s
+        self._spans: list[CallSpan] = []  # of the last step, while it was a Channel-B step
+
+    def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
+        """See `ChannelB`. The time that learning had to wait for rollouts is the clock's phase `wait`."""
+        with clock.phase("data"):
+            batch = next(self._batches)
+        assert self._ver is not None, "Channel-B before the first sync"
+        share = len(batch.samples)
+        pipeline = RolloutPipeline(
+            self._work(batch, global_step),
+            Bounds.in_step(),
+            ver=self._ver,
+            call_size=max(1, min(self._capacity, -(-share // CALLS_PER_STEP))),
+            end=share,
+            deadline_key=DEADLINE_KEY,
+            close_deadline_s=CLOSE_S,
+        )
+        with pipeline:
+            while True:
+                with clock.phase("wait"):
+                    row = pipeline.next_pack(self._deadline_s)
+                if row is None:
+                    break
+                yield row
+            self._spans = pipeline.drain_spans()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Seconds in which a call of the step was under way; most of them are hidden behind learning."""
+        spans, self._spans = self._spans, []
+        return call_metrics(spans)
+
+    def _work(self, batch: MicroBatch, global_step: int) -> Work:
+        """The producer's part: stream position i is the batch's sample i."""
+
+        def load(positions: Sequence[int]) -> tuple[Sequence[Sample], Sequence[EncodedPrompt]]:
+            return [batch.samples[i] for i in positions], [batch.prompts[i] for i in positions]
+
+        def make_segments(item: WorkItem) -> list[Segment]:
+            return self._source.segments(
+                item.samples,
+                item.prompts,
+                global_step=global_step,
+                micro_step_idx=0,
+                first_req_idx=batch.first_req_idx + item.call.positions[0],
+                clock=PhaseClock(),  # the trainer's own belongs to the thread that learns
+            )
+
+        return Work(load=load, make_segments=make_segments, pack=self._row_maker.rows)
+
+
+def call_metrics(spans: Sequence[CallSpan]) -> Mapping[str, float]:
+    """How many generation calls ended, and the seconds that they took."""
+    return {
+        "stage2_ab/calls": float(len(spans)),
+        "stage2_ab/rollout_s": sum(span.ended_s - span.started_s for span in spans),
+    }

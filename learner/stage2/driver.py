@@ -1,0 +1,160 @@
+"""What a step of `stage2_ab_training` runs, and where its rows come from (R26, R27, R31, R35).
+
+In: the step's number. Out: a channel that all ranks share, and this rank's rows of the step, all of them, to be learned
+before one update. The trainer asks, in this order, once per step:
+
+    wants_sync -> [fence around a sync] -> begin -> rows, to the last one -> metrics
+
+Channel-A is ground truth, packed to completion; Channel-B is one of the ways of `channel_b.py` and `ahead.py`.
+
+Invariants: the channel is decided on rank 0, with numbers reduced over ranks, and broadcast; it is fixed until the next
+`begin`. Every segment of a step is in exactly one of its rows; nothing is carried to another step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from learner.data import Batches
+from learner.metrics import PhaseClock
+from learner.pipeline.queue import Fence
+from learner.policy.parallel import Ranks
+from learner.records import Channel, PackedRow
+from learner.rows import RowMaker
+from learner.schedule import ChannelDecision, decide_channel, scheduled_channel
+from learner.segments import SegmentSource
+from shared.errors import CheckpointError
+
+
+class ChannelB(Protocol):
+    """One way to make Channel-B's rows. Everything here is local to the rank: nothing waits for another one."""
+
+    def wants_sync(self, wanted: Channel) -> bool:
+        """Whether the servers should have the present weights before a step for which `wanted` is scheduled."""
+        ...
+
+    def fence(self) -> AbstractContextManager[Fence]:
+        """No call of this rank is in flight inside; to be held around every sync."""
+        ...
+
+    def eligible(self) -> int | None:
+        """Packs ready to be learned; None where rollouts are made within the step. Raises what ended the producer."""
+        ...
+
+    def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
+        """This rank's rows of a Channel-B step, as they become ready. Close it to give a step up."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """What the last step's rollouts took on this rank; averaged over ranks."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """This rank's place in a sample stream of its own, as JSON; empty where the data's cursor says all."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stage2Driver:
+    """Built by `learner.build`, asked by the trainer. `batches` gives one whole step's share at a time."""
+
+    def __init__(
+        self,
+        *,
+        b_ratio: float,
+        gradient_accumulation_steps: int,
+        ranks: Ranks,
+        batches: Batches,
+        channel_a: SegmentSource,
+        row_maker: RowMaker,
+        channel_b: ChannelB,
+    ) -> None:
+        self._b_ratio, self._packs_per_step = b_ratio, gradient_accumulation_steps
+        self._ranks, self._batches = ranks, batches
+        self._channel_a, self._row_maker, self._channel_b = channel_a, row_maker, channel_b
+        self._decision: ChannelDecision | None = None
+        self._global_step = 0  # of the step that began last
+        self._executed_b = 0  # Channel-B steps since the run began, also across resumes
+
+    def wants_sync(self, global_step: int) -> bool:
+        """Whether to sync before this step: equal on all ranks, since it follows from the schedule and what was run."""
+        return self._channel_b.wants_sync(scheduled_channel(global_step, self._b_ratio))
+
+    def fence(self) -> AbstractContextManager[Fence]:
+        return self._channel_b.fence()
+
+    def begin(self, global_step: int) -> ChannelDecision:
+        """Choose the step's channel; on all ranks, which all get rank 0's choice."""
+        eligible = self._channel_b.eligible()
+        fewest = None if eligible is None else -int(self._ranks.all_reduce_max(-eligible))
+        decision = None
+        if self._ranks.is_main:
+            decision = decide_channel(
+                global_step,
+                self._b_ratio,
+                gradient_accumulation_steps=self._packs_per_step,
+                min_eligible_packs=fewest,
+            )
+        self._decision, self._global_step = self._ranks.broadcast_object(decision), global_step
+        self._executed_b += self._decision.channel == "B"
+        return self._decision
+
+    def rows(self, clock: PhaseClock) -> Generator[PackedRow]:
+        """This rank's rows of the step that began; ranks may have different numbers of them."""
+        assert self._decision is not None, "rows() before begin()"
+        if self._decision.channel == "B":
+            return self._channel_b.rows(self._global_step, clock)
+        return step_rows(self._batches, self._channel_a, self._row_maker, self._global_step, clock)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the step that ended; on all ranks. Numbers of the ranks are averaged."""
+        assert self._decision is not None, "metrics() before begin()"
+        parts = self._ranks.all_gather_object(dict(self._channel_b.metrics()))
+        local = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        share = self._executed_b / (self._global_step + 1)
+        return {**self._decision.metrics(), "stage2_ab/executed_b_share": share, **local}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint between steps; on all ranks."""
+        return {"executed_b": self._executed_b, "streams": self._ranks.all_gather_object(self._channel_b.state())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises CheckpointError where the streams belong to another number of ranks."""
+        streams, world_size = state["streams"], self._ranks.world_size
+        if any(streams) and len(streams) != world_size:
+            raise CheckpointError(
+                "the checkpoint's sample streams belong to another number of learner ranks",
+                found=f"{len(streams)} streams for {world_size} rank(s)",
+                wanted="as many ranks as the run that wrote it had (each runs ahead on a stream of its own)",
+                remedy=f"resume with {len(streams)} ranks, or without stage2_ab.async_actor_learner",
+            )
+        self._executed_b = int(state["executed_b"])
+        if any(streams):
+            self._channel_b.restore(streams[self._ranks.rank])
+
+    def close(self) -> None:
+        self._channel_b.close()
+
+
+def step_rows(
+    batches: Batches, source: SegmentSource, row_maker: RowMaker, global_step: int, clock: PhaseClock
+) -> Generator[PackedRow]:
+    """A whole step's share at once: read, made into segments, packed to completion, then learned row by row."""
+    with clock.phase("data"):
+        batch = next(batches)
+    segments = source.segments(
+        batch.samples,
+        batch.prompts,
+        global_step=global_step,
+        micro_step_idx=0,  # requests are numbered over the whole step, so that seeds do not depend on the ranks
+        first_req_idx=batch.first_req_idx,
+        clock=clock,
+    )
+    with clock.phase("pack"):
+        rows = row_maker.rows(segments)
+    yield from rows
