@@ -12,6 +12,7 @@ wait for it. Called by rank 0 of the learner's sync, and by the server's worker 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import errno
@@ -34,6 +35,7 @@ Backend = Literal["gloo", "nccl"]
 # torch's own timeouts know more about what is missing, so ours comes a little later.
 _GRACE_S = 1.0
 _POLL_S = 0.01
+_LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 _PORT_PATIENCE_S = 2.0  # a group that was just left, on the same port, takes a moment to go
 
 
@@ -327,4 +329,18 @@ def _in_background(call: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):
             call()
 
-    threading.Thread(target=target, name="leaving a group", daemon=True).start()
+    thread = threading.Thread(target=target, name="leaving a group", daemon=True)
+    thread.start()
+    _leaving.append(thread)
+    _leaving[:] = [other for other in _leaving if other.is_alive()]
+
+
+_leaving: list[threading.Thread] = []
+
+
+@atexit.register
+def _let_them_leave() -> None:
+    """A thread inside torch or NCCL when the interpreter goes would abort the process (SIGABRT, after a good run)."""
+    deadline = time.monotonic() + _LEAVE_PATIENCE_S
+    for thread in _leaving:
+        thread.join(max(0.0, deadline - time.monotonic()))
