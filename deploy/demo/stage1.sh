@@ -3,7 +3,8 @@
 #   part 1: random weights, 40,000 scenes, each label missing with probability 0.55
 #   part 2: on from there, labels stop after the first three objects of a scene, as a hurried annotator leaves them
 # So the model reads digits well, and stops early: what stage 2 is there to mend. About 20 minutes on one H200. What came
-# out is in deploy/demo/checkpoint, its numbers in deploy/demo/checkpoint/README.md.
+# out is in deploy/demo/checkpoint, its numbers in deploy/demo/checkpoint/README.md: step 1000 of part 2, since by its last
+# step the model knows the training scenes by heart (loss 0.0035).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
@@ -15,4 +16,4 @@ train deploy/demo/stage1.yaml
 "$python" -m learner export --checkpoint runs/stage1/run/checkpoint-3200 --out runs/stage1/part1
 "$python" -m deploy.demo.build_data --out runs/stage1/data_capped --train 40000 --val 0 --test 0 --annotation-cap 3 --seed 1
 train deploy/demo/stage1b.yaml
-"$python" -m learner export --checkpoint runs/stage1/run_capped/checkpoint-3000 --out deploy/demo/checkpoint
+"$python" -m learner export --checkpoint runs/stage1/run_capped/checkpoint-1000 --out deploy/demo/checkpoint
