@@ -30,6 +30,8 @@ from learner.rollout.server import ServerBackend
 from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.run_files import log_to_file, point_latest
 from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
+from learner.stage2.driver import Stage2Driver
+from learner.stage2.wiring import make_driver, step_plan
 from learner.stopping import Stopped, StopRequest
 from learner.sync import CanaryItem, WeightSync
 from learner.target import ground_truth_target
@@ -76,9 +78,10 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     policy.broadcast(ranks)
     task = DetectionTask(config.task, policy.tokenizer)
     data = load_data(config, task)
-    batches = Batches(data.train, config=config, plan=plan, rank=ranks.rank, encoder=policy.encoder)
+    data_plan = step_plan(plan) if config.stage2_ab else plan
+    batches = Batches(data.train, config=config, plan=data_plan, rank=ranks.rank, encoder=policy.encoder)
     stack.callback(batches.close)
-    total_steps = config.training.max_steps or _steps_of_epochs(config, plan, batches)
+    total_steps = config.training.max_steps or _steps_of_epochs(config, data_plan, batches)
 
     console = Console(
         total_steps=total_steps,
@@ -94,6 +97,20 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         sync = _connect_sync(config, ranks, policy, backend, task, data.train)
         stack.callback(sync.close)
     optimizer = Optimizer(policy.trainable, config.training, total_steps=total_steps)
+    source, row_maker = _segment_source(config, backend, task, policy), _row_maker(config)
+    stage2: Stage2Driver | None = None
+    if config.stage2_ab is not None:
+        stage2 = make_driver(
+            config,
+            plan,
+            ranks=ranks,
+            batches=batches,
+            channel_a=_ground_truth(config, task, policy),
+            rollouts=source,
+            row_maker=row_maker,
+            capacity=backend.chunk if backend else 0,
+        )
+        stack.callback(stage2.close)
     return Trainer(
         config=config,
         plan=plan,
@@ -103,8 +120,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         optimizer=optimizer,
         batches=batches,
         samples_by_id={sample.sample_id: sample for sample in data.train},
-        source=_segment_source(config, backend, task, policy),
-        rows=_row_maker(config),
+        source=source,
+        rows=row_maker,
         task=task,
         eval_samples=data.evaluation,
         backend=backend,
@@ -115,6 +132,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
         log=log,
         console=console,
+        stage2=stage2,
     )
 
 
@@ -157,10 +175,16 @@ def load_data(config: RunConfig, task: Task) -> RunData:
 
 
 def needs_rollouts(config: RunConfig) -> bool:
-    """Whether the run talks to servers at all: plain `sft` does only to evaluate."""
+    """Whether the run talks to servers at all: one that only learns ground truth does so only to evaluate."""
     training = config.training
     evaluates = bool(training.eval_on_start or training.eval_on_end or training.eval_steps)
-    return evaluates or config.custom.trainer_variant != "sft"
+    return evaluates or _learns_rollouts(config)
+
+
+def _learns_rollouts(config: RunConfig) -> bool:
+    if config.stage2_ab is not None:
+        return config.stage2_ab.schedule.b_ratio > 0
+    return config.custom.trainer_variant == "rollout_matching_sft"
 
 
 def _connect_backend(
@@ -215,17 +239,21 @@ def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
 
 
 def _segment_source(config: RunConfig, backend: ServerBackend | None, task: Task, policy: Policy) -> SegmentSource:
-    if config.custom.trainer_variant == "sft":
-        return GroundTruthSource(task, policy.tokenizer, desc_weight=config.loss.desc_weight)
+    if not _learns_rollouts(config):
+        return _ground_truth(config, task, policy)
     assert backend is not None
     return RolloutSource(backend, task, policy.tokenizer, desc_weight=config.loss.desc_weight)
+
+
+def _ground_truth(config: RunConfig, task: Task, policy: Policy) -> GroundTruthSource:
+    return GroundTruthSource(task, policy.tokenizer, desc_weight=config.loss.desc_weight)
 
 
 def _row_maker(config: RunConfig) -> RowMaker:
     training = config.training
     if not training.packing:
         return SingleRows(config.global_max_length)
-    if config.custom.trainer_variant == "sft":
+    if config.custom.trainer_variant != "rollout_matching_sft":
         return CompleteRows(config.global_max_length)
     buffer = PackingBuffer(
         capacity=config.global_max_length,
@@ -243,8 +271,8 @@ def _steps_of_epochs(config: RunConfig, plan: Plan, batches: Batches) -> int:
 
 def _require_built(plan: Plan, config: RunConfig) -> None:
     """What the specification has and this version does not: said before anything is loaded."""
-    if plan.trainer_variant == "stage2_ab_training":
-        raise _not_built("custom.trainer_variant", plan.trainer_variant, "sft or rollout_matching_sft")
+    if plan.async_actor_learner:
+        raise _not_built("stage2_ab.async_actor_learner.enabled", "true", "false")
     if not needs_rollouts(config):
         return
     if plan.rollout_backend != "vllm" or plan.vllm_mode != "server":

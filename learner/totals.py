@@ -60,9 +60,11 @@ class StepTotals:
         ver: int,
         seconds: Mapping[str, float],
         capacity: int,
+        extra: Mapping[str, float] | None = None,
     ) -> StepResult:
+        """The step's record; `extra` are metrics besides those that follow from the counts."""
         counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
-        metrics = dict(seconds)
+        metrics = {**seconds, **(extra or {})}
         metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
         metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
         metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})

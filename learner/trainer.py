@@ -11,7 +11,8 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +24,14 @@ from learner.data import Batches, MicroBatch
 from learner.evaluation import evaluate, write_evaluation
 from learner.metrics import MetricsLog, PhaseClock
 from learner.optim import Optimizer
+from learner.pipeline.queue import Fence
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
+from learner.stage2.driver import Stage2Driver
 from learner.stopping import Stopped, StopRequest
 from learner.sync import WeightSync
 from learner.tasks.task import Task
@@ -68,6 +71,7 @@ class Trainer:
         stop: StopRequest,
         log: MetricsLog,
         console: Console,
+        stage2: Stage2Driver | None = None,
     ) -> None:
         self.config, self.plan, self.total_steps, self.ranks = config, plan, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
@@ -75,6 +79,7 @@ class Trainer:
         self.batches, self.samples_by_id = batches, samples_by_id
         self.source, self.rows, self.task = source, rows, task
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
+        self.stage2 = stage2  # `stage2_ab_training`: chooses each step's channel and makes its rows
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
         self.clock = PhaseClock()
         self.state = TrainerState()
@@ -104,7 +109,7 @@ class Trainer:
         if training.eval_on_start:
             self.evaluate()
         while self.state.global_step < self.total_steps:
-            receipt = self.sync_if_stale() if self.source.needs_rollouts else None
+            receipt = self.sync_if_stale() if self.needs_sync() else None
             result = self.step()
             self.report(result, receipt)
             if training.eval_steps and result.global_step % training.eval_steps == 0:
@@ -121,13 +126,15 @@ class Trainer:
 
     def step(self) -> StepResult:
         """One accumulation window and one parameter update."""
-        totals = StepTotals()
-        for micro_step_idx in range(self.plan.gradient_accumulation_steps):
+        totals, channel = StepTotals(), self.source.channel
+        metrics: Mapping[str, float] = {}
+        if self.stage2 is not None:
             self.stop.check()
-            batch = self.next_batch()
-            self.training_step(batch, micro_step_idx, totals)
-            if batch.ends_epoch:
-                break  # the last window of an epoch may be shorter
+            channel = self.stage2.begin(self.state.global_step).channel
+            self.learn_to_completion(self.stage2.rows(self.clock), totals)
+            metrics = self.stage2.metrics()
+        else:
+            self.accumulate(totals)
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
             self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight)
@@ -137,13 +144,35 @@ class Trainer:
         self.mark_boundary()
         return totals.result(
             global_step=self.state.global_step,
-            channel=self.source.channel,
+            channel=channel,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             ver=self.sync.ver if self.sync else 0,
             seconds=self.clock.read(),
             capacity=self.config.global_max_length,
+            extra=metrics,
         )
+
+    def accumulate(self, totals: StepTotals) -> None:
+        """The micro-steps of one accumulation window."""
+        for micro_step_idx in range(self.plan.gradient_accumulation_steps):
+            self.stop.check()
+            batch = self.next_batch()
+            self.training_step(batch, micro_step_idx, totals)
+            if batch.ends_epoch:
+                break  # the last window of an epoch may be shorter
+
+    def learn_to_completion(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
+        """Learn a step's rows as they come, then empty ones until every rank has run as many passes (D5)."""
+        num_rows = 0
+        with closing(rows):  # an error here must end the rollouts under way too
+            for row in rows:
+                with self.clock.phase("learn"):
+                    totals.add(row, self.policy.backward(row))
+                num_rows += 1
+        with self.clock.phase("learn"):
+            for row in self._empty_rows(num_rows):
+                totals.add(row, self.policy.backward(row))
 
     def training_step(self, batch: MicroBatch, micro_step_idx: int, totals: StepTotals) -> None:
         """One micro-step: one micro-batch in, gradients accumulated, no update."""
@@ -171,18 +200,28 @@ class Trainer:
         return batch
 
     def _same_number_on_every_rank(self, rows: list[PackedRow]) -> list[PackedRow]:
-        wanted = int(self.ranks.all_reduce_max(len(rows)))
-        empty = PackedRow(segments=(), capacity=self.config.global_max_length)
-        return rows + [empty] * (wanted - len(rows))
+        return rows + self._empty_rows(len(rows))
+
+    def _empty_rows(self, num_rows: int) -> list[PackedRow]:
+        """Zero-weight rows: those that this rank's `num_rows` are short of the rank that has most."""
+        wanted = int(self.ranks.all_reduce_max(num_rows))
+        return [PackedRow(segments=(), capacity=self.config.global_max_length)] * (wanted - num_rows)
 
     # ---- between steps ---------------------------------------------------------------------------------------------
+
+    def needs_sync(self) -> bool:
+        """Whether the coming step's rollouts need the servers at the present weights."""
+        if self.stage2 is not None:
+            return self.stage2.wants_sync(self.state.global_step)
+        return self.source.needs_rollouts
 
     def sync_if_stale(self) -> SyncReceipt | None:
         """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
         if self.sync is None or self._synced_at == self.state.global_step:
             return None
-        with self.clock.phase("sync"):
+        with self.clock.phase("sync"), self.stage2.fence() if self.stage2 else nullcontext(Fence()) as fence:
             receipt = self.sync.sync()
+            fence.synced(receipt.ver)
         self._synced_at = self.state.global_step
         self.log.write("sync", receipt, step=self.state.global_step)
         return receipt
@@ -207,6 +246,8 @@ class Trainer:
         """Remember where this end of a step stands in the data; what follows may be given up. Collective."""
         carried = self.ranks.all_gather_object([*self._owed, *self.rows.carried()])
         cursor = {"batches": self.batches.state(), "carried": carried}
+        if self.stage2 is not None:
+            cursor["stage2"] = self.stage2.state()
         self._boundary = Boundary(state=replace(self.state, cursor=cursor), generators=self.checkpoints.generators())
 
     def save(self) -> None:
@@ -240,6 +281,8 @@ class Trainer:
             return
         self.state = self.checkpoints.load(where, self.policy, self.optimizer)
         self.batches.restore(self.state.cursor["batches"])
+        if self.stage2 is not None and "stage2" in self.state.cursor:
+            self.stage2.restore(self.state.cursor["stage2"])
         carried = [sample_id for part in self.state.cursor["carried"] for sample_id in part]
         self._owed = carried[self.ranks.rank :: self.ranks.world_size]
         self._saved_at = self.state.global_step
