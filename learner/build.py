@@ -34,10 +34,12 @@ from learner.stage2.driver import Stage2Driver
 from learner.stage2.wiring import make_driver, step_plan
 from learner.stopping import Stopped, StopRequest
 from learner.sync import CanaryItem, WeightSync
+from learner.sync.handshake import check_servers
 from learner.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer
+from shared.architecture import signature
 from shared.errors import ConfigError
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -211,6 +213,7 @@ def _connect_sync(
 ) -> WeightSync:
     num_canaries = config.rollout_matching.vllm.sync.canary_samples
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
+    check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
 
     def learner_logprobs(item: CanaryItem) -> list[float]:
         return policy.logprobs(item.prompt, item.response_token_ids)

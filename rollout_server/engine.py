@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.rendering import Prompt, Renderer
+from shared.architecture import signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest
 
@@ -46,6 +47,7 @@ class Engine(Protocol):
 
     model: str
     dtype: str
+    architecture: dict[str, str]
     vocab_size: int
     max_model_len: int
 
@@ -69,6 +71,7 @@ class VllmEngine:
         self._llm: Any = AsyncLLM.from_engine_args(_engine_args(self._path, config))
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
+        self.architecture = signature(model_config.hf_config.to_dict())
         self.vocab_size = int(model_config.get_vocab_size())
         self.max_model_len = int(model_config.max_model_len)
         self._stop_ids = self._stop_token_ids(model_config)

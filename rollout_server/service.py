@@ -108,6 +108,7 @@ class RolloutService:
             server_id=self.server_id,
             model=self.engine.model,
             dtype=self.engine.dtype,
+            architecture=self.engine.architecture,
             vocab_size=self.engine.vocab_size,
             max_model_len=self.engine.max_model_len,
             gate=self.gate.state,

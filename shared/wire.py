@@ -208,6 +208,7 @@ class ServerStatus(WireModel):
     server_id: str
     model: str
     dtype: str = ""  # of the served weights, as in `TensorSpec`; "": not told, and weights travel as they are trained
+    architecture: dict[str, str] = {}  # sizes of the model, see `architecture.py`; {}: not told
     vocab_size: int
     max_model_len: int
     gate: Literal["serving", "draining", "updating", "poisoned"]
