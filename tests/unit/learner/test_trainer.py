@@ -1,0 +1,302 @@
+"""The loop, with the real tiny policy and everything else real but the servers: who is trained when, on what."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.data.sampler import DistributedSampler
+from learner.policy.parallel import Ranks
+from learner.records import Rollout
+from shared.errors import PromptMismatchError
+from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer
+
+CARRY = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "global_max_length": 192}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """The models are tiny: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def events_of(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["event"] == event]
+
+
+def all_learned(seen: list[Seen]) -> Counter[str]:
+    return Counter(sample_id for one in seen for sample_id in one.learned)
+
+
+def everyone(count: int, times: int = 1) -> Counter[str]:
+    return Counter({f"s{i}": times for i in range(count)})
+
+
+def carried_at_end(folder: Path) -> list[str]:
+    return [sample_id for note in events_of(folder, "note") for sample_id in note["carried_and_not_learned"]]
+
+
+# ---- every sample once (R12) ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
+def test_every_sample_is_learned_once_per_epoch(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, variant: str
+) -> None:
+    """R12: 7 samples do not divide by the batch, and the second epoch is another order."""
+    settings = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "packing": False}
+    config = make_config(tiny_text, tmp_path, variant=variant, num_samples=7, **settings)
+    seen = run(config, monkeypatch, world_size)
+    assert all_learned(seen) == everyone(7, times=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_carried_is_learned_later_or_told(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """R12, D6: rows are too short for a micro-step's segments, so some wait; none is lost, none is learned twice."""
+    config = make_config(
+        tiny_text, tmp_path, variant="rollout_matching_sft", num_samples=24, num_train_epochs=1, **CARRY
+    )
+    seen = run(config, monkeypatch, world_size)
+    left = carried_at_end(tmp_path)
+    assert left, "nothing was carried: the test shows nothing"
+    assert all_learned(seen) + Counter(left) == everyone(24)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
+def test_carried_segments_survive_a_resume(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    """R12: what waits in the buffer when a checkpoint is written comes again, also on another number of ranks."""
+
+    def config(world_size: int, **changes: Any) -> Any:
+        settings = CARRY | {"per_device_train_batch_size": 6 // world_size, "global_max_length": 384 // world_size}
+        return make_config(tiny_text, tmp_path, variant="rollout_matching_sft", num_samples=24, **(settings | changes))
+
+    first = run(config(before, max_steps=1, save_on_end=True), monkeypatch, before)
+    waiting = carried_at_end(tmp_path)
+    assert waiting
+    second = run(config(after, max_steps=2, resume_from_checkpoint="latest"), monkeypatch, after)
+    left = carried_at_end(tmp_path)[len(waiting) :]
+    assert all_learned(first) + all_learned(second) + Counter(left) == everyone(24)
+
+
+def test_a_save_before_the_first_resumed_step_keeps_what_was_carried(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R12: a resumed run that has nothing left to do writes its checkpoint again; nobody gets lost in that."""
+    settings = {**CARRY, "global_max_length": 128, "max_steps": 1, "save_on_end": True, "num_samples": 24}
+    run(make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings), monkeypatch)
+    stored = tmp_path / "run" / "checkpoint-1" / "trainer_state.json"
+    before = json.loads(stored.read_text())["cursor"]
+    settings["resume_from_checkpoint"] = "latest"
+    run(make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings), monkeypatch)
+    assert before["carried"][0]
+    assert json.loads(stored.read_text())["cursor"] == before
+
+
+@pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
+def test_a_resumed_run_ends_with_the_uninterrupted_run_s_weights(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Bit for bit: order of the data, seeds, moments and schedule all go on."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 5, "packing": False, "lr_scheduler_type": "constant"}
+    whole = run(make_config(tiny_text, tmp_path, variant=variant, num_samples=7, **settings), monkeypatch)[0]
+    (tmp_path / "again").mkdir()
+    settings["save_on_end"] = True
+
+    def part(**changes: Any) -> Seen:
+        folder = tmp_path / "again"
+        config = make_config(tiny_text, folder, variant=variant, num_samples=7, **(settings | changes))
+        return run(config, monkeypatch)[0]
+
+    first, second = part(max_steps=3), part(resume_from_checkpoint="latest")
+    assert first.learned + second.learned == whole.learned
+    assert first.calls + second.calls == whole.calls
+    for name, tensor in whole.weights.items():
+        assert torch.equal(second.weights[name], tensor), name
+
+
+# ---- what rollouts are made of (R10, R11, R03) ---------------------------------------------------------------------
+
+
+def test_rollouts_only_after_the_sync_of_the_present_weights(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R10: one sync before each step's rollouts and one before the last evaluation, none twice for the same weights.
+    (The fake backend compares weights at every call, too.)"""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 2}
+    settings |= {"eval_on_start": True, "eval_on_end": True}
+    seen = run(make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings), monkeypatch)[0]
+
+    def name(event: Any) -> str:
+        if isinstance(event, Generate):
+            return f"{'eval' if event.greedy else 'rollout'}@{event.global_step}"
+        return event if event == "sync" else "row"
+
+    assert [name(event) for event in seen.events] == [
+        *("sync", "eval@0"),
+        *("rollout@0", "row", "rollout@0", "row"),
+        *("sync", "rollout@1", "row", "rollout@1", "row"),
+        *("sync", "eval@2"),
+    ]
+    assert [line["ver"] for line in events_of(tmp_path, "sync")] == [1, 2, 3]
+    assert [line["ver"] for line in events_of(tmp_path, "step")] == [1, 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_seeds_follow_from_the_place_in_the_data(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """R11: step, micro-step and place over all ranks are those of the data's order, whatever the number of ranks."""
+    settings = {"per_device_train_batch_size": 4 // world_size, "gradient_accumulation_steps": 2, "max_steps": 3}
+    config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", num_samples=10, **settings)
+    seen = run(config, monkeypatch, world_size)
+    found = {
+        (call.global_step, call.micro_step_idx, call.first_req_idx + i): sample_id
+        for one in seen
+        for call in one.calls
+        for i, sample_id in enumerate(call.sample_ids)
+    }
+    sampler = DistributedSampler(10, num_ranks=1, rank=0, samples_per_rank=4, seed=config.training.seed)
+    # Three micro-batches (4, 4, 2) an epoch: step 1 is the epoch's short window, step 2 begins the next one.
+    windows = [(0, 0, 0), (0, 1, 1), (1, 0, 2), (2, 0, 3), (2, 1, 4)]
+    assert found == {
+        (step, micro_step, i): f"s{index}"
+        for step, micro_step, position in windows
+        for i, index in enumerate(sampler.share(position).indices)
+    }
+
+
+def test_a_backend_with_other_prompt_ids_stops_the_run(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R03: the first difference is named, and nothing is learned."""
+    honest = FakeBackend.generate
+
+    def other_prompt(self: FakeBackend, *args: Any, **kwargs: Any) -> list[Rollout]:
+        first, *rest = honest(self, *args, **kwargs)
+        ids = first.prompt_token_ids
+        return [replace(first, prompt_token_ids=(*ids[:5], ids[5] + 1, *ids[6:])), *rest]
+
+    monkeypatch.setattr(FakeBackend, "generate", other_prompt)
+    seen = Seen()
+    config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", max_steps=1)
+    with (
+        trainer(config, Ranks(), monkeypatch, seen) as made,
+        pytest.raises(PromptMismatchError, match="from token 5 on"),
+    ):
+        made.run()
+    assert seen.rows == []
+
+
+# ---- rows and passes (D5, D6) --------------------------------------------------------------------------------------
+
+
+def test_rollout_matching_learns_one_packed_row_per_micro_step(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D6."""
+    settings = {**CARRY, "num_train_epochs": 1, "num_samples": 24}
+    seen = run(make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings), monkeypatch)[0]
+    assert len(seen.rows) == len(seen.calls) == 8
+    assert max(map(len, seen.rows)) > 1
+    assert [line["num_rows"] for line in events_of(tmp_path, "step")] == [2, 2, 2, 2]
+
+
+def test_ranks_run_the_same_number_of_passes(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D5: in the epoch's last micro-batch rank 0 has one sample and rank 1 two; rank 0 runs a zero-weight pass too."""
+    settings = {"per_device_train_batch_size": 3, "num_train_epochs": 1, "packing": False}
+    seen = run(make_config(tiny_text, tmp_path, num_samples=9, **settings), monkeypatch, 2)
+    assert [len(one.rows) for one in seen] == [5, 5]
+    assert [one.rows.count(()) for one in seen] == [1, 0]
+    assert all_learned(seen) == everyone(9)
+    for name, tensor in seen[0].weights.items():
+        assert torch.equal(seen[1].weights[name], tensor), f"ranks differ in {name}"
+
+
+def test_an_epoch_s_last_window_is_shorter(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No window reaches over an epoch's end, so no sample waits for the next epoch's and none is repeated."""
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 2}
+    run(make_config(tiny_text, tmp_path, num_samples=5, **settings), monkeypatch)
+    assert [line["num_segments"] for line in events_of(tmp_path, "step")] == [2, 2, 1, 2, 2, 1]
+
+
+# ---- the gradient --------------------------------------------------------------------------------------------------
+
+WHOLE = {"per_device_train_batch_size": 8, "packing": False}
+CUTS = {
+    "packed": (1, {"per_device_train_batch_size": 8}),
+    "accumulated": (1, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}),
+    "packed-accumulated": (1, {"per_device_train_batch_size": 2, "effective_batch_size": 8}),
+    "ranks": (2, {"per_device_train_batch_size": 2, "effective_batch_size": 8, "packing": False}),
+    "packed-ranks": (2, {"per_device_train_batch_size": 4}),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_step_s_gradient_does_not_depend_on_how_it_is_cut(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """R24, D5: the weighted mean over all supervised tokens of the step, in however many micro-steps, rows, ranks."""
+    world_size, settings = CUTS[cut]
+    reference = run(make_config(tiny_text, tmp_path, max_steps=1, **WHOLE), monkeypatch)[0]
+    other = run(make_config(tiny_text, tmp_path, max_steps=1, **settings), monkeypatch, world_size)[0]
+    losses = [line["loss"] for line in events_of(tmp_path, "step")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert [len(reference.gradients), len(other.gradients)] == [1, 1]
+    for name, gradient in reference.gradients[0].items():
+        torch.testing.assert_close(other.gradients[0][name], gradient, atol=1e-6, rtol=1e-3)
+
+
+# ---- evaluation and checkpoints ------------------------------------------------------------------------------------
+
+
+def test_a_step_is_evaluated_once(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, every two steps, and at the end, which is one of these; `sft` asks servers for nothing else."""
+    settings = {"per_device_train_batch_size": 4, "max_steps": 4, "eval_steps": 2}
+    settings |= {"eval_on_start": True, "eval_on_end": True, "eval_samples": 4}
+    seen = run(make_config(tiny_text, tmp_path, **settings), monkeypatch, 2)
+    assert [line["global_step"] for line in events_of(tmp_path, "eval")] == [0, 2, 4]
+    assert [(call.global_step, call.sample_ids) for call in seen[0].calls] == [(s, ("t0", "t1")) for s in (0, 2, 4)]
+    assert [call.first_req_idx for call in seen[1].calls] == [2, 2, 2]
+    assert all(call.greedy for one in seen for call in one.calls)
+    assert seen[0].events.count("sync") == 3
+    files = sorted((tmp_path / "run" / "eval").iterdir())
+    assert [file.name for file in files] == [f"step_{step:06d}.jsonl" for step in (0, 2, 4)]
+    assert [json.loads(line)["id"] for line in files[0].read_text().splitlines()] == ["t0", "t1", "t2", "t3"]
+
+
+def test_a_step_is_saved_once(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"per_device_train_batch_size": 4, "max_steps": 3, "save_steps": 2, "save_on_end": True}
+    with trainer(make_config(tiny_text, tmp_path, **settings), Ranks(), monkeypatch, Seen()) as made:
+        saved: list[int] = []
+        save = made.checkpoints.save
+        store = replace(made.checkpoints)
+        object.__setattr__(store, "save", lambda *args: (saved.append(args[2].global_step), save(*args))[1])
+        made.checkpoints = store
+        made.run()
+        made.save()
+    assert saved == [2, 3]
+
+
+def test_a_vision_model_goes_through_the_same_loop(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor's path: prompts by the VLM's template, loss falls on four scenes learned again and again."""
+    settings = {"per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 3e-3}
+    run(make_config(tiny_vlm, tmp_path, num_samples=4, lr_scheduler_type="constant", **settings), monkeypatch)
+    losses = [line["loss"] for line in events_of(tmp_path, "step")]
+    assert losses[-1] < 0.8 * losses[0]
