@@ -1,0 +1,178 @@
+"""Who may import what, read from the source of every module (AST, nothing is imported), and the size of files.
+
+`rollout_server` and `learner` never import each other; `shared`, what both agree on, imports neither.
+vLLM's API moves fast and lives in the few files listed here; the pure stages of the straight line can be read, tested
+and run without torch, HTTP or vLLM.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ("shared", "rollout_server", "learner", "deploy")
+MAX_LINES = 400
+
+VLLM_FILES = {
+    "rollout_server/engine.py",  # the engine's API
+    "rollout_server/idle.py",  # how a worker waits
+    "rollout_server/loading.py",  # loading weights into the served model
+    "rollout_server/service.py",  # its version, for /status/
+    "learner/rollout/colocate.py",  # the engine inside the learner's job
+    "shared/communicator.py",  # PyNCCL
+}
+SHARED_TORCH_FILES = {"shared/weights.py", "shared/communicator.py"}
+HEAVY = {"torch", "vllm", "httpx", "transformers"}
+PURE = (
+    "learner.tasks.detection.parse",
+    "learner.tasks.detection.match",
+    "learner.target",
+    "learner.packing",
+    "learner.rollout.distribution",
+    "learner.schedule",
+    "learner.pipeline.protocol",
+    "rollout_server.gate",
+    "shared.seeds",
+    "shared.operation",
+    "shared.wire",
+    "shared.errors",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. `lazy`: inside a function; `typing`: below `if TYPE_CHECKING`, never executed."""
+
+    module: str
+    lazy: bool = False
+    typing: bool = False
+
+    @property
+    def top(self) -> str:
+        return self.module.split(".")[0]
+
+
+def modules(*packages: str) -> list[str]:
+    return [str(path.relative_to(ROOT)) for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def path_of(module: str) -> Path | None:
+    """The file of one of this project's modules."""
+    base = ROOT / module.replace(".", "/")
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    return tuple(_imports(ast.parse(path.read_text(encoding="utf-8")), Import("")))
+
+
+def _imports(node: ast.AST, where: Import) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        names: list[str] = []
+        if isinstance(child, ast.Import):
+            names = [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative imports hide who imports whom"
+            assert child.module is not None
+            submodules = [f"{child.module}.{alias.name}" for alias in child.names]
+            names = [child.module, *(name for name in submodules if path_of(name))]
+        yield from (Import(name, where.lazy, where.typing) for name in names)
+        inside = where
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside = Import("", True, where.typing)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            inside = Import("", where.lazy, True)
+        yield from _imports(child, inside)
+
+
+def importers(name: str, *packages: str) -> set[str]:
+    """Files that import the package `name`, in whatever way."""
+    return {path for path in modules(*packages) if any(found.top == name for found in imports(ROOT / path))}
+
+
+def loaded_with(module: str) -> set[str]:
+    """Everything that importing `module` imports in turn: this project's modules, and the packages of others."""
+    found: set[str] = set()
+    todo = [module]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        parents = [name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)]
+        for path in filter(None, map(path_of, [name, *parents])):
+            todo += [i.module if i.top in PROGRAMS else i.top for i in imports(path) if not i.lazy and not i.typing]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("package", "others"),
+    [
+        ("rollout_server", ("learner", "deploy", "tests")),
+        ("learner", ("rollout_server", "deploy", "tests")),
+        ("shared", ("rollout_server", "learner", "deploy", "tests")),
+        ("deploy", ("tests",)),
+    ],
+)
+def test_the_programs_do_not_know_each_other(package: str, others: tuple[str, ...]) -> None:
+    assert modules(package)
+    for other in others:
+        assert importers(other, package) == set()
+
+
+def test_vllm_is_imported_in_few_files_and_late() -> None:
+    """Late: a process that does not generate never loads it, and settings reach its environment first."""
+    assert importers("vllm", *PROGRAMS) <= VLLM_FILES
+    early = {path for path in VLLM_FILES if (ROOT / path).is_file() and _early(ROOT / path, "vllm")}
+    assert early <= {"learner/rollout/colocate.py"}
+
+
+def _early(path: Path, package: str) -> bool:
+    return any(found.top == package and not found.lazy and not found.typing for found in imports(path))
+
+
+def test_torch_in_shared_is_for_weights() -> None:
+    assert importers("torch", "shared") == SHARED_TORCH_FILES
+    for other in ("transformers", "httpx", "fastapi", "peft"):
+        assert importers(other, "shared") == set()
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_modules_load_nothing_heavy(module: str) -> None:
+    """Neither themselves nor by what they import."""
+    path = path_of(module)
+    assert path is not None
+    assert loaded_with(module) & HEAVY == set()
+    assert {found.top for found in imports(path) if not found.typing} & HEAVY == set()  # not late either
+
+
+@pytest.mark.parametrize("module", ["learner.config.load", "learner.__main__", "rollout_server.__main__"])
+def test_what_check_loads_is_light(module: str) -> None:
+    assert loaded_with(module) & (HEAVY | {"numpy", "scipy", "peft", "fastapi", "uvicorn"}) == set()
+
+
+@pytest.mark.parametrize("path", modules(*PROGRAMS, "tests"))
+def test_every_module_says_what_it_is_in_few_lines(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_LINES
+    assert not text.strip() or ast.get_docstring(ast.parse(text)), "a module starts with a docstring"
+
+
+def test_the_reader_of_imports_sees_all_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import a.b, c\nfrom shared import wire\nif TYPE_CHECKING:\n    import d\n"
+        "class K:\n    import e\n    def f(self):\n        from g.h import i\ntry:\n    import j\n"
+        "except ImportError: pass\n"
+    )
+    found = imports(path)
+    assert [i.module for i in found] == ["a.b", "c", "shared", "shared.wire", "d", "e", "g.h", "j"]
+    assert [i.module for i in found if i.typing] == ["d"]
+    assert [i.module for i in found if i.lazy] == ["g.h"]
