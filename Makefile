@@ -5,7 +5,7 @@ NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format serve learn launch docs check
+.PHONY: help setup demo test test-fast lint format serve learn launch docs bench check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ learn: setup  ## a learner: make learn CONFIG=run.yaml NPROC=1
 
 launch: setup  ## servers and learner together: make launch CONFIG=launch.yaml
 	@$(PY) -m deploy.launch --config $(or $(CONFIG),$(error CONFIG=launch.yaml is missing))
+
+bench: setup  ## speed and memory, into bench/results (NAME=latest)
+	@$(PY) -m bench.run --name $(or $(NAME),latest)
 
 docs: setup  ## write CONFIG.md and config.schema.json from the schema
 	@$(PY) -m deploy.docs

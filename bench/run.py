@@ -1,0 +1,62 @@
+"""Every benchmark, in one run: `python -m bench.run --name NAME [--part line|serving|training]`.
+
+Prints a table, and writes `bench/results/NAME.json`. Builds what it needs (a model of the demo's size, unless the
+demo's trained checkpoint is there; a hundred scenes) in a temporary folder. Exit code 1 where a figure is not what
+was wanted. Figures of one run belong together: ratios are of numbers taken side by side.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import typer
+from rich.console import Console
+
+from bench import serving, straight_line, training
+from bench.figures import RESULTS, Figure, save, show
+from deploy.demo.build_data import Build
+from deploy.demo.build_data import build as build_data
+from deploy.demo.model import build as build_model
+
+Part = Literal["line", "serving", "training"]
+CHECKPOINT = Path("deploy/demo/checkpoint")
+
+
+def main(
+    name: Annotated[str, typer.Option(help="Of the result file.")] = "latest",
+    part: Annotated[Part | None, typer.Option(help="Only this one.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
+) -> None:
+    """Measure, print, write."""
+    parts = {part} if part else set(get_args(Part))
+    figures: list[Figure] = []
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = Path(scratch)
+        if "line" in parts:
+            figures += straight_line.measure()
+        if parts != {"line"}:
+            model = _model(folder)
+            build_data(Build(train=600, val=1, test=1), folder / "data")
+            if "training" in parts:  # before an engine lives in this process
+                figures += training.measure(model, folder / "data", folder)
+            if "serving" in parts:
+                images = sorted((folder / "data" / "images" / "train").glob("*.png"))[: serving.NUM_REQUESTS]
+                figures += serving.measure(model, images)
+    console = Console()
+    show(figures, console)
+    console.print(f"written: {save(name, figures, out)}")
+    sys.exit(any(figure.good is False for figure in figures))
+
+
+def _model(folder: Path) -> Path:
+    if (CHECKPOINT / "config.json").is_file():
+        return CHECKPOINT.resolve()
+    build_model(folder / "model", "demo")
+    return folder / "model"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,84 @@
+"""Parse + match + target of crowded rollouts on one core, in rollouts per second.
+
+In: the number of rollouts and objects. Out: a `Figure` per spelling of coordinates. No model, no server: scenes are
+random boxes, answers are the truth with KEPT of its boxes moved by a few bins and the rest put elsewhere, so an answer
+has matches, misses and false positives. No scene comes twice, warm-up included, so caches hold what they would in a
+run. Called by `run.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.figures import Figure, median
+from deploy.demo.model import build_tokenizer
+from deploy.demo.scenes import DIGIT_WORDS
+from learner.config.schema import TaskConfig
+from learner.records import DetectionObject, Rollout, Sample
+from learner.target import build_target
+from learner.tasks.detection.geometry import canonical_order
+from learner.tasks.detection.task import DetectionTask
+from learner.tasks.task import Tokenizer
+
+WANTED_PER_S = 1500.0
+KEPT = 0.8  # of the true objects, that an answer finds
+JITTER = 5  # bins
+
+
+def measure(*, num_rollouts: int = 100, num_objects: int = 50, passes: int = 15) -> list[Figure]:
+    """One figure per spelling: the median over passes, each pass all rollouts once."""
+    return [_figure(spelling, num_rollouts, num_objects, passes) for spelling in ("tokens", "digits")]
+
+
+def _figure(spelling: str, num_rollouts: int, num_objects: int, passes: int) -> Figure:
+    tokenizer = build_tokenizer()
+    task = DetectionTask(TaskConfig.model_validate({"container": "index_map", "coordinates": spelling}), tokenizer)
+    rng = np.random.default_rng(0)
+    rates: list[float] = []
+    for _ in range(1 + passes):
+        rollouts = [_rollout(rng, task, tokenizer, num_objects) for _ in range(num_rollouts)]
+        rates.append(num_rollouts / run_pass(rollouts, task, tokenizer))
+    del rates[0]  # fills token tables and caches, as the first step of a run does
+    return Figure(
+        name=f"parse + match + target, {num_objects} objects, coordinates as {spelling}",
+        value=median(rates),
+        unit="rollouts/s",
+        wanted=WANTED_PER_S,
+        at_least=True,
+        samples=rates,
+    )
+
+
+def run_pass(rollouts: Sequence[Rollout], task: DetectionTask, tokenizer: Tokenizer) -> float:
+    """Seconds of one core for all rollouts once; what others do on the machine meanwhile does not count."""
+    begin = time.process_time()
+    for rollout in rollouts:
+        build_target(task.match(task.parse(rollout)), task, tokenizer)
+    return time.process_time() - begin
+
+
+def _rollout(rng: np.random.Generator, task: DetectionTask, tokenizer: Tokenizer, num_objects: int) -> Rollout:
+    truth = canonical_order(_random_object(rng) for _ in range(num_objects))
+    said = [_moved(rng, obj) if rng.random() < KEPT else _random_object(rng) for obj in truth]
+    text = task.serialize(canonical_order(said), after=None).text
+    sample = Sample(sample_id="s", messages=(), images=(), objects=truth, width=1000, height=1000)
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    return Rollout(sample=sample, prompt_token_ids=(1,), response_token_ids=ids, finish_reason="stop", ver=1, seed=None)
+
+
+def _random_object(rng: np.random.Generator) -> DetectionObject:
+    x1, y1 = rng.integers(0, 850, size=2)
+    width, height = rng.integers(40, 140, size=2)
+    return _box(str(rng.choice(DIGIT_WORDS)), (x1, y1, x1 + width, y1 + height))
+
+
+def _moved(rng: np.random.Generator, obj: DetectionObject) -> DetectionObject:
+    return _box(obj.desc, np.array(obj.bins) + rng.integers(-JITTER, JITTER + 1, size=4))
+
+
+def _box(desc: str, bins: Sequence[int] | np.ndarray) -> DetectionObject:
+    x1, y1, x2, y2 = np.clip(bins, 0, 999).tolist()
+    return DetectionObject(desc=desc, kind="bbox_2d", bins=(x1, y1, x2, y2))

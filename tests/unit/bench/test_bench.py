@@ -1,0 +1,51 @@
+"""The benchmark's own arithmetic, and that its serverless part runs. Nothing here looks at a clock's verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bench import straight_line, training
+from bench.figures import Figure, save, show
+
+
+def test_the_straight_line_is_measured_in_both_spellings() -> None:
+    figures = straight_line.measure(num_rollouts=2, num_objects=3, passes=2)
+    assert [len(figure.samples) for figure in figures] == [2, 2]
+    assert all(figure.value > 0 for figure in figures)
+
+
+@pytest.mark.parametrize(("value", "at_least", "good"), [(2.0, True, True), (0.5, True, False), (0.5, False, True)])
+def test_a_figure_knows_whether_it_is_good(value: float, at_least: bool, good: bool) -> None:
+    assert Figure(name="x", value=value, unit="s", wanted=1.0, at_least=at_least).good is good
+    assert Figure(name="x", value=value, unit="s").good is None
+
+
+def test_a_run_is_written_with_its_circumstances_and_shown(tmp_path: Path) -> None:
+    figure = Figure(name="speed", value=2.0, unit="m/s", wanted=1.0, samples=[1.0, 2.0, 3.0])
+    run = json.loads(save("a", [figure], tmp_path).read_text())
+    assert run["figures"][0]["good"] is True
+    assert {"date", "commit", "hardware", "versions"} < run.keys()
+    assert run["hardware"]["cores"] == os.cpu_count()
+    console = Console(record=True, width=100)
+    show([figure], console)
+    assert "1 to 3" in console.export_text()
+
+
+def test_idle_is_what_is_neither_rollout_nor_computing_nor_sync(tmp_path: Path) -> None:
+    step = {"event": "step", "metrics": {"step_s": 2.0, "rollout_s": 1.0, "learn_s": 0.5, "sync_s": 0.3, "data_s": 0.2}}
+    sync = {"event": "sync", "seconds": 0.25}
+    lines = [json.dumps(event) for event in [sync, step] * (training.WARM_UP_STEPS + 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    found = {figure.name: figure.value for figure in training._figures(tmp_path / "metrics.jsonl")}
+    assert found["sync, all checks included"] == 0.25
+    assert found["idle share of a step (not rollout, not computing, not sync)"] == pytest.approx(0.1)
+    assert found["sync's share of a step"] == pytest.approx(0.15)
+
+
+def test_resident_memory_of_this_process_is_there() -> None:
+    assert training.resident_bytes(os.getpid()) > 10 << 20
