@@ -162,8 +162,7 @@ class WeightSync:
         try:
             plan = plan_buckets(self._weights.weight_specs(self._dtype), self._config.sync.bucket_bytes)
             buckets = [seal(specs, buffer) for specs, buffer in zip(plan, self._packed(plan), strict=True)]
-            self._send(buckets)
-            gap = self._check_canary()
+            gap = self._check_canary(self._send(buckets))
         except BaseException:
             self._leave(abort=True)
             raise
@@ -182,7 +181,8 @@ class WeightSync:
     def _packed(self, plan: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor]:
         return packed_buckets(self._weights, plan, dtype=self._dtype, device=self._device)
 
-    def _send(self, buckets: Sequence[Bucket]) -> None:
+    def _send(self, buckets: Sequence[Bucket]) -> list[list[float]]:
+        """Done when all servers serve the buckets. The learner's own canary answers, computed while they load."""
         call = UpdateWeightsCall(
             incarnation=self._incarnation,
             ver=self.ver + 1,
@@ -194,12 +194,14 @@ class WeightSync:
             for i, buffer in enumerate(self._packed([bucket.tensors for bucket in buckets]), start=1):
                 sent = {link: link.broadcast(buffer) for link in self._links}
                 await_all(sent, posts, may_reply=i == len(buckets))
+            learner = [list(self._learner_logprobs(item)) for item in self._canary]
             await_all(posts, {})
         except BaseException:
             cancel(posts)
             raise
         for link, post in posts.items():
             _check_reply(call, post.result(), link.base_url)
+        return learner
 
     def _leave(self, *, abort: bool) -> None:
         links, self._links = self._links, ()
@@ -212,9 +214,8 @@ class WeightSync:
                 log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
             goodbye.cancel()
 
-    def _check_canary(self) -> CanaryGap:
-        """The worst gap over servers."""
-        learner = [list(self._learner_logprobs(item)) for item in self._canary]
+    def _check_canary(self, learner: Sequence[Sequence[float]]) -> CanaryGap:
+        """The worst gap over servers; `learner` holds this side's log-probabilities."""
         call = score_call(self._canary)
         replies = {link: self._backend.loop.submit(link.client.score(call)) for link in self._links}
         await_all(replies, {})
