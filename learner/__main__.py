@@ -3,6 +3,7 @@
     torchrun -m learner --config run.yaml                        train
     python -m learner --config run.yaml                          train, one rank
     python -m learner --config run.yaml --check [--probe]        validate; print the resolved plan as JSON
+    python -m learner doctor --config run.yaml [--launch F]      what usually goes wrong, checked before a run
     python -m learner export --checkpoint DIR --out DIR          a checkpoint's merged weights, ready to serve
 
 Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. Errors are one message, never
@@ -24,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["export"]:
             return _export(arguments[1:])
+        if arguments[:1] == ["doctor"]:
+            from learner.doctor.command import doctor
+
+            return doctor(arguments[1:], os.environ)
         return _train_or_check(arguments)
     except ProjectError as error:
         rank = os.environ.get("RANK")
@@ -47,6 +52,11 @@ def _train_or_check(arguments: Sequence[str]) -> int:
         return run_check(args.config, world_size=args.world_size, probe=args.probe, read_data=True)
     if args.probe or args.world_size is not None:
         parser.error("--probe and --world-size go with --check")
+    from learner.config.load import load_config
+
+    load_config(
+        args.config, world_size=int(os.environ.get("WORLD_SIZE", 1))
+    )  # mistakes are told before torch is loaded
     from learner.build import train
 
     return train(args.config, environment=os.environ)

@@ -102,7 +102,7 @@ class ServerClient:
                 if not isinstance(error, ServerUnreachableError | DeadlineError) and error.http_status < 500:
                     raise
                 if _now() >= deadline:
-                    raise self._gone(str(error)) from error
+                    raise self._gone(_last_seen_of(error)) from error
             await asyncio.sleep(min(self.timeouts.poll_s, max(0.01, deadline - _now())))
 
     async def status(self) -> ServerStatus:
@@ -215,7 +215,7 @@ class ServerClient:
                     last_seen = _now()
                 except ProjectError as error:
                     if _now() - last_seen > self.timeouts.gone_s:
-                        raise self._gone(str(error)) from error
+                        raise self._gone(_last_seen_of(error)) from error
         finally:
             task.cancel()
             await asyncio.wait({task})
@@ -228,6 +228,11 @@ class ServerClient:
             remedy="start it (make serve) or correct custom.extra.rollout_matching.vllm.server; to train without a "
             "server set vllm.mode: colocate or rollout_backend: hf",
         )
+
+
+def _last_seen_of(error: ProjectError) -> str:
+    """What a look at the server found, without saying twice that it does not answer."""
+    return error.found if isinstance(error, ServerUnreachableError) else str(error)
 
 
 def is_loopback(host: str) -> bool:
