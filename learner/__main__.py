@@ -54,9 +54,8 @@ def _train_or_check(arguments: Sequence[str]) -> int:
         parser.error("--probe and --world-size go with --check")
     from learner.config.load import load_config
 
-    load_config(
-        args.config, world_size=int(os.environ.get("WORLD_SIZE", 1))
-    )  # mistakes are told before torch is loaded
+    # Mistakes are told before torch is loaded.
+    load_config(args.config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     from learner.build import train
 
     return train(args.config, environment=os.environ)

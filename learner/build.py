@@ -6,6 +6,7 @@ The only module that knows all parts. Called by `__main__`; reads the environmen
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def _connect_backend(
 ) -> ServerBackend:
     def on_call(record: RolloutCallLog) -> None:
         log.write("rollout_call", record)
+        if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
+            logging.getLogger("learner.rollout").info("%s", record)
 
     backend = ServerBackend(
         config.rollout_matching,
