@@ -113,7 +113,6 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
             row_maker=row_maker,
             capacity=backend.chunk if backend else 0,
         )
-        stack.callback(stage2.close)
     return Trainer(
         config=config,
         plan=plan,

@@ -76,4 +76,10 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
     return "  ".join(parts)
 
 
-_PHASES = (("rollout", "rollout_s"), ("learn", "learn_s"), ("sync", "sync_s"), ("data", "data_s"))
+_PHASES = (
+    ("rollout", "rollout_s"),
+    ("wait", "wait_s"),  # for rollouts that run beside learning
+    ("learn", "learn_s"),
+    ("sync", "sync_s"),
+    ("data", "data_s"),
+)

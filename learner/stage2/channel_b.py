@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from learner.data import Batches, MicroBatch
 from learner.metrics import PhaseClock
@@ -45,23 +44,11 @@ class BufferedB:
         yield fence
         self._ver = fence.ver if fence.ver is not None else self._ver
 
-    def eligible(self) -> int | None:
-        return None
-
     def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
         return step_rows(self._batches, self._source, self._row_maker, global_step, clock)
 
     def metrics(self) -> Mapping[str, float]:
         return {}
-
-    def state(self) -> Mapping[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing: the data's cursor says all."""
-
-    def close(self) -> None:
-        """Nothing outlives a step."""
 
 
 class OverlappedB(BufferedB):

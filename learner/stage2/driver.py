@@ -1,14 +1,14 @@
-"""What a step of `stage2_ab_training` runs, and where its rows come from (R26, R27, R31, R35).
+"""What a step of `stage2_ab_training` runs, and where its rows come from (R26, R31, R35).
 
 In: the step's number. Out: a channel that all ranks share, and this rank's rows of the step, all of them, to be learned
 before one update. The trainer asks, in this order, once per step:
 
     wants_sync -> [fence around a sync] -> begin -> rows, to the last one -> metrics
 
-Channel-A is ground truth, packed to completion; Channel-B is one of the ways of `channel_b.py` and `ahead.py`.
+Channel-A is ground truth, packed to completion; Channel-B is one of the ways of `channel_b.py`.
 
-Invariants: the channel is decided on rank 0, with numbers reduced over ranks, and broadcast; it is fixed until the next
-`begin`. Every segment of a step is in exactly one of its rows; nothing is carried to another step.
+Invariants: the channel is decided on rank 0 and broadcast; it is fixed until the next `begin`. Every segment of a
+step is in exactly one of its rows; nothing is carried to another step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from learner.records import Channel, PackedRow
 from learner.rows import RowMaker
 from learner.schedule import ChannelDecision, decide_channel, scheduled_channel
 from learner.segments import SegmentSource
-from shared.errors import CheckpointError
 
 
 class ChannelB(Protocol):
-    """One way to make Channel-B's rows. Everything here is local to the rank: nothing waits for another one."""
+    """One way to make Channel-B's rows. Everything here is the rank's own: nothing waits for another one."""
 
     def wants_sync(self, wanted: Channel) -> bool:
         """Whether the servers should have the present weights before a step for which `wanted` is scheduled."""
@@ -39,25 +38,13 @@ class ChannelB(Protocol):
         """No call of this rank is in flight inside; to be held around every sync."""
         ...
 
-    def eligible(self) -> int | None:
-        """Packs ready to be learned; None where rollouts are made within the step. Raises what ended the producer."""
-        ...
-
     def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
         """This rank's rows of a Channel-B step, as they become ready. Close it to give a step up."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """What the last step's rollouts took on this rank; averaged over ranks."""
+        """What the last step's rollouts took on this rank; to be averaged over ranks."""
         ...
-
-    def state(self) -> Mapping[str, Any]:
-        """This rank's place in a sample stream of its own, as JSON; empty where the data's cursor says all."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Stage2Driver:
@@ -74,7 +61,7 @@ class Stage2Driver:
         row_maker: RowMaker,
         channel_b: ChannelB,
     ) -> None:
-        self._b_ratio, self._packs_per_step = b_ratio, gradient_accumulation_steps
+        self._b_ratio, self._gradient_accumulation_steps = b_ratio, gradient_accumulation_steps
         self._ranks, self._batches = ranks, batches
         self._channel_a, self._row_maker, self._channel_b = channel_a, row_maker, channel_b
         self._decision: ChannelDecision | None = None
@@ -90,15 +77,10 @@ class Stage2Driver:
 
     def begin(self, global_step: int) -> ChannelDecision:
         """Choose the step's channel; on all ranks, which all get rank 0's choice."""
-        eligible = self._channel_b.eligible()
-        fewest = None if eligible is None else -int(self._ranks.all_reduce_max(-eligible))
         decision = None
         if self._ranks.is_main:
             decision = decide_channel(
-                global_step,
-                self._b_ratio,
-                gradient_accumulation_steps=self._packs_per_step,
-                min_eligible_packs=fewest,
+                global_step, self._b_ratio, gradient_accumulation_steps=self._gradient_accumulation_steps
             )
         self._decision, self._global_step = self._ranks.broadcast_object(decision), global_step
         self._executed_b += self._decision.channel == "B"
@@ -120,25 +102,12 @@ class Stage2Driver:
         return {**self._decision.metrics(), "stage2_ab/executed_b_share": share, **local}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint between steps; on all ranks."""
-        return {"executed_b": self._executed_b, "streams": self._ranks.all_gather_object(self._channel_b.state())}
+        """For a checkpoint between steps, as JSON, equal on all ranks; the place in the data is its cursor's."""
+        return {"executed_b": self._executed_b}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises CheckpointError where the streams belong to another number of ranks."""
-        streams, world_size = state["streams"], self._ranks.world_size
-        if any(streams) and len(streams) != world_size:
-            raise CheckpointError(
-                "the checkpoint's sample streams belong to another number of learner ranks",
-                found=f"{len(streams)} streams for {world_size} rank(s)",
-                wanted="as many ranks as the run that wrote it had (each runs ahead on a stream of its own)",
-                remedy=f"resume with {len(streams)} ranks, or without stage2_ab.async_actor_learner",
-            )
+        """Go on from `state()`."""
         self._executed_b = int(state["executed_b"])
-        if any(streams):
-            self._channel_b.restore(streams[self._ranks.rank])
-
-    def close(self) -> None:
-        self._channel_b.close()
 
 
 def step_rows(
