@@ -1,6 +1,6 @@
-"""CONFIG.md and the JSON Schemas, made from the configuration models: `python -m deploy.docs` (`make docs`).
+"""CONFIG.md, the JSON Schemas and README.md's file tree, made from the code: `python -m deploy.docs` (`make docs`).
 
-In: `RunConfig`, `ServerConfig` and the learner's rules. Out: `documents()`, file name to text; `main` writes them into
+In: `RunConfig`, `ServerConfig`, the learner's rules, and the files' own first lines. Out: `documents()`, file name to text; `main` writes them into
 the working directory. A test compares the committed files with `documents()`.
 """
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
+from deploy.tree import readme
 from learner.config.legacy import RETIRED
 from learner.config.rules import RULES
 from learner.config.schema import RunConfig
@@ -62,6 +63,7 @@ def documents() -> dict[str, str]:
         "CONFIG.md": config_markdown(),
         "config.schema.json": json_schema(RunConfig, "Learner configuration"),
         "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
+        "README.md": readme(),
     }
 
 

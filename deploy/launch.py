@@ -100,6 +100,10 @@ class Processes:
         env = dict(os.environ)
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        else:
+            # Server and learner share the cores: a thread that busy-waits for another, which the other program has
+            # put off its core, made one step take 20 s instead of one.
+            env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         output = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
