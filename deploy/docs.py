@@ -1,7 +1,7 @@
 """CONFIG.md, the JSON Schemas and README.md's file tree, made from the code: `python -m deploy.docs` (`make docs`).
 
-In: `RunConfig`, `ServerConfig`, the learner's rules, and the files' own first lines. Out: `documents()`, file name to text; `main` writes them into
-the working directory. A test compares the committed files with `documents()`.
+In: `RunConfig`, `ServerConfig`, the learner's rules, and the files' own first lines. Out: `documents()`, file name to
+text; `main` writes them into the working directory. A test compares the committed files with `documents()`.
 """
 
 from __future__ import annotations

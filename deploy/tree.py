@@ -1,6 +1,6 @@
 """README.md's file tree: one line per file, from each file's own first line. Part of `python -m deploy.docs`.
 
-In: the files that git tracks. Out: README.md with the text between its two markers replaced. Tests are listed by folder.
+In: the files that git tracks. Out: README.md with the text between its markers replaced. Tests are listed by folder.
 """
 
 from __future__ import annotations
