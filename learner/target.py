@@ -29,11 +29,11 @@ from functools import lru_cache
 import numpy as np
 
 from learner.records import Assignment, CoordSlot, EncodedPrompt, Sample, Segment, Target
+from learner.supervision import IGNORED, check_supervision
 from learner.tasks.pieces import TokenPieces, TokenText, pieces_of
 from learner.tasks.task import SerializedTail, Task, Tokenizer
 from shared.errors import LossError
 
-IGNORED = -100
 _NUM_BINS = 1000
 _CACHED_PLACES = 1 << 16
 
@@ -100,22 +100,6 @@ def build_segment(
     )
     check_supervision(segment)
     return segment
-
-
-def check_supervision(segment: Segment) -> None:
-    """Raise LossError unless every supervised index lies in the assistant span, with label and weight agreeing."""
-    supervised = np.flatnonzero((segment.labels != IGNORED) | (segment.loss_weights != 0))
-    outside = supervised[supervised < segment.prompt_length]
-    weights = segment.loss_weights[supervised]
-    unlike = supervised[(segment.labels[supervised] < 0) | ~np.isfinite(weights) | (weights <= 0)]
-    wrong = np.concatenate([outside, unlike])
-    if wrong.size:
-        raise LossError(
-            f"sample {segment.sample_id}: supervision outside the assistant span, or label and weight disagree",
-            found=f"positions {wrong[:8].tolist()} of a segment of {len(segment)} tokens",
-            wanted=f"supervised positions from {segment.prompt_length} on, each with a label and a weight above 0",
-            remedy="the target builder or whoever changed its labels is at fault",
-        )
 
 
 def _with_tail(

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch.utils.checkpoint import checkpoint
 
-from learner.records import Segment
 from shared.errors import LossError
 
-IGNORED = -100
 LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at a time; each chunk is recomputed in the backward pass
 
 
@@ -30,25 +27,6 @@ class RowLoss:
     loss_sum: float  # nats, weighted
     weight_sum: float
     num_supervised: int
-
-
-def check_supervision(segment: Segment) -> NDArray[np.int64]:
-    """Indices of the segment's supervised tokens (label set, weight positive).
-
-    Raises LossError where one lies outside the assistant span, or where labels and weights contradict each other.
-    """
-    labels, weights = segment.labels, segment.loss_weights
-    first = max(segment.prompt_length, 1)
-    if (labels[:first] != IGNORED).any() or (weights[:first] != 0).any():
-        bad = int(np.flatnonzero((labels[:first] != IGNORED) | (weights[:first] != 0))[0])
-        raise _error("a supervised index lies outside the assistant span", segment, bad, f"an index >= {first}")
-    wrong = ~np.isfinite(weights) | (weights < 0) | ((labels == IGNORED) & (weights != 0))
-    if wrong.any():
-        bad = int(np.flatnonzero(wrong)[0])
-        raise _error(
-            "a loss weight is not usable", segment, bad, "a finite weight >= 0, and 0 where nothing is to be learned"
-        )
-    return np.flatnonzero((labels != IGNORED) & (weights > 0))
 
 
 def weighted_loss(
@@ -85,13 +63,3 @@ def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
             wanted="a finite loss",
             remedy="lower training.learning_rate, or train the weights in float32 (model.dtype)",
         )
-
-
-def _error(what: str, segment: Segment, index: int, wanted: str) -> LossError:
-    return LossError(
-        what,
-        found=f"label {segment.labels[index]}, weight {segment.loss_weights[index]} at index {index} of sample "
-        f"{segment.sample_id!r}, whose prompt has {segment.prompt_length} of {len(segment)} tokens",
-        wanted=wanted,
-        remedy="this is a defect of the target builder: please report the sample",
-    )

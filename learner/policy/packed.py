@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from learner.policy.attention import SegmentLayout
-from learner.policy.loss import check_supervision
 from learner.records import PackedRow, Segment
+from learner.supervision import check_supervision
 
 # What an empty row computes on (D5): one token, nothing supervised.
 _BLANK = Segment(

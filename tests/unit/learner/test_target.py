@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.records import Assignment, DetectionObject, EncodedPrompt, Target
-from learner.target import IGNORED, build_segment, build_target, check_supervision, ground_truth_target
+from learner.supervision import IGNORED, check_supervision
+from learner.target import build_segment, build_target, ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import LossError
 from tests.unit.learner.tasks.detection.answers import (
