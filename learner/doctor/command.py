@@ -1,0 +1,98 @@
+"""`python -m learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints a line each.
+
+Works with no server up, and says what it could not check. Exit code 0 when nothing failed, else 1; a configuration that
+can't be read is told as `--check` tells it, with 2. Called by `learner/__main__.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rich.console import Console
+from rich.markup import escape
+
+from learner.config.load import load_config
+from learner.config.plan import resolve
+from learner.data.check import count_samples
+from learner.doctor import machine, network, servers
+from learner.doctor.finding import Check, Finding, Situation, failed, ok
+from learner.doctor.look import Servers, first_sample
+from shared.errors import ProjectError
+
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+
+
+def annotation_files(situation: Situation) -> Finding:
+    """Every row of every annotation file."""
+    try:
+        counts = count_samples(situation.config.data)
+    except ProjectError as error:
+        return failed(error)
+    return ok(", ".join(f"{number} samples in {split}" for split, number in counts.items()))
+
+
+CHECKS: tuple[tuple[str, Check], ...] = (
+    ("python", machine.python_version),
+    ("libraries", machine.library_versions),
+    ("open files", machine.open_files),
+    ("shared memory", machine.shared_memory),
+    ("disk", machine.disk_space),
+    ("proxies", machine.proxies),
+    ("annotations", annotation_files),
+    ("devices", network.devices),
+    ("group ports", network.group_ports),
+    ("broadcast", network.local_broadcast),
+    ("servers", servers.reachable),
+    ("ready", servers.ready),
+    ("model", servers.same_model),
+    ("cuda, nccl", servers.same_libraries),
+    ("image", servers.image),
+    ("prompt", servers.prompt),
+)
+
+
+def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run all checks; the exit code. Raises ConfigErrors where the configuration is wrong."""
+    parser = argparse.ArgumentParser(prog="learner doctor", description="Check what usually goes wrong before a run.")
+    parser.add_argument("--config", required=True, help="run.yaml")
+    parser.add_argument("--launch", help="launch.yaml, to check which devices servers and learner get")
+    parser.add_argument("--world-size", type=int, default=1, help="number of learner ranks")
+    args = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)  # what libraries have to say; the findings are the output
+    config = load_config(args.config, world_size=args.world_size, env=environment)
+    situation = Situation(
+        config=config, plan=resolve(config, args.world_size), environment=environment, launch_path=args.launch
+    )
+    try:
+        situation = replace(situation, probe=first_sample(config))
+    except ProjectError as error:
+        situation = replace(situation, probe_error=error)
+    group = Servers(situation.plan.servers, environment.get(TOKEN_VARIABLE))
+    try:
+        situation = replace(situation, servers=group.look(situation.probe))
+        return report([*CHECKS, ("communicator", group.join)], situation)
+    finally:
+        group.close()
+
+
+def report(checks: Sequence[tuple[str, Check]], situation: Situation) -> int:
+    """Run and print each check as it ends; 1 where one failed."""
+    console = Console(highlight=False, soft_wrap=True)
+    width = max(len(name) for name, _ in checks)
+    verdicts = []
+    for name, check in checks:
+        finding = check(situation)
+        verdicts.append(finding.verdict)
+        console.print(f"{name:<{width}}  [{_COLOURS[finding.verdict]}]{finding.verdict:<7}[/]  {escape(told(finding))}")
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _COLOURS if verdict in verdicts)
+    console.print(f"[bold]{counts}[/]")
+    return 1 if "fail" in verdicts else 0
+
+
+def told(finding: Finding) -> str:
+    """What was found and what to do, on one line."""
+    return " ".join(f"{finding.text} -> {finding.remedy}".split()) if finding.remedy else " ".join(finding.text.split())

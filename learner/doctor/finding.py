@@ -1,0 +1,82 @@
+"""What a check is given, and what it says.
+
+Invariants: a check never raises for what it finds; a `Situation` is looked at, never changed. `Situation.servers` is
+filled once, so that a dozen checks cost one round of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from learner.config.plan import Plan
+from learner.config.schema import RunConfig
+from learner.sync.canary import CanaryItem
+from shared.errors import ProjectError
+from shared.wire import ScoreReply, ServerStatus
+
+Verdict = Literal["ok", "warn", "fail", "skipped"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line: `text` is what was found (for `skipped`: why nothing was), `remedy` what to do about it."""
+
+    verdict: Verdict
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenServer:
+    """A configured server: its status, or why there is none, and how it scored the situation's probe."""
+
+    base_url: str
+    group_port: int
+    status: ServerStatus | None = None
+    error: ProjectError | None = None
+    reply: ScoreReply | None = None  # to the situation's probe
+    reply_error: ProjectError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """All that checks look at."""
+
+    config: RunConfig
+    plan: Plan
+    environment: Mapping[str, str]
+    servers: Sequence[SeenServer] = ()
+    probe: CanaryItem | None = None  # the first training sample, encoded, with a one-token answer
+    probe_error: ProjectError | None = None
+    launch_path: str | None = None
+
+    @property
+    def statuses(self) -> list[tuple[SeenServer, ServerStatus]]:
+        """The servers that answered."""
+        return [(server, server.status) for server in self.servers if server.status is not None]
+
+
+Check = Callable[[Situation], Finding]
+
+
+def ok(text: str) -> Finding:
+    return Finding(verdict="ok", text=text)
+
+
+def warn(text: str, remedy: str) -> Finding:
+    return Finding(verdict="warn", text=text, remedy=remedy)
+
+
+def fail(text: str, remedy: str) -> Finding:
+    return Finding(verdict="fail", text=text, remedy=remedy)
+
+
+def skipped(why: str) -> Finding:
+    return Finding(verdict="skipped", text=why)
+
+
+def failed(error: ProjectError) -> Finding:
+    """An error as the finding that it is."""
+    return fail(f"{error.what}: {error.found}" if error.found else error.what, error.remedy)

@@ -1,0 +1,110 @@
+"""The doctor's only calls to servers: one round, whose results all checks look at.
+
+In: a plan and a sample. Out: a `SeenServer` per server. Nothing is changed on a server but its communicator, by `join`,
+and only where no one else uses it. Every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+import torch
+
+from learner.config.schema import RunConfig, ServerEntry
+from learner.data.check import WithoutTokenizer
+from learner.data.load import load_samples
+from learner.doctor.finding import Finding, SeenServer, Situation, failed, ok, skipped
+from learner.prompt import PromptEncoder
+from learner.rollout.client import ServerClient, Timeouts
+from learner.rollout.loop import LoopThread
+from learner.sync.canary import CanaryItem, score_call
+from learner.sync.link import ServerLink
+from learner.sync.waiting import await_all
+from shared import communicator
+from shared.errors import ProjectError
+
+LOOK_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 30.0
+
+
+def first_sample(config: RunConfig) -> CanaryItem:
+    """The first training sample as the learner encodes it. Raises ProjectError."""
+    sample = load_samples(config.data.model_copy(update={"max_samples": 1}), config.data.train, WithoutTokenizer())[0]
+    encoder = PromptEncoder.load(config.model.path)
+    return CanaryItem(
+        sample=sample, prompt=encoder.encode(sample), response_token_ids=(encoder.tokenizer.eos_token_id,)
+    )
+
+
+class Servers:
+    """Clients of the configured servers; to be closed."""
+
+    def __init__(self, entries: tuple[ServerEntry, ...], token: str | None) -> None:
+        self.loop = LoopThread("doctor")
+        timeouts = Timeouts.of(LOOK_TIMEOUT_S, LOOK_TIMEOUT_S)
+        self._clients = [(entry, ServerClient(entry.base_url, timeouts=timeouts, token=token)) for entry in entries]
+
+    def look(self, probe: CanaryItem | None) -> list[SeenServer]:
+        """Each server's status, and its reply to the probe where it is serving."""
+        return [self._look(entry, client, probe) for entry, client in self._clients]
+
+    def _look(self, entry: ServerEntry, client: ServerClient, probe: CanaryItem | None) -> SeenServer:
+        seen = SeenServer(base_url=entry.base_url, group_port=entry.group_port)
+        try:
+            self.loop.run(client.health())
+            seen = replace(seen, status=self.loop.run(client.status()))
+        except ProjectError as error:
+            return replace(seen, error=error)
+        if probe is None:
+            return seen
+        try:
+            return replace(seen, reply=self.loop.run(client.score(score_call([probe]))))
+        except ProjectError as error:
+            return replace(seen, reply_error=error)
+
+    def join(self, situation: Situation) -> Finding:
+        """Join each idle server's group and leave it again: ports, addresses and NCCL or gloo, without an update."""
+        if not situation.statuses:
+            return skipped("no server answers")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        joined = []
+        for (entry, client), server in zip(self._clients, situation.servers, strict=True):
+            status = server.status
+            if status is None or status.gate != "serving" or status.in_flight or status.waiting:
+                continue
+            if status.incarnation:
+                continue  # a learner's group may be open there: joining would break it
+            link = ServerLink(
+                client,
+                loop=self.loop,
+                group_port=entry.group_port,
+                world_size=status.world_size,
+                device=device,
+                timeout_s=JOIN_TIMEOUT_S,
+                join=communicator.join,
+            )
+            try:
+                _join_and_leave(link)
+            except ProjectError as error:
+                return failed(error)
+            joined.append(entry.base_url)
+        if not joined:
+            return skipped("no server is idle, or a learner has joined it before")
+        return ok(f"joined and left: {', '.join(joined)}")
+
+    def close(self) -> None:
+        for _, client in self._clients:
+            self.loop.run(client.aclose())
+        self.loop.close(LOOK_TIMEOUT_S)
+
+
+def _join_and_leave(link: ServerLink) -> None:
+    incarnation = uuid.uuid4().hex
+    posts = {link: link.post_init(incarnation)}
+    joins = {link: link.join()}
+    await_all(joins, posts)
+    await_all(posts, {})
+    link.adopt(joins[link].result())
+    link.leave(abort=False)
+    await_all({link: link.post_close(incarnation)}, {})

@@ -1,0 +1,117 @@
+"""Checks of this machine and its Python: versions, limits, memory, disk, environment."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from learner.config.rules import uses_servers
+from learner.doctor.finding import Finding, Situation, fail, ok, skipped, warn
+from learner.rollout.client import is_loopback
+
+DISTRIBUTION = "rollout-matching"
+MIN_OPEN_FILES = 4096
+MIN_SHARED_MEMORY_BYTES = 1 << 30
+# Weights in their own type, and two float32 moments of each.
+CHECKPOINT_FACTOR = 1 + 2 * 2
+
+
+def python_version(situation: Situation) -> Finding:
+    wanted = metadata.metadata(DISTRIBUTION)["Requires-Python"]
+    found = ".".join(map(str, sys.version_info[:3]))
+    if SpecifierSet(wanted).contains(found):
+        return ok(f"Python {found}")
+    return fail(f"Python {found}, wanted {wanted}", "make setup with a Python of that range")
+
+
+def library_versions(situation: Situation) -> Finding:
+    """Installed distributions against the ranges of pyproject.toml; extras that are not installed are not missed."""
+    return judge_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], _installed())
+
+
+def judge_libraries(requirements: list[Requirement], installed: Mapping[str, str]) -> Finding:
+    wrong = []
+    for requirement in requirements:
+        found = installed.get(_canonical(requirement.name))
+        is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
+        if found is None:
+            if not is_extra:
+                wrong.append(f"{requirement.name} is not installed")
+        elif not requirement.specifier.contains(found.partition("+")[0], prereleases=True):
+            wrong.append(f"{requirement.name} {found}, wanted {requirement.specifier}")
+    if wrong:
+        return fail("; ".join(wrong), "make setup installs versions that fit")
+    return ok(f"torch {installed.get('torch', '?')}, transformers {installed.get('transformers', '?')}: in range")
+
+
+def open_files(situation: Situation) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        return ok(f"up to {soft} open files")
+    return warn(f"up to {soft} open files, wanted {MIN_OPEN_FILES}", f"ulimit -n {MIN_OPEN_FILES} (at most {hard})")
+
+
+def shared_memory(situation: Situation, folder: Path = Path("/dev/shm")) -> Finding:
+    """DataLoader workers, NCCL and vLLM exchange data there."""
+    if not folder.is_dir():
+        return skipped(f"no {folder} on this system")
+    free = shutil.disk_usage(folder).free
+    if free >= MIN_SHARED_MEMORY_BYTES:
+        return ok(f"{_size(free)} free in {folder}")
+    return warn(f"{_size(free)} free in {folder}, wanted {_size(MIN_SHARED_MEMORY_BYTES)}", "docker run --shm-size=8g")
+
+
+def disk_space(situation: Situation) -> Finding:
+    """Room for the checkpoints that the run keeps, reckoned from the size of the model's own files."""
+    training = situation.config.training
+    model = Path(situation.config.model.path)
+    num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    output_dir = Path(training.output_dir).absolute()
+    folder = next(path for path in [output_dir, *output_dir.parents] if path.exists())
+    free = shutil.disk_usage(folder).free
+    if not num_bytes:
+        return skipped(f"{_size(free)} free at {folder}; no *.safetensors in model.path {model} to reckon with")
+    kept = (training.save_total_limit or 1) + 1  # the new one is written before the oldest goes
+    need = num_bytes * CHECKPOINT_FACTOR * kept
+    text = f"{_size(free)} free at {folder}, {kept} checkpoints need about {_size(need)}"
+    remedy = "free space, change training.output_dir, or lower training.save_total_limit"
+    return ok(text) if free >= need else fail(text, remedy)
+
+
+def proxies(situation: Situation) -> Finding:
+    """This project's own calls pass proxies by on the loopback; other clients of the same servers may not."""
+    if not uses_servers(situation.config):
+        return skipped("the run uses no servers")
+    environment = {name.lower(): value for name, value in situation.environment.items()}
+    named = sorted(name for name in ("http_proxy", "https_proxy", "all_proxy") if environment.get(name))
+    if not named:
+        return ok("none in the environment")
+    exempt = [host.strip().lstrip(".") for host in environment.get("no_proxy", "").split(",")]
+    hosts = {httpx.URL(server.base_url).host for server in situation.plan.servers}
+    caught = sorted(host for host in hosts if "*" not in exempt and not any(host.endswith(e) for e in exempt if e))
+    if not caught:
+        return ok(f"{', '.join(named)} set, no_proxy exempts the servers")
+    remedy = f"export no_proxy={','.join(caught)}"
+    if all(is_loopback(host) for host in caught):
+        return warn(f"{', '.join(named)} would catch other programs' calls to {', '.join(caught)}", remedy)
+    return warn(f"{', '.join(named)} will be used for calls to {', '.join(caught)}", remedy)
+
+
+def _installed() -> dict[str, str]:
+    return {_canonical(dist.name): dist.version for dist in metadata.distributions() if dist.name}
+
+
+def _canonical(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

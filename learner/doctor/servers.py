@@ -1,0 +1,138 @@
+"""Checks of the rollout servers, and of what both sides must have in common. All look at what `look.py` has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoConfig
+
+from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
+from learner.sync.handshake import check_architecture, check_prompt
+from shared.architecture import signature
+from shared.errors import MediaError, ProjectError, ServerUnreachableError
+from shared.wire import PROTOCOL_VERSION, ServerStatus
+
+NO_SERVER = "no server answers"
+
+
+def reachable(situation: Situation) -> Finding:
+    if not situation.servers:
+        return skipped("the run uses no servers")
+    for server in situation.servers:
+        if isinstance(server.error, ServerUnreachableError):
+            return warn(
+                f"{server.base_url} does not answer: what needs it is not checked", "make serve, or make launch"
+            )
+        if server.error is not None:
+            return failed(server.error)
+    return ok(", ".join(server.base_url for server in situation.servers))
+
+
+def ready(situation: Situation) -> Finding:
+    for server, status in situation.statuses:
+        if status.protocol != PROTOCOL_VERSION:
+            found = f"{server.base_url} speaks protocol {status.protocol}, not {PROTOCOL_VERSION}"
+            return fail(found, "run the same version of this project on both sides")
+        if status.gate == "poisoned":
+            found = f"{server.base_url} is poisoned: {status.poisoned_because}"
+            return warn(found, "the next learner's first sync mends it; nothing else can use it before")
+        if status.gate != "serving":
+            return warn(f"{server.base_url} is {status.gate}", "wait until the learner that uses it has ended")
+        if status.in_flight or status.waiting:
+            found = f"{server.base_url} has {status.in_flight + status.waiting} requests"
+            return warn(found, "let no two learners use one server")
+    return _of_all(situation, lambda status: f"ver {status.ver}")
+
+
+def same_model(situation: Situation) -> Finding:
+    """Sizes of the learner's model against those that the servers tell."""
+    if not situation.statuses:
+        return skipped(NO_SERVER)
+    path = situation.config.model.path
+    try:
+        learner = signature(AutoConfig.from_pretrained(path).to_dict())
+    except (OSError, ValueError) as error:
+        return fail(f"model.path {path}: {str(error).splitlines()[0]}", "correct model.path")
+    for server, status in situation.statuses:
+        try:
+            check_architecture(server.base_url, status, learner)
+        except ProjectError as error:
+            return failed(error)
+    return _of_all(situation, lambda status: f"{status.model} in {status.dtype}")
+
+
+def same_libraries(situation: Situation) -> Finding:
+    """CUDA and NCCL on both sides: NCCL's ranks must be of one major version."""
+    here = {"cuda": torch.version.cuda or "", "nccl": ""}
+    if torch.cuda.is_available():
+        here["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for server, status in situation.statuses:
+        there = status.versions
+        for name, mine in here.items():
+            theirs = there.get(name, "")
+            if bool(mine) != bool(theirs):
+                found = f"{name}: {theirs or 'none'} at {server.base_url}, {mine or 'none'} here"
+                return fail(found, "weights travel through NCCL on GPUs, through gloo on CPU: put both sides on one")
+            if mine.split(".")[0] != theirs.split(".")[0]:
+                return fail(f"{name} {theirs} at {server.base_url}, {mine} here", "install the same torch on both")
+    mine = ", ".join(f"{name} {value}" for name, value in here.items() if value) or "CPU"
+    prefix = f"{mine} on both sides; "
+    return _of_all(situation, lambda status: f"vllm {status.versions.get('vllm', '?')}", prefix=prefix)
+
+
+def image(situation: Situation) -> Finding:
+    """One sample's images, read by the servers themselves."""
+    if (why := _no_probe(situation)) is not None:
+        return why
+    assert situation.probe is not None
+    images = situation.probe.sample.images
+    if not images:
+        return skipped("the first sample has no image")
+    for server in situation.servers:
+        if isinstance(server.reply_error, MediaError):
+            return fail(f"{server.base_url}: {server.reply_error.what}: {server.reply_error.found}", _remedy(server))
+    if any(server.reply for server in situation.servers):
+        return ok(f"the servers read {images[0][:100]}")
+    return _no_reply(situation)
+
+
+def prompt(situation: Situation) -> Finding:
+    """R03: one sample's prompt token ids, image placeholders included, are the same on both sides."""
+    if (why := _no_probe(situation)) is not None:
+        return why
+    assert situation.probe is not None
+    compared = [(server.base_url, server.reply) for server in situation.servers if server.reply is not None]
+    for base_url, reply in compared:
+        try:
+            check_prompt(base_url, situation.probe, reply)
+        except ProjectError as error:
+            return failed(error)
+    if not compared:
+        return _no_reply(situation)
+    num_tokens = len(situation.probe.prompt.token_ids)
+    return ok(f"{num_tokens} tokens of sample {situation.probe.sample.sample_id!r} are the same on both sides")
+
+
+def _no_probe(situation: Situation) -> Finding | None:
+    if not situation.statuses:
+        return skipped(NO_SERVER)
+    if situation.probe is None:
+        return skipped(f"no sample to send: {situation.probe_error or 'there is none'}")
+    return None
+
+
+def _no_reply(situation: Situation) -> Finding:
+    errors = [str(server.reply_error) for server in situation.servers if server.reply_error is not None]
+    return skipped(f"no server scored the sample: {'; '.join(errors)}"[:300])
+
+
+def _remedy(server: SeenServer) -> str:
+    assert server.reply_error is not None
+    return f"{server.reply_error.remedy} (wanted {server.reply_error.wanted})"
+
+
+def _of_all(situation: Situation, say: Callable[[ServerStatus], str], *, prefix: str = "") -> Finding:
+    if not situation.statuses:
+        return skipped(NO_SERVER)
+    return ok(prefix + ", ".join(say(status) for _, status in situation.statuses))

@@ -1,0 +1,216 @@
+"""Each check's verdicts, on made-up situations: nothing here looks at a real server or depends on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from learner.config.load import config_of
+from learner.config.plan import resolve
+from learner.doctor import machine, network, servers
+from learner.doctor.command import annotation_files, report
+from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
+from learner.sync.canary import CanaryItem
+from shared.config_io import dump_yaml
+from shared.errors import MediaError, ServerUnreachableError, UnauthorizedError
+from shared.wire import ScoreReply, ServerStatus
+from tests.unit.learner.config.examples import SERVER, changed, minimal
+from tests.unit.learner.sync.fakes import PROMPT_IDS, canary_items
+
+URL = "http://127.0.0.1:8000"
+Usage = namedtuple("Usage", "total used free")
+
+
+def situation(changes: dict[str, Any] | None = None, **fields: Any) -> Situation:
+    local = {f"{SERVER}.servers": [{"base_url": URL, "group_port": 9000}]}
+    config = config_of(changed(minimal(), local | (changes or {})))
+    return Situation(config=config, plan=resolve(config, 1), **{"environment": {}, **fields})
+
+
+def status(**fields: Any) -> ServerStatus:
+    idle = {"gate": "serving", "ver": 3, "world_size": 1, "in_flight": 0, "waiting": 0, "versions": {}}
+    sizes = {"vocab_size": 9, "max_model_len": 9}
+    return ServerStatus(**{"server_id": "x", "model": "m", **sizes, **idle, **fields})
+
+
+def seen(**fields: Any) -> SeenServer:
+    return SeenServer(base_url=URL, group_port=9000, **{"status": status(), **fields})
+
+
+def with_reply(prompt_ids: tuple[int, ...] = PROMPT_IDS, **fields: Any) -> Situation:
+    reply = ScoreReply(ver=3, logprobs=[[0.0]], prompt_token_ids=[list(prompt_ids)])
+    probe: CanaryItem = canary_items(1)[0]
+    return situation(servers=[seen(**{"reply": reply, **fields})], probe=probe)
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
+
+
+def test_python_is_in_range() -> None:
+    assert machine.python_version(situation()).verdict == "ok"
+
+
+def test_libraries_out_of_range_are_named() -> None:
+    wanted = [
+        Requirement(text) for text in ("torch>=2.11,<2.14", "typing_extensions>=4", 'vllm>=0.26; extra == "cuda"')
+    ]
+    fine = {"torch": "2.13.0+cpu", "typing-extensions": "4.1"}
+    assert machine.judge_libraries(wanted, fine).verdict == "ok"
+    old = machine.judge_libraries(wanted, {"torch": "2.10.1", "vllm": "0.20.0"})
+    assert old.verdict == "fail"
+    for words in ("torch 2.10.1", "typing_extensions is not installed", "vllm 0.20.0"):
+        assert words in old.text
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(256, "warn"), (4096, "ok"), (machine.resource.RLIM_INFINITY, "ok")])
+def test_open_files(monkeypatch: pytest.MonkeyPatch, limit: int, verdict: str) -> None:
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (limit, limit))
+    assert machine.open_files(situation()).verdict == verdict
+
+
+@pytest.mark.parametrize(("free", "verdict"), [(64 << 20, "warn"), (2 << 30, "ok")])
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, verdict: str) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, free))
+    assert machine.shared_memory(situation(), tmp_path).verdict == verdict
+    assert machine.shared_memory(situation(), tmp_path / "none").verdict == "skipped"
+
+
+def test_disk_space_is_reckoned_from_the_models_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Weights and two moments each, for the checkpoints kept and the one being written."""
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    keys = {"model.path": str(tmp_path), "training.output_dir": str(tmp_path / "a/b"), "training.save_total_limit": 2}
+    for free, verdict in ((14_999, "fail"), (15_000, "ok")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: Usage(0, 0, free))
+        assert machine.disk_space(situation(keys)).verdict == verdict
+    assert machine.disk_space(situation({"training.output_dir": str(tmp_path)})).verdict == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("environment", "verdict"),
+    [
+        ({}, "ok"),
+        ({"HTTP_PROXY": "http://p:1"}, "warn"),
+        ({"https_proxy": "http://p:1", "NO_PROXY": "localhost,127.0.0.1"}, "ok"),
+        ({"http_proxy": "http://p:1", "no_proxy": "*"}, "ok"),
+        ({"all_proxy": "http://p:1", "no_proxy": "example.org"}, "warn"),
+    ],
+)
+def test_proxies(environment: dict[str, str], verdict: str) -> None:
+    finding = machine.proxies(situation(environment=environment))
+    assert finding.verdict == verdict
+    assert ("127.0.0.1" in finding.remedy) == (verdict == "warn")
+
+
+# ---- data, devices, ports ------------------------------------------------------------------------------------------
+
+
+def test_annotations_that_are_missing() -> None:
+    finding = annotation_files(situation({"data.train": "nowhere.jsonl"}))
+    assert finding.verdict == "fail"
+    assert "nowhere.jsonl" in finding.text
+
+
+@pytest.mark.parametrize(("learner", "verdict"), [([3], "ok"), ([1, 3], "fail"), ([], "ok")])
+def test_devices_overlap(tmp_path: Path, learner: list[int], verdict: str) -> None:
+    launch = {"servers": [{"config": "s.yaml", "devices": [0, 1]}], "learner": {"config": "l", "devices": learner}}
+    path = tmp_path / "launch.yaml"
+    path.write_text(dump_yaml(launch))
+    assert network.devices(situation(launch_path=str(path))).verdict == verdict
+    assert network.devices(situation(launch_path=str(tmp_path / "none.yaml"))).verdict == "fail"
+    assert network.devices(situation()).verdict == "skipped"
+
+
+def test_a_group_port_in_use() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        here = situation({f"{SERVER}.servers": [{"base_url": URL, "group_port": port}]})
+        assert network.group_ports(here).verdict == "warn"
+    far = situation({f"{SERVER}.servers": [{"base_url": "http://far:1", "group_port": 5}]})
+    assert network.group_ports(far).verdict == "skipped"
+
+
+def test_a_real_local_broadcast() -> None:
+    assert network.local_broadcast(situation()) == ok("1 MB through gloo, every byte right")
+
+
+# ---- servers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"), [(ServerUnreachableError("gone"), "warn"), (UnauthorizedError("token"), "fail"), (None, "ok")]
+)
+def test_reachable(error: Any, verdict: str) -> None:
+    server = seen() if error is None else seen(status=None, error=error)
+    assert servers.reachable(situation(servers=[server])).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [
+        ({}, "ok"),
+        ({"gate": "poisoned"}, "warn"),
+        ({"gate": "updating"}, "warn"),
+        ({"in_flight": 1}, "warn"),
+        ({"protocol": 99}, "fail"),
+    ],
+)
+def test_ready(fields: dict[str, Any], verdict: str) -> None:
+    assert servers.ready(situation(servers=[seen(status=status(**fields))])).verdict == verdict
+
+
+def test_another_model(tiny_text: Path) -> None:
+    here = {"model.path": str(tiny_text)}
+    same = seen(status=status(architecture={"model_type": "qwen3", "hidden_size": "64"}))
+    other = seen(status=status(architecture={"model_type": "qwen3", "hidden_size": "128"}))
+    assert servers.same_model(situation(here, servers=[same])).verdict == "ok"
+    found = servers.same_model(situation(here, servers=[same, other]))
+    assert (found.verdict, "hidden_size 128, not 64" in found.text) == ("fail", True)
+
+
+def test_one_side_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers.torch.version, "cuda", None)
+    monkeypatch.setattr(servers.torch.cuda, "is_available", lambda: False)
+    gpu = seen(status=status(versions={"cuda": "13.0", "nccl": "2.28.3"}))
+    assert servers.same_libraries(situation(servers=[seen()])).verdict == "ok"
+    assert servers.same_libraries(situation(servers=[gpu])).verdict == "fail"
+
+
+def test_prompts_and_images() -> None:
+    """R03: and an image that the server may not read is told with the server's own words."""
+    assert servers.prompt(with_reply()).verdict == "ok"
+    assert servers.prompt(with_reply((1, 2, 3))).verdict == "fail"
+    refused = MediaError("image 'a.png' can't be used", found="no such file", wanted="below /data", remedy="check")
+    no_image = with_reply(reply=None, reply_error=refused)
+    assert servers.prompt(no_image).verdict == "skipped"
+    if no_image.probe is not None and no_image.probe.sample.images:
+        assert servers.image(no_image) == fail(f"{URL}: {refused.what}: no such file", "check (wanted below /data)")
+        assert servers.image(with_reply()).verdict == "ok"
+
+
+@pytest.mark.parametrize("check", [servers.ready, servers.same_model, servers.same_libraries])
+@pytest.mark.parametrize("probe_check", [servers.image, servers.prompt])
+def test_without_a_server_nothing_is_claimed(check: Any, probe_check: Any) -> None:
+    down = situation(servers=[seen(status=None, error=ServerUnreachableError("gone"))])
+    assert check(down).verdict == probe_check(down).verdict == "skipped"
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last", "code"), [(ok("fine"), 0), (warn("w", "r"), 0), (skipped("s"), 0), (fail("f", "r"), 1)]
+)
+def test_only_a_failure_fails(capsys: pytest.CaptureFixture[str], last: Finding, code: int) -> None:
+    assert report([("one", lambda s: ok("[brackets]")), ("two", lambda s: last)], situation()) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "one  ok       [brackets]"
+    assert lines[1].startswith(f"two  {last.verdict}")
+    assert lines[1].endswith(f"-> {last.remedy}" if last.remedy else last.text)
