@@ -1,1 +1,1 @@
-"""`stage2_ab_training`: scheduled channels, step-budgeted Channel-B, rollouts within the step or ahead of it."""
+"""`stage2_ab_training`: scheduled channels, and Channel-B's rollouts within the step that learns them."""
