@@ -33,7 +33,7 @@ def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 15, batch
     """Figures of one run of `num_steps` steps after the warm-up; its files go into `folder`."""
     http_port, group_port = free_ports(2)
     server_config, learner_config = folder / "server.yaml", folder / "run.yaml"
-    write_yaml(server_config, {"model": str(model), "port": http_port}, "bench")
+    write_yaml(server_config, {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)]}, "bench")
     steps = WARM_UP_STEPS + num_steps
     config = _learner_config(model, data, folder, http_port, group_port, steps=steps, batch_size=batch_size)
     write_yaml(learner_config, config, "bench")
