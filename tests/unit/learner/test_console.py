@@ -1,0 +1,51 @@
+"""The line of a step says what a user looks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from learner.console import Console, step_line
+from learner.records import StepResult, SyncReceipt
+
+METRICS = {"match_rate": 0.5, "missed": 7.0, "rollout_s": 0.6, "learn_s": 0.61, "sync_s": 0.4, "tokens_per_s": 1234.0}
+SYNC = SyncReceipt(ver=4, mode="full", seconds=0.4, num_bytes=10, num_tensors=2, canary_gap=0.0123, canary_gap_max=0.02)
+
+
+def result(**fields: Any) -> StepResult:
+    counts = {"num_segments": 2, "num_rows": 1, "num_tokens": 90, "num_supervised": 9}
+    base = {"global_step": 3, "channel": "B", "loss": 1.25, "learning_rate": 1e-4, "grad_norm": 0.5, "ver": 4}
+    return StepResult(**{**base, **counts, "metrics": METRICS, **fields})
+
+
+def test_a_step_with_rollouts_and_a_sync() -> None:
+    line = step_line(result(), SYNC, 100)
+    for words in (
+        "step   3/100",
+        "  B  ",
+        "loss 1.2500",
+        "match 0.50",
+        "FN 7",
+        "rollout 0.60",
+        "learn 0.61",
+        "sync 0.40",
+    ):
+        assert words in line
+    assert "1234 tok/s" in line
+    assert line.endswith("ver 4 gap 0.0123")
+
+
+def test_a_step_on_ground_truth_claims_no_matches() -> None:
+    line = step_line(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), None, 9)
+    assert "match" not in line
+    assert "ver" not in line
+
+
+def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    for enabled in (False, True):
+        console = Console(total_steps=5, name="run", enabled=enabled, progress_bar=True)
+        console.note("hello")
+        console.step(result(), None)
+        console.close()
+        assert bool(capsys.readouterr().out) == enabled
