@@ -35,6 +35,7 @@ class StopRequest:
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
         self._signum = 0  # 0: not asked
+        self._last_call: threading.Timer | None = None
 
     def check(self) -> None:
         """Raises Stopped, on every rank, where any of them was asked. Collective."""
@@ -52,6 +53,8 @@ class StopRequest:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+            if self._last_call is not None:
+                self._last_call.cancel()
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
 
@@ -64,9 +67,10 @@ class StopRequest:
         self._signum = signum
         _say(f"{signal.Signals(signum).name}: saving and stopping, {self._timeout_s:g} s at most; Ctrl-C ends at once")
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s / 2)
-        last_call = threading.Timer(self._timeout_s, _end, (signum, "not stopped in time (training.stop_timeout_s)"))
-        last_call.daemon = True
-        last_call.start()
+        why = "not stopped in time (training.stop_timeout_s)"
+        self._last_call = threading.Timer(self._timeout_s, _end, (signum, why))
+        self._last_call.daemon = True
+        self._last_call.start()
 
     def _break_in(self, signum: int, frame: FrameType | None) -> None:
         raise Stopped(self._signum, agreed=False)

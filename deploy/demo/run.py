@@ -83,7 +83,7 @@ def _write_configs() -> dict[str, Path]:
     learner = {"custom": {"extra": {"rollout_matching": {"vllm": vllm}}}}
     overrides: dict[str, dict[str, Any]] = {"server": {"port": http_port}, "stage2": learner, "sft": learner}
     paths = {}
-    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "data").mkdir(parents=True, exist_ok=True)  # the server looks whether its image roots exist
     for name, override in overrides.items():
         base = Path("../..") / HERE / f"{name}.yaml"
         paths[name] = OUT / f"{name}.yaml"

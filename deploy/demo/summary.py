@@ -72,8 +72,8 @@ def show(summary: Mapping[str, Any]) -> None:
     for metric in SHOWN:
         columns = ("before", "after", "gain", "after_sft", "gain_sft")
         table.add_row(metric, *(_cell(summary[c][metric], signed=c.startswith("gain")) for c in columns))
-    console = Console(highlight=False)
-    console.print(table)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table, width=112)
     syncs = summary["syncs"]
     seconds, gaps = [s["seconds"] for s in syncs], [s["canary_gap"] for s in syncs]
     console.print(
@@ -115,7 +115,7 @@ def _json(interval: Interval) -> dict[str, float]:
 
 def _cell(value: Mapping[str, float], *, signed: bool) -> str:
     sign = "+" if signed else ""
-    return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
+    return f"{value['value']:{sign}.3f}\n[{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
 
 
 def _has(package: str) -> bool:
