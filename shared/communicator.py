@@ -19,6 +19,7 @@ import errno
 import socket
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,6 +37,7 @@ Backend = Literal["gloo", "nccl"]
 _GRACE_S = 1.0
 _POLL_S = 0.01
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
+_ANSWER_S = 2.0  # rank 0 answers within some polls, if it is there
 _PORT_PATIENCE_S = 2.0  # a group that was just left, on the same port, takes a moment to go
 
 
@@ -225,36 +227,71 @@ def _meet(place: Place, given_up: threading.Event) -> dist.Store:
 
     What lies in it is unpickled by NCCL's binding: `host` must come from a configuration, never from a request.
     """
-    listening = None
-    if place.rank == 0:
-        listening = _listen(place)
-    else:
-        _wait_for_listener(place, given_up)
-    store = dist.TCPStore(
-        host_name=place.host,
-        port=place.port,
-        world_size=place.world_size,
-        is_master=place.rank == 0,
-        timeout=timedelta(seconds=place.timeout_s),
-        wait_for_workers=False,  # it would hold the port until the deadline, given up or not
-        master_listen_fd=listening,
-    )
-    failure = _wait_for_all(store, place, given_up)
-    if failure is not None:
-        del store  # a traceback that names it would keep the port
-        raise failure
-    return dist.PrefixStore("group", store)
-
-
-def _wait_for_all(store: dist.Store, place: Place, given_up: threading.Event) -> ProjectError | None:
     deadline = time.monotonic() + place.timeout_s
-    store.set(f"here/{place.rank}", "1")
-    missing = list(range(place.world_size))
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+    while True:
+        listening = None
+        if place.rank == 0:
+            listening = _listen(place)
+        else:
+            _wait_for_listener(place, given_up)
+        store = dist.TCPStore(
+            host_name=place.host,
+            port=place.port,
+            world_size=place.world_size,
+            is_master=place.rank == 0,
+            timeout=timedelta(seconds=place.timeout_s),
+            wait_for_workers=False,  # it would hold the port until the deadline, given up or not
+            master_listen_fd=listening,
+        )
+        outcome = (_gather if place.rank == 0 else _be_seen)(store, place, deadline, given_up)
+        if outcome is None:
+            return dist.PrefixStore("group", store)
+        del store  # a traceback that names it would keep the port
+        if isinstance(outcome, ProjectError):
+            raise outcome
+
+
+# A port that was just left may still be answered by the old group's store. So rank 0 answers each rank's own nonce,
+# seen/RANK = here/RANK, which nobody does in an old store. A rank that gets no answer connects again.
+
+
+def _gather(store: dist.Store, place: Place, deadline: float, given_up: threading.Event) -> ProjectError | None:
+    """Rank 0: answer the others until all of them have had their answer."""
+    missing = list(range(1, place.world_size))
+    while missing := [rank for rank in missing if not store.check([f"ready/{rank}"])]:
+        for rank in missing:
+            if store.check([f"here/{rank}"]):
+                store.set(f"seen/{rank}", store.get(f"here/{rank}").decode())
         if given_up.wait(_POLL_S):
             return CommunicatorError(f"joining {place} was given up")
         if time.monotonic() > deadline:
             return _late(f"joining {place}", f"no sign of rank {', '.join(map(str, missing))}")
+    store.set("complete", "1")
+    return None
+
+
+def _be_seen(
+    store: dist.Store, place: Place, deadline: float, given_up: threading.Event
+) -> ProjectError | Literal["connect again"] | None:
+    """Another rank: make sure that rank 0 is there, then wait for the rest."""
+    nonce, seen = uuid.uuid4().hex, False
+    patience = min(deadline, time.monotonic() + _ANSWER_S)
+    try:
+        store.set(f"here/{place.rank}", nonce)
+        while not (seen and store.check(["complete"])):
+            if not seen and store.check([f"seen/{place.rank}"]) and store.get(f"seen/{place.rank}").decode() == nonce:
+                store.set(f"ready/{place.rank}", "1")
+                seen = True
+            if given_up.wait(_POLL_S):
+                return CommunicatorError(f"joining {place} was given up")
+            if time.monotonic() > deadline:
+                return _late(f"joining {place}", "rank 0 there, others missing" if seen else "no answer of rank 0")
+            if not seen and time.monotonic() > patience:
+                return "connect again"
+    except RuntimeError:  # the old store went while we were connected to it
+        if seen or time.monotonic() > deadline:
+            raise
+        return "connect again"
     return None
 
 
