@@ -38,7 +38,7 @@ _GRACE_S = 1.0
 _POLL_S = 0.01
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 _ANSWER_S = 2.0  # rank 0 answers within some polls, if it is there
-_PORT_PATIENCE_S = 2.0  # a group that was just left, on the same port, takes a moment to go
+_PORT_PATIENCE_S = 10.0  # a group that was just left, on the same port, takes a moment to go
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
