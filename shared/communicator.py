@@ -83,7 +83,8 @@ class Communicator(ABC):
         self.start_broadcast(tensor, src, timeout_s).result()
 
     def start_broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Operation[None]:
-        """`broadcast`, to be polled."""
+        """`broadcast`, to be polled. The one before must have ended: two at once could go in any order."""
+        assert self._pending is None or self._pending.ended, f"{self._pending.what} is still under way"
         limit_s = self.place.timeout_s if timeout_s is None else timeout_s
         num_bytes = tensor.numel() * tensor.element_size()
         what = f"broadcasting {num_bytes} bytes from rank {src} of {self.world_size}"

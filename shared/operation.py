@@ -30,14 +30,15 @@ class Operation(Generic[T]):
         self._on_failure = on_failure
         self._outcome: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
         self._settled: Callable[[], T] | None = None
+        self.ended = False  # the call itself is over, waited for or not
 
         def target() -> None:
             try:
-                result = call()
+                outcome = _returning(call())
             except BaseException as error:
-                self._outcome.put(_raising(error))
-            else:
-                self._outcome.put(lambda: result)
+                outcome = _raising(error)
+            self.ended = True
+            self._outcome.put(outcome)
 
         threading.Thread(target=target, name=what, daemon=True).start()
 
@@ -79,6 +80,10 @@ class Operation(Generic[T]):
             wanted="an end within the deadline",
             remedy="look for a process that died or can't be reached, or raise the timeout",
         )
+
+
+def _returning(result: T) -> Callable[[], T]:
+    return lambda: result
 
 
 def _raising(error: BaseException) -> Callable[[], NoReturn]:

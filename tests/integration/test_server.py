@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 from deploy.demo import model as demo_model
 from shared import weights
 from shared.communicator import Communicator, start_join
-from shared.errors import CommunicatorError
+from shared.errors import CommunicatorError, DeadlineError
 from shared.wire import Bucket
 from tests.servers import RunningServer, free_port, running_server, wait_gone
 
@@ -122,9 +123,10 @@ class Learner:
         calling = threading.Thread(target=lambda: replies.append(self.http.post("/update_weights/", json=body)))
         calling.start()
         assert self.communicator is not None
-        sending = [self.communicator.start_broadcast(buffer, src=1) for buffer in buffers[:stop_after]]
+        with suppress(CommunicatorError, DeadlineError):  # the server gave up; its answer says why
+            for buffer in buffers[:stop_after]:
+                self.communicator.broadcast(buffer, src=1, timeout_s=20.0)
         calling.join(60)
-        assert len(sending) == len(buffers[:stop_after])
         return replies[0]
 
     def ver(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -54,20 +55,28 @@ def buckets() -> list[Bucket]:
     return [weights.seal(specs, buffer) for specs, buffer in zip(PLAN, BUFFERS, strict=True)]
 
 
+def in_turn(learner: Communicator, buffers: Sequence[torch.Tensor]) -> threading.Thread:
+    """Broadcasts `buffers` one after the other."""
+    thread = threading.Thread(target=lambda: [learner.broadcast(buffer, src=1) for buffer in buffers])
+    thread.start()
+    return thread
+
+
 def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Communicator]) -> None:
     worker, learner = pair
     assert len(PLAN) == 3
     load = RememberingLoad()
     receiving = Receiving(update(buckets()), worker, load)  # type: ignore[arg-type]
     assert receiving.advance(0.01) == {"done": False}
-    sending = [learner.start_broadcast(buffer, src=1) for buffer in BUFFERS]
+    sending = in_turn(learner, BUFFERS)
     while not (result := receiving.advance(0.5))["done"]:
         pass
     assert result == {"done": True, "num_tensors": 5}
     assert receiving.advance(0.0) == result
     assert list(load.loaded) == list(TENSORS)
     assert all(load.loaded[name].equal(tensor) for name, tensor in TENSORS.items())
-    assert all(operation.done(1.0) for operation in sending)
+    sending.join(1.0)
+    assert not sending.is_alive()
 
 
 def test_nothing_is_loaded_whose_digest_is_wrong(pair: tuple[Communicator, Communicator]) -> None:
@@ -75,13 +84,14 @@ def test_nothing_is_loaded_whose_digest_is_wrong(pair: tuple[Communicator, Commu
     load = RememberingLoad()
     wrong = [bucket.model_copy(update={"digest": "0" * 32}) if i == 1 else bucket for i, bucket in enumerate(buckets())]
     receiving = Receiving(update(wrong), worker, load)  # type: ignore[arg-type]
-    sending = [learner.start_broadcast(buffer, src=1) for buffer in BUFFERS[:2]]
+    sending = in_turn(learner, BUFFERS[:2])
     with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
         receiving.advance(5.0)
     assert list(load.loaded) == ["t0", "t1"]
     receiving.close()
     assert load.closed
-    assert len(sending) == 2
+    sending.join(1.0)
+    assert not sending.is_alive()
 
 
 def test_a_learner_that_stops_ends_at_the_deadline(pair: tuple[Communicator, Communicator]) -> None:

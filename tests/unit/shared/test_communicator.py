@@ -57,6 +57,18 @@ def test_every_rank_gets_the_sources_bytes(world_size: int) -> None:
         communicator.close()
 
 
+def test_a_second_broadcast_waits_for_the_first_to_end() -> None:
+    """Two at once could reach the others in any order: one would get the other's bytes."""
+    group = join_all(2)
+    first = group[0].start_broadcast(torch.zeros(4), src=1)
+    with pytest.raises(AssertionError, match="still under way"):
+        group[0].start_broadcast(torch.zeros(4), src=1)
+    group[1].broadcast(torch.ones(4), src=1)
+    first.result()
+    for communicator in group:
+        communicator.close()
+
+
 def test_rank_0_listens_on_its_own_address_only() -> None:
     port = free_port()
     joining = start_join("gloo", "127.0.0.1", port, 0, 2, 10.0)
