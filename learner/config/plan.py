@@ -67,7 +67,6 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
     server = rollout.vllm.server
     colocated = vllm is not None and vllm.mode == "colocate"
     carries = variant == "rollout_matching_sft" and training.packing
-    decoding = rollout.decoding
     return Plan(
         trainer_variant=variant,
         world_size=world_size,
@@ -80,7 +79,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
         rollout_backend=rollout.rollout_backend,
         vllm_mode=vllm.mode if vllm else None,
         decode_batch_size=rollout.decode_batch_size,
-        decode_mode=decoding.decode_mode or ("sample" if decoding.temperature > 0 else "greedy"),
+        decode_mode=rollout.decoding.mode,
         tensor_parallel_size=tensor_parallel_size(config, world_size) if colocated else None,
         servers=tuple(server.servers or ()) if uses_servers(config) else (),
         sync_mode=sync_mode(config) if vllm else None,

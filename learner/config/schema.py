@@ -158,6 +158,11 @@ class DecodingConfig(Section):
     )
     num_beams: int = key("`decode_mode: beam` only: beams, of which the best is the rollout", 1, req="D7", ge=1)
 
+    @property
+    def mode(self) -> Literal["greedy", "sample", "beam"]:
+        """`decode_mode`, or what follows from the temperature."""
+        return self.decode_mode or ("sample" if self.temperature > 0 else "greedy")
+
 
 class ServerEntry(Section):
     """One rollout server."""

@@ -43,7 +43,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> Request
 
     Raises ConfigError where the mode can't be had from a server.
     """
-    mode = decoding.decode_mode or ("sample" if decoding.temperature > 0 else "greedy")
+    mode = decoding.mode
     if mode == "beam" or (mode == "sample" and decoding.temperature == 0):
         raise ConfigError(
             f"{DECODING}.decode_mode: not possible with a rollout server",
