@@ -26,7 +26,9 @@ from learner.packing import PackingBuffer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.records import Sample
+from learner.rollout.backend import RolloutBackend
 from learner.rollout.call_log import RolloutCallLog
+from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
 from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.run_files import log_to_file, point_latest
@@ -97,8 +99,9 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     if needs_rollouts(config):
         backend = _connect_backend(config, ranks, policy, token, log)
         stack.callback(backend.close)
-        sync = _connect_sync(config, ranks, policy, backend, task, data.train)
-        stack.callback(sync.close)
+        if not isinstance(backend, HfBackend):  # which has the trained weights themselves
+            sync = _connect_sync(config, ranks, policy, backend, task, data.train)
+            stack.callback(sync.close)
     optimizer = Optimizer(policy.trainable, config.training, total_steps=total_steps)
     source, row_maker = _segment_source(config, backend, task, policy), _row_maker(config)
     stage2: Stage2Driver | None = None
@@ -177,7 +180,7 @@ def load_data(config: RunConfig, task: Task) -> RunData:
 
 
 def needs_rollouts(config: RunConfig) -> bool:
-    """Whether the run talks to servers at all: one that only learns ground truth does so only to evaluate."""
+    """Whether the run makes rollouts at all: one that only learns ground truth does so only to evaluate."""
     training = config.training
     evaluates = bool(training.eval_on_start or training.eval_on_end or training.eval_steps)
     return evaluates or _learns_rollouts(config)
@@ -191,15 +194,18 @@ def _learns_rollouts(config: RunConfig) -> bool:
 
 def _connect_backend(
     config: RunConfig, ranks: Ranks, policy: Policy, token: str | None, log: MetricsLog
-) -> ServerBackend:
+) -> ServerBackend | HfBackend:
     def on_call(record: RolloutCallLog) -> None:
         log.write("rollout_call", record)
         if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
             logging.getLogger("learner.rollout").info("%s", record)
 
+    rollouts, seed = config.rollout_matching, config.training.seed
+    if rollouts.rollout_backend == "hf":
+        return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
     backend = ServerBackend(
-        config.rollout_matching,
-        run_seed=config.training.seed,
+        rollouts,
+        run_seed=seed,
         rank=ranks.rank,
         num_ranks=ranks.world_size,
         token=token,
@@ -243,7 +249,7 @@ def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     )
 
 
-def _segment_source(config: RunConfig, backend: ServerBackend | None, task: Task, policy: Policy) -> SegmentSource:
+def _segment_source(config: RunConfig, backend: RolloutBackend | None, task: Task, policy: Policy) -> SegmentSource:
     if not _learns_rollouts(config):
         return _ground_truth(config, task, policy)
     assert backend is not None
@@ -280,11 +286,8 @@ def _require_built(plan: Plan, config: RunConfig) -> None:
         raise _not_built("stage2_ab.async_actor_learner.enabled", "true", "false")
     if not needs_rollouts(config):
         return
-    if plan.rollout_backend != "vllm" or plan.vllm_mode != "server":
-        found = f"{plan.rollout_backend}, {plan.vllm_mode}"
-        raise _not_built(
-            "custom.extra.rollout_matching.{rollout_backend, vllm.mode}", found, "rollout_backend: vllm, mode: server"
-        )
+    if plan.vllm_mode == "colocate":
+        raise _not_built("custom.extra.rollout_matching.vllm.mode", plan.vllm_mode, "server, or rollout_backend: hf")
     buffer = config.rollout_matching.rollout_buffer
     if buffer is not None and buffer.enabled:
         raise _not_built("custom.extra.rollout_matching.rollout_buffer.enabled", "true", "false")
