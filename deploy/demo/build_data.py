@@ -40,7 +40,8 @@ class Build:
     val: int
     test: int
     annotation_dropout: float = 0.0  # probability that an object has no label
-    annotation_cap: int | None = None  # labels stop after so many objects of a scene, in reading order
+    annotation_cap: int | None = None  # labels stop after so many objects, in reading order ...
+    annotation_cap_share: float = 1.0  # ... in this share of the scenes, chosen at random
     seed: int = 0
 
     def num_scenes(self, split: Split) -> int:
@@ -115,8 +116,10 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
         Image.fromarray(scene.pixels).save(out / name, compress_level=1)
         objects = scene.objects
         if split == "train":
-            objects = _first_in_reading_order(objects, request.annotation_cap)
-            objects = _drop_labels(np.random.default_rng([*key, 1]), objects, request.annotation_dropout)
+            rng = np.random.default_rng([*key, 1])
+            objects = _drop_labels(rng, objects, request.annotation_dropout)
+            if rng.random() < request.annotation_cap_share:
+                objects = _first_in_reading_order(objects, request.annotation_cap)
         rows.append(_row(f"{split}-{i:06d}", name, objects))
     return rows
 
@@ -154,6 +157,9 @@ def main(
     annotation_cap: Annotated[
         int | None, typer.Option(min=1, help="Training labels stop after so many objects of a scene.")
     ] = None,
+    annotation_cap_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the training scenes that the cap is for.")
+    ] = 1.0,
     annotation_dropout: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Probability that a training object has no label.")
     ] = 0.0,
@@ -167,6 +173,7 @@ def main(
         test=test,
         annotation_dropout=annotation_dropout,
         annotation_cap=annotation_cap,
+        annotation_cap_share=annotation_cap_share,
         seed=seed,
     )
     started = time.monotonic()

@@ -103,6 +103,14 @@ def test_cap_keeps_the_first_objects_in_reading_order(built: Path, tmp_path: Pat
     assert (tmp_path / "test.jsonl").read_text() == (built / "test.jsonl").read_text()
 
 
+def test_a_cap_share_leaves_the_other_scenes_whole(built: Path, tmp_path: Path) -> None:
+    build(replace(REQUEST, annotation_cap=1, annotation_cap_share=0.5), tmp_path)
+    pairs = list(zip(read_rows(built, "train"), read_rows(tmp_path, "train"), strict=True))
+    assert all(len(capped["objects"]) in (1, len(whole["objects"])) for whole, capped in pairs)
+    whole_scenes = sum(len(capped["objects"]) > 1 for _, capped in pairs)
+    assert 0 < whole_scenes < len(pairs)
+
+
 def test_full_dropout_keeps_one_label(built: Path, tmp_path: Path) -> None:
     build(replace(REQUEST, annotation_dropout=1.0), tmp_path)
     assert [len(row["objects"]) for row in read_rows(tmp_path, "train")] == [1] * REQUEST.train
