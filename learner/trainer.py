@@ -126,7 +126,7 @@ class Trainer:
 
     def step(self) -> StepResult:
         """One accumulation window and one parameter update."""
-        totals, channel = StepTotals(), self.source.channel
+        totals, channel, ver = StepTotals(), self.source.channel, self.generator_ver()
         metrics: Mapping[str, float] = {}
         if self.stage2 is not None:
             self.stop.check()
@@ -147,7 +147,7 @@ class Trainer:
             channel=channel,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            ver=self.sync.ver if self.sync else 0,
+            ver=ver,
             seconds=self.clock.read(),
             capacity=self.config.global_max_length,
             extra=metrics,
@@ -214,6 +214,13 @@ class Trainer:
         if self.stage2 is not None:
             return self.stage2.wants_sync(self.state.global_step)
         return self.source.needs_rollouts
+
+    def generator_ver(self) -> int:
+        """The version of the weights that rollouts are made by: syncs so far. A backend that has the trained weights
+        themselves needs no sync; its version is the number of updates."""
+        if self.sync is not None:
+            return self.sync.ver
+        return self.state.global_step if self.backend is not None else 0
 
     def sync_if_stale(self) -> SyncReceipt | None:
         """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
