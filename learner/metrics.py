@@ -1,7 +1,7 @@
 """What a run measured, on disk: one JSON object per line in `metrics.jsonl`, and scalars in TensorBoard.
 
-In: events (`step`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: files in the run directory.
-Only rank 0 writes. A line is flushed as soon as it is written, so a killed run keeps what it had measured.
+In: events (`step`, `timeline`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: files in the run
+directory. Only rank 0 writes. A line is flushed as soon as it is written, so a killed run keeps what it had measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,19 +76,26 @@ def _finite(value: Any) -> Any:
 
 
 class PhaseClock:
-    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest: what is not in one is `other`."""
+    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest: what is not in one is `other`.
 
-    def __init__(self) -> None:
+    `on_phase(name, begin, end)` hears of each phase as it ends, in Unix seconds.
+    """
+
+    def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_phase = on_phase
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        began_at, started = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._on_phase is not None:
+                self._on_phase(name, began_at, began_at + seconds)
 
     def read(self) -> dict[str, float]:
         """Seconds per phase since the last read as `name_s`, with `other_s` and `step_s`; starts over."""

@@ -16,11 +16,16 @@ class CallRecord:
     num_requests: int
     seconds: float
     error: str = ""
+    began_at: float = 0.0  # Unix seconds; 0: in the learner's own process, whose phases tell when
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCallLog:
-    """What one `generate` did, for the step's metrics (R15, R30). `splits` are (first_req_idx, requests) sent again."""
+    """What one `generate` did, for the step's metrics (R15, R30). `splits` are (first_req_idx, requests) sent again.
+
+    A call that runs ahead of the steps belongs to none of them: there `micro_step_idx` is -1, and `global_step` the
+    number of the rank's call.
+    """
 
     global_step: int
     micro_step_idx: int
@@ -29,5 +34,6 @@ class RolloutCallLog:
     chunk: int  # requests that this rank may have in flight
     ver: int | None = None
     seconds: float = 0.0
+    began_at: float = 0.0  # as in `CallRecord`
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int]] = field(default_factory=list)

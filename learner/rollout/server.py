@@ -126,6 +126,7 @@ class ServerBackend:
             first_req_idx=first_req_idx,
             num_requests=len(samples),
             chunk=self.chunk,
+            began_at=time.time(),
         )
         requests = [infer_request(sample) for sample in samples]
         job = _Job(samples=samples, requests=requests, config=self._decoding[greedy], record=record)
@@ -215,7 +216,7 @@ class ServerBackend:
         )
         requests = list(job.requests[batch.start : batch.stop])
         call = InferCall(infer_requests=requests, request_config=job.config.model_copy(update={"seed": seed}))
-        begin, error_text = time.monotonic(), ""
+        began_at, begin, error_text = time.time(), time.monotonic(), ""
         try:
             return read_rollouts(
                 await client.infer(call),
@@ -236,6 +237,7 @@ class ServerBackend:
                 num_requests=len(batch),
                 seconds=time.monotonic() - begin,
                 error=error_text,
+                began_at=began_at,
             )
             job.record.calls.append(ended)
             log.debug("step %d.%d: %s", job.record.global_step, job.record.micro_step_idx, ended)
