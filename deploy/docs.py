@@ -22,7 +22,7 @@ from learner.config.rules import RULES
 from learner.config.schema import RunConfig
 from rollout_server.config import ServerConfig
 from shared.config_errors import dotted
-from shared.config_model import describe_field, item_of, section_of
+from shared.config_model import describe_field, item_of, section_of, walk_keys
 
 INTRO = """\
 # Configuration
@@ -77,11 +77,19 @@ def config_markdown() -> str:
 
 
 def json_schema(model: type[BaseModel], title: str) -> str:
-    """The JSON Schema of a file: the model's, and `base`, which composition takes out."""
+    """The JSON Schema of a file: the model's, with `base`, which composition takes out.
+
+    A file with bases may leave out what they say, so only one without must have every section; what a section itself
+    must have is left to `--check`. Items of lists do not merge: they keep their required keys.
+    """
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     paths = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     schema["title"] = title
     schema["properties"]["base"] = {"description": "files that this one builds on; later ones win", **paths}
+    schema["anyOf"] = [{"required": ["base"]}, {"required": schema.pop("required")}]
+    whole = {items.__name__ for _, field in walk_keys(model) if (items := section_of(item_of(field.annotation)))}
+    for name in schema.get("$defs", {}).keys() - whole:
+        schema["$defs"][name].pop("required", None)
     return json.dumps(schema, indent=2) + "\n"
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 
 MAX_FOUND_CHARS = 80
+ROOT = "(root)"
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_\-]+")
 
 KeyPath = tuple[str | int, ...]
@@ -60,7 +61,7 @@ def _rebuild(what: str, found: str, wanted: str, remedy: str, mistakes: Sequence
 
 
 def dotted(path: KeyPath) -> str:
-    """`("a", "b", 0, "c")` as `a.b[0].c`; keys that are not plain words are quoted. The empty path is `(root)`."""
+    """`("a", "b", 0, "c")` as `a.b[0].c`; keys that are not plain words are quoted. The empty path is `ROOT`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -68,7 +69,7 @@ def dotted(path: KeyPath) -> str:
         else:
             word = part if _PLAIN_KEY.fullmatch(part) else ascii(part)
             text += f".{word}" if text else word
-    return text or "(root)"
+    return text or ROOT
 
 
 def show(value: object) -> str:

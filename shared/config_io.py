@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shared.config_compose import read_composed
-from shared.config_errors import ConfigErrors, KeyPath, Mistake
+from shared.config_errors import ROOT, ConfigErrors, KeyPath, Mistake
 from shared.config_model import UntrustedValueError, mistake_of, trusted_view
 from shared.config_yaml import Parsed, add_numbers
 
@@ -131,8 +132,14 @@ def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    at = mistake.at or lines.get(mistake.path, "")
-    return Mistake(path=mistake.path, found=mistake.found, wanted=mistake.wanted, remedy=mistake.remedy, at=at)
+    """With the line of its key, or of the nearest section around a key that is not written."""
+    return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
+
+
+def _line_of(path: str, lines: Mapping[str, str]) -> str:
+    while path and path not in lines:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return lines.get(path or ROOT, "")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

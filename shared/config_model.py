@@ -152,13 +152,22 @@ def mistake_of(
     if kind == "extra_forbidden":
         mistake, meant = _unknown(model, path)
         return path, mistake, (path, *meant)
-    wanted = _wanted_at(model, path)
     if kind == "missing":
-        return path, Mistake(path=name, found="nothing", wanted=wanted, remedy="add this key"), (path,)
+        key = _first_to_write(model, path)
+        wanted = _wanted_at(model, key)
+        return key, Mistake(path=dotted(key), found="nothing", wanted=wanted, remedy="add this key"), (path, key)
+    wanted = _wanted_at(model, path)
     found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail)
     if kind in ("value_error", "assertion_error"):  # a model's own validator
         wanted = str(detail["ctx"]["error"])
     return path, Mistake(path=name, found=found, wanted=wanted, remedy=remedy), (path,)
+
+
+def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
+    """Of a missing section that has one required key, that key: what the user has to write down."""
+    section = _section_at(model, path)
+    required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
+    return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
 
 
 def _real_path(loc: tuple[str | int, ...], values: Any, *, keep_last: bool) -> KeyPath:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from learner.config.schema import RunConfig
 from learner.config.servers import SERVER, server_mistakes
 from shared.config_errors import Mistake
+from shared.config_section import Section
 
 ROLLOUT = "custom.extra.rollout_matching"
 Rule = Callable[[RunConfig], Iterator[Mistake]]
@@ -29,6 +30,19 @@ def uses_servers(config: RunConfig) -> bool:
     return config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
 
 
+def learns_rollouts(config: RunConfig) -> bool:
+    """Whether any step trains on rollouts; `sft`, and a schedule without Channel-B, learn ground truth only."""
+    if config.stage2_ab is not None:
+        return config.stage2_ab.schedule.b_ratio > 0
+    return config.custom.trainer_variant == "rollout_matching_sft"
+
+
+def needs_rollouts(config: RunConfig) -> bool:
+    """Whether the run generates at all: to learn from it, or to evaluate."""
+    training = config.training
+    return bool(training.eval_on_start or training.eval_on_end or training.eval_steps) or learns_rollouts(config)
+
+
 def overlaps(config: RunConfig) -> bool:
     """Whether Channel-B learns a step's first packs while its other rollouts run (R32)."""
     stage2 = config.stage2_ab
@@ -37,6 +51,13 @@ def overlaps(config: RunConfig) -> bool:
         and config.training.packing
         and (stage2 is not None and stage2.schedule.b_ratio > 0)
     )
+
+
+def given(section: Section, name: str) -> str:
+    """The value of a number as a message quotes it, and that it is the default where the user did not write it."""
+    number = getattr(section, name)
+    value = f"{number:g}" if isinstance(number, float) else str(number)
+    return value if name in section.model_fields_set else f"the default {value}"
 
 
 # ---- data, training ------------------------------------------------------------------------------------------------
@@ -91,7 +112,8 @@ def carry_packing(config: RunConfig) -> Iterator[Mistake]:
     if training.packing_buffer < training.per_device_train_batch_size:
         wanted = f"at least training.per_device_train_batch_size ({training.per_device_train_batch_size})"
         remedy = "raise it: a micro-step brings that many segments, and one row may take only the first"
-        yield Mistake(path="training.packing_buffer", found=str(training.packing_buffer), wanted=wanted, remedy=remedy)
+        found = given(training, "packing_buffer")
+        yield Mistake(path="training.packing_buffer", found=found, wanted=wanted, remedy=remedy)
 
 
 # ---- rollouts ------------------------------------------------------------------------------------------------------
@@ -106,11 +128,15 @@ def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
         wanted, remedy = f"temperature 0 with decode_mode: {mode}", "set temperature: 0, or decode_mode: sample"
         yield Mistake(path=f"{path}.temperature", found=f"{temperature:g}", wanted=wanted, remedy=remedy)
     if mode == "sample" and temperature == 0:
-        wanted, remedy = "above 0 with decode_mode: sample", "raise it, or set decode_mode: greedy"
-        yield Mistake(path=f"{path}.temperature", found="0", wanted=wanted, remedy=remedy)
+        found, wanted = given(decoding, "temperature"), "above 0 with decode_mode: sample"
+        yield Mistake(
+            path=f"{path}.temperature", found=found, wanted=wanted, remedy="raise it, or set decode_mode: greedy"
+        )
     if mode == "beam" and decoding.num_beams == 1:
-        wanted, remedy = "at least 2 with decode_mode: beam", "raise it, or set decode_mode: greedy"
-        yield Mistake(path=f"{path}.num_beams", found="1", wanted=wanted, remedy=remedy)
+        found, wanted = given(decoding, "num_beams"), "at least 2 with decode_mode: beam"
+        yield Mistake(
+            path=f"{path}.num_beams", found=found, wanted=wanted, remedy="raise it, or set decode_mode: greedy"
+        )
     if mode != "beam" and decoding.num_beams > 1:
         wanted, remedy = "1 without decode_mode: beam", "set decode_mode: beam, or remove it"
         yield Mistake(path=f"{path}.num_beams", found=str(decoding.num_beams), wanted=wanted, remedy=remedy)
@@ -128,16 +154,17 @@ def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
 def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
     """`max_new_tokens` is below `global_max_length` (a segment holds prompt and answer) and below a colocated engine's
     `max_model_len`."""
-    longest = config.rollout_matching.decoding.max_new_tokens
+    decoding = config.rollout_matching.decoding
+    longest, found = decoding.max_new_tokens, given(decoding, "max_new_tokens")
     path = f"{ROLLOUT}.decoding.max_new_tokens"
     if config.custom.trainer_variant != "sft" and longest >= config.global_max_length:
         wanted = f"less than global_max_length ({config.global_max_length}), which holds prompt and answer"
-        yield Mistake(path=path, found=str(longest), wanted=wanted, remedy="lower it, or raise global_max_length")
+        yield Mistake(path=path, found=found, wanted=wanted, remedy="lower it, or raise global_max_length")
     vllm = config.rollout_matching.vllm
     colocated = config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "colocate"
     if colocated and vllm.max_model_len is not None and longest >= vllm.max_model_len:
         wanted = f"less than vllm.max_model_len ({vllm.max_model_len}), which holds prompt and answer"
-        yield Mistake(path=path, found=str(longest), wanted=wanted, remedy="lower it, or raise vllm.max_model_len")
+        yield Mistake(path=path, found=found, wanted=wanted, remedy="lower it, or raise vllm.max_model_len")
 
 
 def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
@@ -180,15 +207,24 @@ def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found="rollout reuse under sft", wanted=wanted, remedy=remedy)
 
 
-def offload_has_work(config: RunConfig) -> Iterator[Mistake]:
-    """`offload.enabled` with colocated vLLM names the model, the optimizer or both (R20)."""
+def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
+    """`offload.enabled` with colocated vLLM names the model, the optimizer or both, and nothing may learn while it
+    rolls out (R20)."""
     rollout, offload = config.rollout_matching, config.rollout_matching.offload
     if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not offload.enabled:
         return
+    path = f"{ROLLOUT}.offload.enabled"
     if not offload.offload_model and not offload.offload_optimizer:
         wanted, remedy = "offload_model or offload_optimizer", "set one of them to true, or enabled: false"
-        path = f"{ROLLOUT}.offload.enabled"
         yield Mistake(path=path, found="offloading of nothing", wanted=wanted, remedy=remedy)
+    ahead = config.stage2_ab is not None and config.stage2_ab.async_actor_learner.enabled
+    if ahead or overlaps(config):
+        found = (
+            "offloading of what " + ("the asynchronous learner" if ahead else "packed Channel-B") + " trains meanwhile"
+        )
+        wanted = "false, where rollouts and learning run at once"
+        remedy = "set enabled: false (servers need no offloading)" + ("" if ahead else ", or training.packing: false")
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=remedy)
 
 
 # ---- stage2_ab -----------------------------------------------------------------------------------------------------
@@ -246,7 +282,7 @@ def async_queue(config: RunConfig) -> Iterator[Mistake]:
     if queue.prefetch_target_packs > queue.queue_limit:
         path = "stage2_ab.async_actor_learner.prefetch_target_packs"
         wanted, remedy = f"at most queue_limit ({queue.queue_limit})", "lower it, or raise queue_limit"
-        yield Mistake(path=path, found=str(queue.prefetch_target_packs), wanted=wanted, remedy=remedy)
+        yield Mistake(path=path, found=given(queue, "prefetch_target_packs"), wanted=wanted, remedy=remedy)
 
 
 RULES: tuple[Rule, ...] = (
@@ -261,7 +297,7 @@ RULES: tuple[Rule, ...] = (
     servers_are_named,
     adapter_sync,
     buffer_variant,
-    offload_has_work,
+    offload_can_be_served,
     stage2_section,
     stage2_batch,
     overlap_needs_servers,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from learner.config.rules import ROLLOUT, Rule
+from learner.config.rules import ROLLOUT, Rule, given, needs_rollouts
 from learner.config.schema import RunConfig
 from shared.config_errors import Mistake
 
@@ -61,17 +61,11 @@ def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     """R04: colocated engines share out the learner's devices."""
     rollout = config.rollout_matching
-    if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not _rolls_out(config):
+    if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not needs_rollouts(config):
         return
     size = tensor_parallel_size(config, world_size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         wanted, remedy = f"a divisor of the {world_size} ranks", f"set it to {' or '.join(fitting[:6])}"
         path = f"{ROLLOUT}.vllm.tensor_parallel_size"
-        yield Mistake(path=path, found=str(size), wanted=wanted, remedy=remedy)
-
-
-def _rolls_out(config: RunConfig) -> bool:
-    training = config.training
-    evaluates = bool(training.eval_steps or training.eval_on_start or training.eval_on_end)
-    return evaluates or config.custom.trainer_variant != "sft"
+        yield Mistake(path=path, found=given(rollout.vllm, "tensor_parallel_size"), wanted=wanted, remedy=remedy)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from deploy.docs import documents
 from learner.config.legacy import RETIRED
@@ -13,6 +15,8 @@ from learner.config.load import load_config
 from learner.config.schema import RunConfig
 from rollout_server.config import ServerConfig
 from shared.config_model import describe_field, walk_keys
+from shared.config_yaml import parse_text
+from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, changed, everything, minimal, stage2
 
 ROOT = Path(__file__).parents[4]
 
@@ -45,12 +49,47 @@ def test_requirement_ids_stand_beside_their_keys() -> None:
         assert any(f"{key}` |" in line and requirement in line for line in text.splitlines())
 
 
-def test_the_schema_for_editors_knows_sections_and_bases() -> None:
-    schema = json.loads(documents()["config.schema.json"])
-    assert schema["additionalProperties"] is False
-    assert {"base", "model", "training", "stage2_ab"} <= set(schema["properties"])
-    assert schema["$defs"]["DecodingConfig"]["properties"]["top_p"]["maximum"] == 1.0
+# ---- the schemas, as an editor uses them ---------------------------------------------------------------------------
 
+
+def complaints(name: str, data: dict[str, Any]) -> list[str]:
+    schema = Draft202012Validator(json.loads(documents()[name]))
+    return [f"{error.json_path}: {error.message}" for error in schema.iter_errors(data)]
+
+
+@pytest.mark.parametrize("data", [minimal(), stage2(), everything()])
+def test_an_editor_accepts_what_is_right(data: dict[str, Any]) -> None:
+    assert not complaints("config.schema.json", data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"training.sed": 1}, "$.training"),
+        ({f"{ROLLOUT}.decoding.top_p": 1.5}, f"$.{ROLLOUT}.decoding.top_p"),
+        ({f"{ROLLOUT}.decoding.top_p": "0.5"}, f"$.{ROLLOUT}.decoding.top_p"),
+        ({"model.dtype": "fp32"}, "$.model.dtype"),
+        ({"stage2_ab.schedule.b_ratio": -1}, "$.stage2_ab"),
+        ({f"{SERVER}.servers": [{"base_url": "http://a:1"}]}, f"$.{SERVER}.servers"),
+        ({"model": REMOVE}, "$"),
+    ],
+)
+def test_an_editor_marks_what_is_wrong(changes: dict[str, Any], place: str) -> None:
+    found = complaints("config.schema.json", changed(stage2(), changes))
+    assert len(found) == 1
+    assert found[0].startswith(f"{place}: ")
+
+
+def test_an_editor_accepts_a_file_that_adds_to_its_base() -> None:
+    """Here `model.path` and all else that is required comes from the base; mistakes are marked all the same."""
+    assert not complaints("config.schema.json", {"base": "other.yaml", "model": {"dtype": "bfloat16"}})
+    assert not complaints("server.schema.json", {"base": ["a.yaml", "b.yaml"], "port": 9000})
+    assert complaints("config.schema.json", {"base": "other.yaml", "model": {"type": "bfloat16"}})
+    assert complaints("server.schema.json", {"base": 3, "model": "m"})
+    assert complaints("server.schema.json", {"port": 9000})
+
+
+# ---- the files under deploy/ ---------------------------------------------------------------------------------------
 
 SHIPPED = [
     path for path in sorted((ROOT / "deploy").rglob("*.yaml")) if "\ncustom:" in path.read_text(encoding="utf-8")
@@ -59,5 +98,6 @@ SHIPPED = [
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configurations_are_valid(path: Path) -> None:
-    """The learner's files under deploy/, as one rank reads them."""
+    """The learner's files under deploy/, as one rank reads them and as an editor sees them."""
     load_config(path, world_size=1, env={})
+    assert not complaints("config.schema.json", parse_text(path.read_bytes(), path.name).value)

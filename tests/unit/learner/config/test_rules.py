@@ -24,6 +24,7 @@ DECODING = f"{ROLLOUT}.decoding"
 COLOCATE = {f"{VLLM}.mode": "colocate", f"{VLLM}.tensor_parallel_size": 1}
 HF = {f"{ROLLOUT}.rollout_backend": "hf"}
 ASYNC = "stage2_ab.async_actor_learner"
+STAGE2 = {"custom.trainer_variant": "stage2_ab_training", "training.effective_batch_size": 6}
 
 
 def test_the_examples_are_valid() -> None:
@@ -175,6 +176,28 @@ def test_r20_offload_of_nothing() -> None:
     valid(minimal(), {**COLOCATE, offload: {"offload_model": True}})
 
 
+@pytest.mark.parametrize(
+    ("learning", "words", "others"),
+    [
+        ({}, "packed Channel-B", {f"{VLLM}.mode"}),
+        (
+            {"training.packing": False, f"{ASYNC}.enabled": True},
+            "the asynchronous learner",
+            {f"{ASYNC}.enabled"},
+        ),
+    ],
+)
+def test_r20_nothing_is_offloaded_while_it_is_trained(learning: dict[str, Any], words: str, others: set[str]) -> None:
+    """Beside the mistake that colocated rollouts can't overlap with learning at all (R25 R32)."""
+    offload = {f"{ROLLOUT}.offload": {"enabled": True, "offload_optimizer": True}}
+    found = {m.path: m for m in mistakes(stage2(), {**COLOCATE, **learning, **offload})}
+    assert set(found) == {f"{ROLLOUT}.offload.enabled", *others}
+    assert words in found[f"{ROLLOUT}.offload.enabled"].found
+    assert "enabled: false" in found[f"{ROLLOUT}.offload.enabled"].remedy
+    valid(stage2(), {**COLOCATE, **offload, "training.packing": False})
+    valid(stage2(), {**learning, **offload})  # with servers there is nothing to offload for
+
+
 @pytest.mark.parametrize("elsewhere", [{}, HF])
 def test_r20_offload_is_ignored_elsewhere(elsewhere: dict[str, Any]) -> None:
     valid(minimal(), {**elsewhere, f"{ROLLOUT}.offload": {"enabled": True}})
@@ -184,10 +207,11 @@ def test_r20_offload_is_ignored_elsewhere(elsewhere: dict[str, Any]) -> None:
 
 
 def test_r26_b_ratio_is_required() -> None:
-    for changes in ({"stage2_ab.schedule.b_ratio": REMOVE}, {"stage2_ab": REMOVE}, {"stage2_ab": None}):
+    ways = ({"stage2_ab.schedule.b_ratio": REMOVE}, {"stage2_ab": REMOVE}, {"stage2_ab": None}, {"stage2_ab": {}})
+    for changes in (*ways, {"stage2_ab": {"async_actor_learner": {}}}):
         mistake = only_mistake(stage2(), changes)
         assert (mistake.path, mistake.found) == ("stage2_ab.schedule.b_ratio", "nothing")
-    assert only_mistake(stage2(), {"stage2_ab": {}}).path == "stage2_ab.schedule"
+        assert "[0, 1]" in mistake.wanted
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, 2, float("nan"), float("inf"), "0.5", True, None])
@@ -276,7 +300,17 @@ def test_r04_tensor_parallel_size_divides_the_ranks() -> None:
     mistake = only_mistake(minimal(), changes, world_size=6)
     assert mistake.path == f"{VLLM}.tensor_parallel_size"
     assert "1 or 2 or 3 or 6" in mistake.remedy
-    valid(minimal(), {**changes, "custom.trainer_variant": "sft"}, world_size=6)  # nothing is rolled out
+    for nothing_is_rolled_out in ({"custom.trainer_variant": "sft"}, {**STAGE2, "stage2_ab.schedule.b_ratio": 0.0}):
+        valid(minimal(), {**changes, **nothing_is_rolled_out}, world_size=6)
+
+
+def test_what_is_the_default_is_called_so() -> None:
+    """A number that the user did not write can't be found in their file."""
+    assert only_mistake(minimal(), {f"{VLLM}.mode": "colocate"}, world_size=2).found == "the default 4"
+    assert only_mistake(minimal(), {"global_max_length": 512}).found == "the default 512"
+    assert only_mistake(minimal(), {"training.per_device_train_batch_size": 65}).found == "the default 64"
+    assert only_mistake(stage2(), {f"{ASYNC}.queue_limit": 3}).found == "the default 4"
+    assert only_mistake(stage2(), {ASYNC: {"queue_limit": 3, "prefetch_target_packs": 5}}).found == "5"
 
 
 # ---- together ------------------------------------------------------------------------------------------------------
