@@ -20,6 +20,7 @@ from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.console import Console
 from learner.data import Batches, load_samples
+from learner.data.window import WindowRepeater, steps_per_epoch
 from learner.metrics import MetricsLog
 from learner.optim import Optimizer
 from learner.packing import PackingBuffer
@@ -30,6 +31,8 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.call_log import RolloutCallLog
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
+from learner.rollout_buffer import RolloutBuffer
+from learner.row_source import FreshRows, RowSource
 from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.run_files import log_to_file, point_latest
 from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
@@ -104,6 +107,15 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
             stack.callback(sync.close)
     optimizer = Optimizer(policy.trainable, config.training, total_steps=total_steps)
     source, row_maker = _segment_source(config, backend, task, policy), _row_maker(config)
+    fresh = FreshRows(
+        source,
+        row_maker,
+        ranks=ranks,
+        capacity=config.global_max_length,
+        samples=data.train,
+        encoder=policy.encoder,
+    )
+    cursor, rows = _with_rollout_buffer(plan, batches, fresh)
     stage2: Stage2Driver | None = None
     if config.stage2_ab is not None:
         stage2 = make_driver(
@@ -123,10 +135,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         ranks=ranks,
         policy=policy,
         optimizer=optimizer,
-        batches=batches,
-        samples_by_id={sample.sample_id: sample for sample in data.train},
-        source=source,
-        rows=row_maker,
+        batches=cursor,
+        rows=rows,
         task=task,
         eval_samples=data.evaluation,
         backend=backend,
@@ -274,10 +284,22 @@ def _row_maker(config: RunConfig) -> RowMaker:
     return CarriedRows(buffer)
 
 
+def _with_rollout_buffer(plan: Plan, batches: Batches, fresh: FreshRows) -> tuple[Batches | WindowRepeater, RowSource]:
+    """What the trainer reads and learns: windows `m_steps` times over, on kept rows, or both as they are (R18)."""
+    if plan.m_steps == 1:
+        return batches, fresh
+    repeater = WindowRepeater(
+        batches, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
+    )
+    return repeater, RolloutBuffer(fresh, repeater)
+
+
 def _steps_of_epochs(config: RunConfig, plan: Plan, batches: Batches) -> int:
     epochs = config.training.num_train_epochs
     assert epochs is not None, "the schema wants max_steps or num_train_epochs"
-    return epochs * -(-batches.per_epoch // plan.gradient_accumulation_steps)
+    return epochs * steps_per_epoch(
+        batches.per_epoch, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
+    )
 
 
 def _require_built(plan: Plan, config: RunConfig) -> None:
@@ -288,9 +310,6 @@ def _require_built(plan: Plan, config: RunConfig) -> None:
         return
     if plan.vllm_mode == "colocate":
         raise _not_built("custom.extra.rollout_matching.vllm.mode", plan.vllm_mode, "server, or rollout_backend: hf")
-    buffer = config.rollout_matching.rollout_buffer
-    if buffer is not None and buffer.enabled:
-        raise _not_built("custom.extra.rollout_matching.rollout_buffer.enabled", "true", "false")
 
 
 def _not_built(key: str, found: str, wanted: str) -> ConfigError:

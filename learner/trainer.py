@@ -21,6 +21,7 @@ from learner.config.plan import Plan
 from learner.config.schema import RunConfig
 from learner.console import Console
 from learner.data import Batches, MicroBatch
+from learner.data.window import WindowRepeater
 from learner.evaluation import evaluate, write_evaluation
 from learner.metrics import MetricsLog, PhaseClock
 from learner.optim import Optimizer
@@ -29,8 +30,7 @@ from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
-from learner.rows import RowMaker
-from learner.segments import SegmentSource
+from learner.row_source import RowSource, empty_rows
 from learner.stage2.driver import Stage2Driver
 from learner.stopping import Stopped, StopRequest
 from learner.sync import WeightSync
@@ -59,10 +59,8 @@ class Trainer:
         ranks: Ranks,
         policy: Policy,
         optimizer: Optimizer,
-        batches: Batches,
-        samples_by_id: Mapping[str, Sample],
-        source: SegmentSource,
-        rows: RowMaker,
+        batches: Batches | WindowRepeater,
+        rows: RowSource,
         task: Task,
         eval_samples: list[Sample],
         backend: RolloutBackend | None,
@@ -76,15 +74,13 @@ class Trainer:
         self.config, self.plan, self.total_steps, self.ranks = config, plan, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
         self.policy, self.optimizer = policy, optimizer
-        self.batches, self.samples_by_id = batches, samples_by_id
-        self.source, self.rows, self.task = source, rows, task
+        self.batches, self.rows, self.task = batches, rows, task
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
         self.stage2 = stage2  # `stage2_ab_training`: chooses each step's channel and makes its rows
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
         self.clock = PhaseClock()
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
-        self._owed: list[str] = []  # samples whose segments a resume must make again
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
         self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
@@ -126,7 +122,7 @@ class Trainer:
 
     def step(self) -> StepResult:
         """One accumulation window and one parameter update."""
-        totals, channel, ver = StepTotals(), self.source.channel, self.generator_ver()
+        totals, channel, ver = StepTotals(), self.rows.channel, self.generator_ver()
         metrics: Mapping[str, float] = {}
         if self.stage2 is not None:
             self.stop.check()
@@ -135,6 +131,7 @@ class Trainer:
             metrics = self.stage2.metrics()
         else:
             self.accumulate(totals)
+            metrics = self.rows.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
             self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight)
@@ -157,7 +154,8 @@ class Trainer:
         """The micro-steps of one accumulation window."""
         for micro_step_idx in range(self.plan.gradient_accumulation_steps):
             self.stop.check()
-            batch = self.next_batch()
+            with self.clock.phase("data"):
+                batch = next(self.batches)
             self.training_step(batch, micro_step_idx, totals)
             if batch.ends_epoch:
                 break  # the last window of an epoch may be shorter
@@ -171,41 +169,17 @@ class Trainer:
                     totals.add(row, self.policy.backward(row))
                 num_rows += 1
         with self.clock.phase("learn"):
-            for row in self._empty_rows(num_rows):
+            for row in empty_rows(num_rows, self.ranks, self.config.global_max_length):
                 totals.add(row, self.policy.backward(row))
 
     def training_step(self, batch: MicroBatch, micro_step_idx: int, totals: StepTotals) -> None:
         """One micro-step: one micro-batch in, gradients accumulated, no update."""
-        segments = self.source.segments(
-            batch.samples,
-            batch.prompts,
-            global_step=self.state.global_step,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=batch.first_req_idx,
-            clock=self.clock,
+        rows = self.rows.rows(
+            batch, global_step=self.state.global_step, micro_step_idx=micro_step_idx, clock=self.clock
         )
-        with self.clock.phase("pack"):
-            rows = self._same_number_on_every_rank(self.rows.rows(segments))
         with self.clock.phase("learn"):
             for row in rows:
                 totals.add(row, self.policy.backward(row))
-
-    def next_batch(self) -> MicroBatch:
-        """The next micro-batch; the first one after a resume also brings back what the packing buffer had carried."""
-        with self.clock.phase("data"):
-            batch = next(self.batches)
-            if self._owed:
-                batch = batch.with_samples([self.samples_by_id[i] for i in self._owed], self.policy.encoder)
-                self._owed = []
-        return batch
-
-    def _same_number_on_every_rank(self, rows: list[PackedRow]) -> list[PackedRow]:
-        return rows + self._empty_rows(len(rows))
-
-    def _empty_rows(self, num_rows: int) -> list[PackedRow]:
-        """Zero-weight rows: those that this rank's `num_rows` are short of the rank that has most."""
-        wanted = int(self.ranks.all_reduce_max(num_rows))
-        return [PackedRow(segments=(), capacity=self.config.global_max_length)] * (wanted - num_rows)
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 
@@ -213,7 +187,7 @@ class Trainer:
         """Whether the coming step's rollouts need the servers at the present weights."""
         if self.stage2 is not None:
             return self.stage2.wants_sync(self.state.global_step)
-        return self.source.needs_rollouts
+        return self.rows.needs_rollouts
 
     def generator_ver(self) -> int:
         """The version of the weights that rollouts are made by: syncs so far. A backend that has the trained weights
@@ -251,7 +225,7 @@ class Trainer:
 
     def mark_boundary(self) -> None:
         """Remember where this end of a step stands in the data; what follows may be given up. Collective."""
-        carried = self.ranks.all_gather_object([*self._owed, *self.rows.carried()])
+        carried = self.ranks.all_gather_object(self.rows.due_on_resume())
         cursor = {"batches": self.batches.state(), "carried": carried}
         if self.stage2 is not None:
             cursor["stage2"] = self.stage2.state()
@@ -291,7 +265,7 @@ class Trainer:
         if self.stage2 is not None and "stage2" in self.state.cursor:
             self.stage2.restore(self.state.cursor["stage2"])
         carried = [sample_id for part in self.state.cursor["carried"] for sample_id in part]
-        self._owed = carried[self.ranks.rank :: self.ranks.world_size]
+        self.rows.restore(carried[self.ranks.rank :: self.ranks.world_size])
         self._saved_at = self.state.global_step
         self.console.note(f"resumed at step {self.state.global_step}; {len(carried)} carried samples come again")
 
@@ -301,7 +275,7 @@ class Trainer:
 
     def note_leftovers(self) -> None:
         """Segments that training ended on before they were learned: told, never dropped in silence (R12)."""
-        left = [sample_id for part in self.ranks.all_gather_object(self.rows.carried()) for sample_id in part]
+        left = [sample_id for part in self.ranks.all_gather_object(self.rows.waiting()) for sample_id in part]
         if left:
             self.log.write("note", {"carried_and_not_learned": left})
             self.console.note(f"{len(left)} samples were still in the packing buffer when training ended (not learned)")

@@ -24,6 +24,7 @@ class Plan:
     world_size: int  # learner ranks
     per_device_train_batch_size: int  # samples per micro-step and rank
     gradient_accumulation_steps: int  # micro-steps per optimizer step
+    m_steps: int  # optimizer steps that learn one accumulation window; 1: no rollout is used again
     effective_batch_size: int  # samples per optimizer step, all ranks
     packed_rows_per_step: int | None  # effective batch in packed-row units, diagnostic (R19)
     rollouts_per_step: int  # all ranks; 0 under sft
@@ -72,6 +73,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
         world_size=world_size,
         per_device_train_batch_size=training.per_device_train_batch_size,
         gradient_accumulation_steps=gas,
+        m_steps=_m_steps(config),
         effective_batch_size=batch,
         packed_rows_per_step=world_size * gas if carries else None,
         rollouts_per_step=rollouts,
@@ -96,6 +98,12 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
 def _limit(seconds: float | None) -> float | None:
     """R05: null and anything up to 0 mean no limit."""
     return seconds if seconds is not None and seconds > 0 else None
+
+
+def _m_steps(config: RunConfig) -> int:
+    """R18: 1 where the buffer is off."""
+    buffer = config.rollout_matching.rollout_buffer
+    return buffer.m_steps if buffer is not None and buffer.enabled else 1
 
 
 def _channels(config: RunConfig) -> tuple[str, ...]:

@@ -221,7 +221,14 @@ class RolloutBufferConfig(Section):
     """Reuse the rollouts of one accumulation window; `rollout_matching_sft` only."""
 
     enabled: bool = key("reuse rollouts", False, req="R18")
-    m_steps: int = key("optimizer steps that learn one window", 1, unit="optimizer steps", req="R18", ge=1)
+    m_steps: int = key(
+        "optimizer steps that learn one window's rollouts; an epoch has so many times the steps (the short window that "
+        "it may end with is learned once)",
+        1,
+        unit="optimizer steps",
+        req="R18",
+        ge=1,
+    )
 
 
 class OffloadConfig(Section):

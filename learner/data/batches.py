@@ -10,7 +10,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
@@ -18,6 +18,13 @@ from learner.data.encoding import EncoderPool, EncodingJob, LocalPool, PromptEnc
 from learner.data.sampler import DistributedSampler, Share
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError
+
+
+class WindowStep(NamedTuple):
+    """Which accumulation window, and which of the optimizer steps that learn it; both from 0."""
+
+    window: int
+    m_step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +37,12 @@ class MicroBatch:
     micro_batch: int  # within the epoch
     first_req_idx: int  # place of the first sample among all ranks' of this micro-step
     ends_epoch: bool
+    window_step: WindowStep | None = None  # None: accumulation windows are not repeated in this run
+
+    @property
+    def fingerprint(self) -> tuple[int, int, tuple[str, ...]]:
+        """Epoch, micro-batch and sample ids: equal where the same micro-batch is handed out again."""
+        return self.epoch, self.micro_batch, tuple(sample.sample_id for sample in self.samples)
 
     def with_samples(self, samples: Sequence[Sample], encoder: PromptEncoder) -> MicroBatch:
         """This batch and more samples behind its own, whose request indices, and so seeds, stay as they are."""

@@ -1,0 +1,115 @@
+"""From a micro-batch to the rows that it learns: segments, packed, as many rows as every other rank has.
+
+In: one rank's micro-batch. Out: its rows of this micro-step, in the order in which they are learned. `FreshRows` makes
+them; `learner.rollout_buffer` gives them again. Called by the trainer, once per micro-step.
+
+Invariants: every rank gets equally many rows (D5). A sample whose segment had to wait in the packing buffer is learned
+in a later micro-step, or named by `waiting` (R12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from learner.data import MicroBatch
+from learner.metrics import PhaseClock
+from learner.policy.parallel import Ranks
+from learner.prompt import PromptEncoder
+from learner.records import Channel, PackedRow, Sample
+from learner.rows import RowMaker
+from learner.segments import SegmentSource
+
+
+class RowSource(Protocol):
+    @property
+    def channel(self) -> Channel: ...
+
+    @property
+    def needs_rollouts(self) -> bool:
+        """Whether the coming step makes rollouts, and so wants the present weights on the servers."""
+        ...
+
+    def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
+        """The rows to learn now. Collective."""
+        ...
+
+    def waiting(self) -> list[str]:
+        """Samples that were handed out and not learned yet."""
+        ...
+
+    def due_on_resume(self) -> list[str]:
+        """Samples that a run resumed from here must make segments of, besides those that its data hands out."""
+        ...
+
+    def restore(self, sample_ids: Sequence[str]) -> None:
+        """Go on where `sample_ids` were due on this rank: they join the next micro-batch."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Of the last step, equal on all ranks."""
+        ...
+
+
+class FreshRows:
+    """Every micro-step's rows made for it. `samples` (all) and `encoder` bring back what a resume owes."""
+
+    def __init__(
+        self,
+        source: SegmentSource,
+        row_maker: RowMaker,
+        *,
+        ranks: Ranks,
+        capacity: int,
+        samples: Sequence[Sample],
+        encoder: PromptEncoder,
+    ) -> None:
+        self._source, self._row_maker = source, row_maker
+        self._ranks, self._capacity = ranks, capacity
+        self._samples_by_id = {sample.sample_id: sample for sample in samples}
+        self._encoder = encoder
+        self._owed: list[str] = []
+
+    @property
+    def channel(self) -> Channel:
+        return self._source.channel
+
+    @property
+    def needs_rollouts(self) -> bool:
+        return self._source.needs_rollouts
+
+    def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
+        """See `RowSource`. Raises DataError for a segment that is longer than a row."""
+        if self._owed:
+            with clock.phase("data"):
+                batch = batch.with_samples([self._samples_by_id[i] for i in self._owed], self._encoder)
+            self._owed = []
+        segments = self._source.segments(
+            batch.samples,
+            batch.prompts,
+            global_step=global_step,
+            micro_step_idx=micro_step_idx,
+            first_req_idx=batch.first_req_idx,
+            clock=clock,
+        )
+        with clock.phase("pack"):
+            rows = self._row_maker.rows(segments)
+            return rows + empty_rows(len(rows), self._ranks, self._capacity)
+
+    def waiting(self) -> list[str]:
+        return [*self._owed, *self._row_maker.carried()]
+
+    def due_on_resume(self) -> list[str]:
+        return self.waiting()
+
+    def restore(self, sample_ids: Sequence[str]) -> None:
+        self._owed = list(sample_ids)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+def empty_rows(num_rows: int, ranks: Ranks, capacity: int) -> list[PackedRow]:
+    """Zero-weight rows: those that this rank's `num_rows` are short of the rank that has most (D5). Collective."""
+    wanted = int(ranks.all_reduce_max(num_rows))
+    return [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
