@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from learner.interface import GLOO_VARIABLE, gloo_interface
 from shared.errors import ProjectError
 
 
@@ -56,6 +57,8 @@ def _train_or_check(arguments: Sequence[str]) -> int:
 
     # Mistakes are told before torch is loaded.
     load_config(args.config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    if interface := gloo_interface(os.environ):
+        os.environ[GLOO_VARIABLE] = interface
     from learner.build import train
 
     return train(args.config, environment=os.environ)

@@ -1,0 +1,86 @@
+"""Wait for the rollout servers that a learner's configuration names: `python -m deploy.wait_ready --config F`.
+
+In: the learner's YAML, and how long to wait. Out: exit code 0 once every server has answered `/ready/` with 200, 1 when
+the time has passed (what each silent one said last), 2 where the configuration is wrong. Needs no token. For schedulers
+that start servers and learner by themselves: the Slurm script and the Kubernetes Job of this folder call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import httpx
+
+from learner.config.load import load_config
+from learner.config.rules import uses_servers
+from learner.rollout.client import is_loopback
+from shared.errors import ConfigError, DeadlineError, ProjectError
+
+POLL_S = 1.0
+ANSWER_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="deploy.wait_ready", description="Wait for a learner's rollout servers.")
+    parser.add_argument("--config", required=True, help="the learner's configuration file")
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="how long the servers may take (default: 1800)")
+    args = parser.parse_args(argv)
+    try:
+        urls = server_urls(args.config)
+        seconds = wait_all_ready(urls, args.timeout_s)
+    except ProjectError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"[wait_ready] {len(urls)} server(s) ready after {seconds:.0f} s", flush=True)
+    return 0
+
+
+def server_urls(config_path: str) -> list[str]:
+    """The base URLs that the configuration names. Raises ConfigErrors, ConfigError where it uses no servers."""
+    config = load_config(config_path)
+    if not uses_servers(config):
+        raise ConfigError(
+            f"{config_path}: nothing to wait for",
+            found="a run without rollout servers",
+            wanted="vllm.mode: server",
+            remedy="start the learner at once",
+        )
+    return [entry.base_url for entry in config.rollout_matching.vllm.server.servers or ()]
+
+
+def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
+    """Seconds until each has answered `/ready/` with 200 (once: a weight update makes a server busy again).
+
+    Raises DeadlineError, which names those that have not.
+    """
+    started = time.monotonic()
+    last = dict.fromkeys(urls, "nothing yet")
+    while last := {url: said for url in last if (said := _look(url)) is not None}:
+        if time.monotonic() - started >= timeout_s:
+            break
+        time.sleep(POLL_S)
+    else:
+        return time.monotonic() - started
+    raise DeadlineError(
+        f"{len(last)} of {len(urls)} rollout servers were not ready in time",
+        found="; ".join(f"{url}: {said}" for url, said in last.items()),
+        wanted=f"200 from /ready/ within {timeout_s:g} s",
+        remedy="see the servers' logs, correct the URLs, or raise --timeout-s",
+    )
+
+
+def _look(url: str) -> str | None:
+    """None from a ready server; else what it said. Proxies are used where the learner would use them."""
+    try:
+        response = httpx.get(f"{url}/ready/", timeout=ANSWER_S, trust_env=not is_loopback(httpx.URL(url).host))
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__}: {error}"
+    return None if response.status_code == httpx.codes.OK else f"HTTP {response.status_code}: {response.text[:200]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
