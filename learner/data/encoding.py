@@ -10,11 +10,14 @@ by `batches.py`.
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Protocol
 
 import torch
@@ -115,7 +118,7 @@ class WorkerPool:
         workers = list((self._pool._processes or {}).values())  # before Python 3.14 there is no public way to end them
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            worker.terminate()
+            worker.kill()
         for worker in workers:
             worker.join(END_TIMEOUT_S)
 
@@ -143,9 +146,21 @@ _worker_encoder: PromptEncoder | None = None  # in a worker process: set once, w
 
 
 def _start_worker(encoder: PromptEncoder) -> None:
+    """A worker ends when the learner closes it or is gone, and not by signals that a terminal or a launcher sends to
+    the whole group: a learner that was asked to stop still needs its prompts to end the step."""
     global _worker_encoder
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _worker_encoder = encoder
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(samples: tuple[Sample, ...]) -> _Encoded:

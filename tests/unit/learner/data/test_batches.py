@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,6 +22,7 @@ from learner.data import Batches, MicroBatch
 from learner.data.encoding import PromptEncoder, WorkerPool
 from learner.records import EncodedPrompt
 from shared.errors import CheckpointError, DataError, DeadlineError, MediaError
+from tests.servers import wait_gone
 from tests.unit.learner.data.fakes import (
     CountingEncoder,
     DyingEncoder,
@@ -160,6 +165,32 @@ def test_a_worker_that_hangs_is_told_and_ended() -> None:
     with closing(pool), pytest.raises(DeadlineError, match=r"0\.2 s"):
         pool.submit(make_samples(1)).result()
     assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work(signum: signal.Signals) -> None:
+    """A terminal's Ctrl-C reaches them too, and the learner still needs prompts to end its step."""
+    samples = make_samples(2)
+    with closing(WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)) as pool:
+        before = pool.submit(samples[:1]).result()
+        (worker,) = pool._pool._processes
+        os.kill(worker, signum)
+        after = pool.submit(samples[:1]).result()
+    assert same_prompt(before[0], after[0])
+
+
+def test_workers_end_with_a_learner_that_is_killed() -> None:
+    code = (
+        "import os, signal; from tests.unit.learner.data.fakes import CountingEncoder, make_samples\n"
+        "from learner.data.encoding import WorkerPool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)\n"
+        "    pool.submit(make_samples(1)).result()\n"
+        "    print(*pool._pool._processes, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert not wait_gone([int(printed.stdout)], 30.0)
 
 
 def test_workers_run_ahead_by_a_bounded_amount() -> None:
