@@ -217,7 +217,7 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
 
 @contextmanager
 def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, seen: Seen) -> Iterator[Trainer]:
-    """A trainer as `learner.build` makes it, but for the servers; it tells `seen` what it does."""
+    """A trainer as `learner.build` makes it, but for the servers, if it has any; it tells `seen` what it does."""
 
     def connect_backend(_: RunConfig, __: Ranks, policy: Policy, *___: Any) -> FakeBackend:
         return FakeBackend(config, policy, seen)
@@ -227,7 +227,8 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
 
     with ExitStack() as stack:
         with _BUILDING:  # one thread at a time: transformers loads models under global settings, so no broadcast either
-            monkeypatch.setattr(build, "_connect_backend", connect_backend)
+            if config.rollout_matching.rollout_backend == "vllm":
+                monkeypatch.setattr(build, "_connect_backend", connect_backend)
             monkeypatch.setattr(build, "_connect_sync", connect_sync)
             monkeypatch.setattr(build.Policy, "broadcast", lambda *_: None)
             monkeypatch.setattr(build, "log_to_file", lambda *_: None)  # a process' logging is not a test's to change

@@ -69,6 +69,16 @@ def test_logits_of_a_packed_row_equal_the_segments_own(
         torch.testing.assert_close(packed_logits(vlm, segments), expected, atol=1e-4, rtol=0)
 
 
+def test_logits_of_a_packed_row_of_another_family(tiny_qwen2_5_vl: Path) -> None:
+    """Qwen2.5-VL: a vision tower with windows, its own rotary positions, biases."""
+    policy = policy_of(tiny_qwen2_5_vl)
+    alone = AutoModelForImageTextToText.from_pretrained(tiny_qwen2_5_vl, attn_implementation="eager")
+    segments = make(policy, [([(128, 128)], 20), ([], 10), ([(64, 64), (96, 160)], 7), ([(256, 64)], 5)])
+    with torch.no_grad():
+        expected = torch.cat([reference_logits(alone, s) for s in segments])
+        torch.testing.assert_close(packed_logits(policy, segments), expected, atol=1e-4, rtol=0)
+
+
 @given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6))
 @some_examples
 def test_logits_of_a_packed_text_row_equal_the_segments_own(tiny_text: Path, lengths: list[int]) -> None:

@@ -159,6 +159,12 @@ def test_greedy_is_what_the_learning_forward_says(vlm: Policy, samples: list[Sam
     assert len({token for response in found for token in response}) > len(samples), "too little to compare"
 
 
+def test_greedy_of_another_family(tiny_qwen2_5_vl: Path, samples: list[Sample]) -> None:
+    """Qwen2.5-VL."""
+    policy = policy_of(tiny_qwen2_5_vl)
+    assert answers(backend_of(policy), samples) == [reference_greedy(policy, one) for one in samples]
+
+
 def test_greedy_of_a_text_model(text: Policy) -> None:
     prompts = [sample_of(text="name " * n) for n in (1, 7, 3)]
     found = answers(backend_of(text, repetition_penalty=1.3), prompts)

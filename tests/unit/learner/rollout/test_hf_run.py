@@ -1,0 +1,94 @@
+"""Whole runs with `rollout_backend: hf`: everything of the learner is real, and there is no server (R02, R10, R11)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.build import _require_built
+from learner.config.load import config_of
+from learner.config.plan import resolve
+from learner.config.schema import RunConfig
+from learner.policy.parallel import Ranks
+from learner.rollout.hf import HfBackend
+from tests.unit.learner.trainer_world import Seen, make_config, run, trainer
+
+ROLLOUTS = "rollout_matching_sft"
+
+
+def hf_config(
+    model: Path, folder: Path, *, variant: str = ROLLOUTS, b_ratio: float | None = None, **training: Any
+) -> RunConfig:
+    folder.mkdir()
+    settings = make_config(model, folder, variant="sft", **training).model_dump()
+    settings["custom"]["trainer_variant"] = variant
+    settings["custom"]["extra"]["rollout_matching"] = {
+        "rollout_backend": "hf",
+        "decode_batch_size": 3,
+        "decoding": {"temperature": 1.0, "max_new_tokens": 16},
+    }
+    if b_ratio is not None:
+        settings["stage2_ab"] = {"schedule": {"b_ratio": b_ratio}}
+    return config_of(settings)
+
+
+def events(config: RunConfig, event: str) -> list[dict[str, Any]]:
+    lines = Path(config.training.output_dir, "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def test_rollouts_are_made_by_the_present_weights(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R10: without a sync; each step's and each evaluation's version is the number of updates behind the weights."""
+    config = hf_config(
+        tiny_text, tmp_path / "a", max_steps=3, effective_batch_size=2, eval_on_start=True, eval_on_end=True
+    )
+    _require_built(resolve(config, 1), config)
+    with trainer(config, Ranks(), monkeypatch, seen := Seen()) as made:
+        assert isinstance(made.backend, HfBackend)
+        assert made.sync is None
+        made.run()
+    assert len(seen.learned) == 6
+    steps, calls = events(config, "step"), events(config, "rollout_call")
+    assert [(step["global_step"], step["ver"]) for step in steps] == [(1, 0), (2, 1), (3, 2)]
+    assert [call["ver"] for call in calls] == [0, 0, 0, 1, 1, 2, 2, 3]
+    scenes = Path(config.training.output_dir, "eval", "step_000003.jsonl").read_text().splitlines()
+    assert {json.loads(scene)["ver"] for scene in scenes} == {3}
+    assert not events(config, "sync")
+
+
+def test_two_ranks_generate_what_one_would(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R11 R24: each rank generates for its own samples; rollouts, and so gradients, do not depend on the ranks."""
+    options = {"max_steps": 1, "effective_batch_size": 4}
+    one, two = (
+        hf_config(tiny_text, tmp_path / name, per_device_train_batch_size=size, **options)
+        for name, size in (("1", 4), ("2", 2))
+    )
+    (alone,) = run(one, monkeypatch)
+    ranks = run(two, monkeypatch, world_size=2)
+    assert sorted(alone.learned) == sorted(ranks[0].learned + ranks[1].learned)
+    for name, gradient in alone.gradients[0].items():
+        for rank in ranks:
+            torch.testing.assert_close(rank.gradients[0][name], gradient, atol=1e-5, rtol=1e-3)
+
+
+def test_scheduled_channels_without_a_server(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R26 R31: `stage2_ab_training` runs too, where rows are not packed (nothing to overlap)."""
+    config = hf_config(
+        tiny_text,
+        tmp_path / "ab",
+        variant="stage2_ab_training",
+        b_ratio=0.5,
+        max_steps=2,
+        effective_batch_size=4,
+        packing=False,
+    )
+    (seen,) = run(config, monkeypatch)
+    assert Counter(step["channel"] for step in events(config, "step")) == {"A": 1, "B": 1}
+    assert len(seen.learned) == 8
