@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ProjectError
 
 MAX_FOUND_CHARS = 80
 ROOT = "(root)"
@@ -28,6 +28,12 @@ class Mistake:
     wanted: str
     remedy: str
     at: str = ""
+
+    @classmethod
+    def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
+        """What an error says of the key at `path`; `wanted` and `remedy` where it does not say them itself."""
+        found = f"{error.what}: {error.found}" if error.found else error.what
+        return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
 
     def __str__(self) -> str:
         place = f" ({self.at})" if self.at else ""

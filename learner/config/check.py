@@ -10,10 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
+from learner.config.schema import DataConfig
 from shared.config_errors import ConfigErrors, Mistake
 from shared.errors import ConfigError, DataError
 
@@ -32,7 +34,7 @@ def run_check(
     stderr, nothing on stdout, and return 2. With `read_data` the plan has the number of samples of each split."""
     try:
         report = _report(path, 1 if world_size is None else world_size, probe, env, read_data)
-    except (ConfigErrors, DataError) as error:
+    except ConfigErrors as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
     print(json.dumps(report, indent=2))
@@ -40,18 +42,40 @@ def run_check(
 
 
 def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], read_data: bool) -> dict[str, Any]:
+    """Raises ConfigErrors: those of the file, or else those of everything that it names."""
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
     config = load_config(path, world_size=world_size, env=env)
     plan = resolve(config, world_size)
-    samples = {}
-    if read_data:
-        from learner.data.check import count_samples  # here, for it imports numpy
+    report = plan.to_json()
+    mistakes: list[Mistake] = []
+    looks = [partial(_samples, config.data)] if read_data else []
+    looks += [partial(_probed, plan, env.get(TOKEN_VARIABLE))] if probe else []
+    for look in looks:
+        try:
+            report |= look()
+        except ConfigErrors as errors:
+            mistakes += errors.mistakes
+    if mistakes:
+        raise ConfigErrors(f"what {path} names can't be used", mistakes=mistakes)
+    return report
 
-        samples = {"samples": count_samples(config.data)}
-    return plan.to_json() | samples | (_probed(plan, env.get(TOKEN_VARIABLE)) if probe else {})
+
+def _samples(data: DataConfig) -> dict[str, Any]:
+    """How many samples each annotation file has."""
+    from learner.data.check import count_samples, splits  # here, for keys alone can be checked without
+
+    counts, mistakes = {}, []
+    for split, path in splits(data).items():
+        try:
+            counts[split] = count_samples(data, path)
+        except DataError as error:
+            mistakes.append(Mistake.of(error, f"data.{split}"))
+    if mistakes:
+        raise ConfigErrors("annotations can't be used", mistakes=mistakes)
+    return {"samples": counts}
 
 
 def _probed(plan: Plan, token: str | None) -> dict[str, Any]:

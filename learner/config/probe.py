@@ -7,6 +7,7 @@ In: the servers of a plan. Out: their world sizes, in order, or one `Mistake` pe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import httpx
 from pydantic import TypeAdapter
@@ -35,10 +36,9 @@ def probe_servers(plan: Plan, token: str | None) -> tuple[list[int], int]:
         try:
             sizes.append(_ask(entry, token, timeout_s=min(PROBE_TIMEOUT_S, plan.timeout_s)))
         except ProjectError as error:
-            remedy = f"{error.remedy or 'start the server (make serve)'}, {WAY_OUT}"
-            found = f"{error.what}: {error.found}" if error.found else error.what
-            path = f"{SERVER}.servers[{index}].base_url"
-            mistakes.append(Mistake(path=path, found=found, wanted=error.wanted or "a ready server", remedy=remedy))
+            path, remedy = f"{SERVER}.servers[{index}].base_url", "start the server (make serve)"
+            mistake = Mistake.of(error, path, wanted="a ready server", remedy=remedy)
+            mistakes.append(replace(mistake, remedy=f"{mistake.remedy}, {WAY_OUT}"))
     if mistakes:
         raise ConfigErrors("rollout servers are not ready", mistakes=mistakes)
     return sizes, _chunk(plan, sizes)

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from learner.records import DetectionObject, Sample
-from learner.tasks.detection.geometry import canonical_order, to_bins
+from learner.tasks.detection.bins import canonical_order, to_bins
 from shared.errors import DataError, RequestError
 from shared.prompt import render_messages
 from shared.wire import Message

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from learner.config.load import load_config
 from learner.config.plan import resolve
-from learner.data.check import count_samples
+from learner.data.check import count_samples, splits
 from learner.doctor import machine, network, servers
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
@@ -28,8 +28,9 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim
 
 def annotation_files(situation: Situation) -> Finding:
     """Every row of every annotation file."""
+    data = situation.config.data
     try:
-        counts = count_samples(situation.config.data)
+        counts = {split: count_samples(data, path) for split, path in splits(data).items()}
     except ProjectError as error:
         return failed(error)
     return ok(", ".join(f"{number} samples in {split}" for split, number in counts.items()))

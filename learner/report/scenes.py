@@ -15,7 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from learner.records import DetectionObject, GeometryKind
-from learner.tasks.detection.geometry import arity_is_right, iou_matrix
+from learner.tasks.detection.bins import arity_is_right
+from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 
 Verdict = Literal["correct", "wrong_class", "false_positive"]

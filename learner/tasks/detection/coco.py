@@ -17,7 +17,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from learner.records import Assignment, DetectionObject
-from learner.tasks.detection.geometry import bounding_box
+from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.grammar import NUM_BINS
 
 _STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # places in COCOeval.stats

@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from learner.records import CoordSlot, DetectionObject, DropReason, PredictedObject
-from learner.tasks.detection.geometry import arity_is_right, encloses_something
+from learner.tasks.detection.bins import arity_is_right, encloses_something
 from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar
 from learner.tasks.pieces import TokenText
 

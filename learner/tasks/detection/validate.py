@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from learner.records import DetectionObject, Sample
-from learner.tasks.detection.geometry import area, arity_is_right, canonical_key, encloses_something
+from learner.tasks.detection.bins import arity_is_right, canonical_key, encloses_something
 from learner.tasks.detection.grammar import NUM_BINS
-from learner.tasks.pieces import TokenPieces
 from shared.errors import DataError
+
+if TYPE_CHECKING:
+    from learner.tasks.pieces import TokenPieces
 
 
 def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
@@ -30,7 +34,7 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
             f"sample {sample.sample_id}: ground truth is not in canonical order",
             found=f"(y1, x1) = {keys}"[:200],
             wanted="top to bottom, then left to right",
-            remedy="order the objects with learner.tasks.detection.geometry.canonical_order",
+            remedy="order the objects with learner.tasks.detection.bins.canonical_order",
         )
 
 
@@ -40,9 +44,17 @@ def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
         return found, f"bins in 0..{NUM_BINS - 1}", remedy
     if not arity_is_right(obj.kind, obj.bins):
         return found, "4 numbers for a box, an even number of at least 6 for a polygon", remedy
-    if not encloses_something(obj.kind, obj.bins) or area(obj) <= 0:
+    if not encloses_something(obj.kind, obj.bins) or not _has_area(obj):
         return found, "x1 < x2 and y1 < y2 in bins, and an area above 0", remedy
     return None
+
+
+def _has_area(obj: DetectionObject) -> bool:
+    if obj.kind == "bbox_2d":
+        return True  # as it encloses something
+    from learner.tasks.detection.geometry import area  # here, so that boxes are checked without loading shapely
+
+    return area(obj) > 0
 
 
 def _desc_fault(desc: str, pieces: TokenPieces | None) -> tuple[str, str, str] | None:

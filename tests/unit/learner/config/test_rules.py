@@ -180,11 +180,7 @@ def test_r20_offload_of_nothing() -> None:
     ("learning", "words", "others"),
     [
         ({}, "packed Channel-B", {f"{VLLM}.mode"}),
-        (
-            {"training.packing": False, f"{ASYNC}.enabled": True},
-            "the asynchronous learner",
-            {f"{ASYNC}.enabled"},
-        ),
+        ({f"{ASYNC}.enabled": True}, "the asynchronous learner", {f"{VLLM}.mode", f"{ASYNC}.enabled"}),
     ],
 )
 def test_r20_nothing_is_offloaded_while_it_is_trained(learning: dict[str, Any], words: str, others: set[str]) -> None:

@@ -14,6 +14,7 @@ from learner.__main__ import main
 from shared.config_io import dump_yaml
 from tests.unit.learner.config.examples import changed, minimal
 
+HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "shapely")
 ROW = {
     "id": "a",
     "messages": [{"role": "user", "content": "<image>Detect."}],
@@ -53,14 +54,27 @@ def test_a_broken_row_is_told_with_file_and_line(
     assert main(["--config", write(tmp_path, ROW, broken), "--check"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
+    assert err.startswith("data.train: found ")
     assert "train.jsonl, line 2: " in err
     assert reason in err
+
+
+def test_every_split_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, {})
+    missing = {"data.train": f"{tmp_path}/train.jsonl", "data.val": "gone.jsonl", "data.test": f"{tmp_path}/1.png"}
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(changed(minimal(), missing)))
+    assert main(["--config", str(path), "--check"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(": ")[0] for line in err.splitlines()] == ["data.train", "data.val", "data.test"]
+    assert all(line.count("; ") >= 2 for line in err.splitlines())
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from learner.__main__ import main; main(['--config', sys.argv[1], '--check']);"
-        "print(sorted({'torch', 'transformers', 'vllm', 'peft'} & set(sys.modules)), file=sys.stderr)"
+        f"print(sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, write(tmp_path, ROW)], capture_output=True, text=True, check=True

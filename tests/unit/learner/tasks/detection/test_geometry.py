@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.records import DetectionObject
-from learner.tasks.detection.geometry import area, bounding_box, canonical_order, iou_matrix, to_bins
+from learner.tasks.detection.bins import bounding_box, canonical_order, to_bins
+from learner.tasks.detection.geometry import area, iou_matrix
 from tests.unit.learner.tasks.fakes import box, poly
 
 GRID = 12

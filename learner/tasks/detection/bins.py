@@ -1,0 +1,54 @@
+"""Boxes and polygons as bins, without arrays: what is valid, in which order, and from pixels.
+
+Pure, and quick to import (`--check` reads annotations with it). Areas and IoU are in `geometry.py`. Used by the parser,
+the dataset loaders and the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from learner.records import DetectionObject, GeometryKind
+from learner.tasks.detection.grammar import NUM_BINS
+
+_LAST_BIN = NUM_BINS - 1
+
+
+def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]:
+    """Pixel coordinates x, y, x, y, ... as bins: `round(999 * pixel / size)`, clamped to 0..999."""
+    sizes = (width, height)
+    scaled = (round(_LAST_BIN * value / sizes[i % 2]) for i, value in enumerate(coords))
+    return tuple(min(max(bin_, 0), _LAST_BIN) for bin_ in scaled)
+
+
+def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
+    """(x1, y1, x2, y2) in bins."""
+    if obj.kind == "bbox_2d":
+        x1, y1, x2, y2 = obj.bins
+        return x1, y1, x2, y2
+    xs, ys = obj.bins[0::2], obj.bins[1::2]
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def canonical_order(objects: Iterable[DetectionObject]) -> tuple[DetectionObject, ...]:
+    """Top to bottom, then left to right, by the bounding box's (y1, x1); equal ones stay as they came."""
+    return tuple(sorted(objects, key=canonical_key))
+
+
+def canonical_key(obj: DetectionObject) -> tuple[int, int]:
+    """What `canonical_order` sorts by."""
+    x1, y1, _, _ = bounding_box(obj)
+    return y1, x1
+
+
+def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:
+    """Four numbers for a box; at least three points for a polygon."""
+    return len(bins) == 4 if kind == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
+
+
+def encloses_something(kind: GeometryKind, bins: Sequence[int]) -> bool:
+    """Whether x1 < x2 and y1 < y2: of the box itself, or of a polygon's bounding box."""
+    if kind == "bbox_2d":
+        return bins[0] < bins[2] and bins[1] < bins[3]
+    xs, ys = bins[0::2], bins[1::2]
+    return min(xs) < max(xs) and min(ys) < max(ys)
