@@ -44,6 +44,7 @@ from learner.sync.handshake import check_servers
 from learner.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
+from learner.timeline import Timeline
 from learner.trainer import Trainer
 from shared.architecture import signature
 from shared.errors import ConfigError
@@ -98,9 +99,11 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         progress_bar=config.logging.progress_bar,
     )
     stack.callback(console.close)
+    timeline = Timeline(ranks.rank)
     backend = sync = None
+    after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
     if needs_rollouts(config):
-        backend = _connect_backend(config, ranks, policy, token, log)
+        backend = _connect_backend(config, ranks, policy, token, log, timeline)
         stack.callback(backend.close)
         if not isinstance(backend, HfBackend):  # which has the trained weights themselves
             sync = _connect_sync(config, ranks, policy, backend, task, data.train)
@@ -123,11 +126,15 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
             plan,
             ranks=ranks,
             batches=batches,
+            samples=data.train,
+            encoder=policy.encoder,
             channel_a=_ground_truth(config, task, policy),
             rollouts=source,
             row_maker=row_maker,
             capacity=backend.chunk if backend else 0,
         )
+        after_backend.callback(stage2.close)
+        stack.callback(stage2.stop)
     return Trainer(
         config=config,
         plan=plan,
@@ -146,6 +153,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         ),
         stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
         log=log,
+        timeline=timeline,
         console=console,
         stage2=stage2,
     )
@@ -203,9 +211,10 @@ def _learns_rollouts(config: RunConfig) -> bool:
 
 
 def _connect_backend(
-    config: RunConfig, ranks: Ranks, policy: Policy, token: str | None, log: MetricsLog
+    config: RunConfig, ranks: Ranks, policy: Policy, token: str | None, log: MetricsLog, timeline: Timeline
 ) -> ServerBackend | HfBackend:
     def on_call(record: RolloutCallLog) -> None:
+        timeline.call(record)
         log.write("rollout_call", record)
         if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
             logging.getLogger("learner.rollout").info("%s", record)
@@ -304,8 +313,6 @@ def _steps_of_epochs(config: RunConfig, plan: Plan, batches: Batches) -> int:
 
 def _require_built(plan: Plan, config: RunConfig) -> None:
     """What the specification has and this version does not: said before anything is loaded."""
-    if plan.async_actor_learner:
-        raise _not_built("stage2_ab.async_actor_learner.enabled", "true", "false")
     if not needs_rollouts(config):
         return
     if plan.vllm_mode == "colocate":

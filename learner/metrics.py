@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, logging: LoggingConfig, *, enabled: bool = True) -> None:
         self.enabled = enabled
+        self._lock = threading.Lock()  # rollout calls are told by the thread that made them
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -42,8 +44,10 @@ class MetricsLog:
         line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
         if step is not None:
             line["global_step"] = step
-        self._file.write(json.dumps(_finite({**values, **line}), default=str) + "\n")
-        self._file.flush()
+        text = json.dumps(_finite({**values, **line}), default=str) + "\n"
+        with self._lock:
+            self._file.write(text)
+            self._file.flush()
         if step is not None:
             for name, value in _scalars(values):
                 for board in self._boards:

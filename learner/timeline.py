@@ -1,7 +1,7 @@
 """What ran when, on every rank and server: the bars of the report's timeline.
 
 In: the learner's phases, and the rollout calls as they end. Out: one `timeline` event per optimizer step, with all
-ranks' spans. A span is in the event of the step in which it ended, so a call that runs ahead may have begun long before.
+ranks' spans. A span is in the event of the step in which it ended; a call that runs ahead may have begun long before.
 Times are Unix seconds of each rank's own clock. `phase` and `call` may be called from any thread. Made by `build`, read
 by the trainer.
 """

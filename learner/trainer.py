@@ -11,8 +11,8 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import closing, nullcontext
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from learner.stage2.driver import Stage2Driver
 from learner.stopping import Stopped, StopRequest
 from learner.sync import WeightSync
 from learner.tasks.task import Task
+from learner.timeline import Timeline
 from learner.totals import StepTotals
 from shared.errors import CheckpointError, ProjectError
 
@@ -68,6 +69,7 @@ class Trainer:
         checkpoints: CheckpointStore,
         stop: StopRequest,
         log: MetricsLog,
+        timeline: Timeline,
         console: Console,
         stage2: Stage2Driver | None = None,
     ) -> None:
@@ -78,7 +80,7 @@ class Trainer:
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
         self.stage2 = stage2  # `stage2_ab_training`: chooses each step's channel and makes its rows
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
-        self.clock = PhaseClock()
+        self.timeline, self.clock = timeline, PhaseClock(on_phase=timeline.phase)
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
@@ -200,9 +202,23 @@ class Trainer:
         """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
         if self.sync is None or self._synced_at == self.state.global_step:
             return None
-        with self.clock.phase("sync"), self.stage2.fence() if self.stage2 else nullcontext(Fence()) as fence:
-            receipt = self.sync.sync()
-            fence.synced(receipt.ver)
+        with self.fence() as fence:
+            return self._sync_behind(self.sync, fence)
+
+    @contextmanager
+    def fence(self) -> Iterator[Fence]:
+        """No rollout that runs ahead is in flight inside. Collective."""
+        with ExitStack() as stack:
+            fence = Fence()
+            if self.stage2 is not None:
+                with self.clock.phase("wait"):
+                    fence = stack.enter_context(self.stage2.fence())
+            yield fence
+
+    def _sync_behind(self, sync: WeightSync, fence: Fence) -> SyncReceipt:
+        with self.clock.phase("sync"):
+            receipt = sync.sync()
+        fence.synced(receipt.ver)
         self._synced_at = self.state.global_step
         self.log.write("sync", receipt, step=self.state.global_step)
         return receipt
@@ -213,10 +229,12 @@ class Trainer:
             return
         assert self.backend is not None
         self.stop.check()
-        self.sync_if_stale()
         step = self.state.global_step
-        with self.clock.phase("eval"):
-            evaluation = evaluate(self.backend, self.eval_samples, self.task, self.ranks, global_step=step)
+        with self.fence() as fence:  # also around the rollouts: the servers hold no more of them than one call's
+            if self.sync is not None and self._synced_at != step:
+                self._sync_behind(self.sync, fence)
+            with self.clock.phase("eval"):
+                evaluation = evaluate(self.backend, self.eval_samples, self.task, self.ranks, global_step=step)
         self._evaluated_at = step
         if self.ranks.is_main:
             write_evaluation(evaluation, self.run_dir / "eval" / f"step_{step:06d}.jsonl")
@@ -271,6 +289,7 @@ class Trainer:
 
     def report(self, result: StepResult, receipt: SyncReceipt | None) -> None:
         self.log.write("step", result, step=result.global_step)
+        self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
         self.console.step(result, receipt)
 
     def note_leftovers(self) -> None:

@@ -284,7 +284,13 @@ class AsyncActorLearnerConfig(Section):
     queue_limit: int = key(
         "packs waiting per rank; beyond it the oldest is dropped", 8, unit="packs", req="D3 R25", ge=1
     )
-    prefetch_target_packs: int = key("packs that each rank tries to have ready", 4, unit="packs", req="D3 R25", ge=1)
+    prefetch_target_packs: int = key(
+        "packs that each rank tries to have ready; never fewer than a step takes (`gradient_accumulation_steps`)",
+        4,
+        unit="packs",
+        req="D3 R25 R27",
+        ge=1,
+    )
 
 
 class Stage2Config(Section):

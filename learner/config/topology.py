@@ -22,7 +22,10 @@ def topology_rules(world_size: int) -> tuple[Rule, ...]:
     def devices(config: RunConfig) -> Iterator[Mistake]:
         return _tensor_parallel_divides(config, world_size)
 
-    return batch, devices
+    def packs(config: RunConfig) -> Iterator[Mistake]:
+        return _step_fits_queue(config, world_size)
+
+    return batch, devices, packs
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
@@ -69,3 +72,16 @@ def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mis
         wanted, remedy = f"a divisor of the {world_size} ranks", f"set it to {' or '.join(fitting[:6])}"
         path = f"{ROLLOUT}.vllm.tensor_parallel_size"
         yield Mistake(path=path, found=given(rollout.vllm, "tensor_parallel_size"), wanted=wanted, remedy=remedy)
+
+
+def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    """R27: a Channel-B step of the asynchronous actor-learner takes `gradient_accumulation_steps` packs of each rank's
+    queue."""
+    if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
+        return
+    queue, packs = config.stage2_ab.async_actor_learner, derived_gas(config, world_size)
+    if packs > queue.queue_limit:
+        wanted = f"at least the {packs} packs that a Channel-B step takes of each rank (gradient_accumulation_steps)"
+        remedy = "raise it, or raise training.per_device_train_batch_size, the samples of a pack"
+        path = "stage2_ab.async_actor_learner.queue_limit"
+        yield Mistake(path=path, found=given(queue, "queue_limit"), wanted=wanted, remedy=remedy)

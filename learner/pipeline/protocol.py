@@ -51,8 +51,11 @@ class Bounds:
         return cls(start_below=queue_limit + 1, keep_at_most=None, version_window=0)
 
     @classmethod
-    def run_ahead(cls, config: AsyncActorLearnerConfig) -> Bounds:
-        """Asynchronous actor-learner (R25). Raises ConfigError where prefetching would only produce packs to drop."""
+    def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
+        """Asynchronous actor-learner (R25): prefetches what is asked for, and never less than a step takes (R27).
+
+        Raises ConfigError where prefetching would only produce packs to drop.
+        """
         if config.prefetch_target_packs > config.queue_limit:
             raise ConfigError(
                 "stage2_ab.async_actor_learner.prefetch_target_packs exceeds queue_limit",
@@ -60,8 +63,9 @@ class Bounds:
                 wanted="prefetch_target_packs <= queue_limit",
                 remedy="a producer that may never pause would make rollouts only to drop them; lower the first",
             )
+        assert packs_per_step <= config.queue_limit, "refused by learner/config/topology.py"
         return cls(
-            start_below=config.prefetch_target_packs,
+            start_below=max(config.prefetch_target_packs, packs_per_step),
             keep_at_most=config.queue_limit,
             version_window=config.version_window,
         )

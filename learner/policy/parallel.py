@@ -13,7 +13,7 @@ zeros; after `broadcast_parameters` and equal updates all ranks hold equal weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shared.errors import ConfigError, DeadlineError
+from shared.errors import ConfigError, DeadlineError, ProjectError
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -67,6 +67,22 @@ class Ranks:
         with self._deadline("broadcast_object"):
             dist.broadcast_object_list(box, src=0, device=_CPU)
         return box[0]  # type: ignore[return-value]
+
+    def all_succeed(self, work: Callable[[], T]) -> list[T]:
+        """Every rank's `work()`, in rank order. Where one raised a ProjectError, every rank raises it (the lowest
+        rank's), so that none goes on to wait for a rank that has given up."""
+        outcome: T | ProjectError
+        try:
+            outcome = work()
+        except ProjectError as error:
+            if self.world_size == 1:
+                raise
+            outcome = error
+        outcomes = self.all_gather_object(outcome)
+        for rank, other in enumerate(outcomes):
+            if isinstance(other, ProjectError):
+                raise outcome if rank == self.rank and isinstance(outcome, ProjectError) else other
+        return outcomes  # type: ignore[return-value]
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

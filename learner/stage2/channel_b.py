@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from learner.data import Batches, MicroBatch
 from learner.metrics import PhaseClock
 from learner.pipeline.producer import Work, WorkItem
-from learner.pipeline.protocol import Bounds
+from learner.pipeline.protocol import Bounds, StreamState
 from learner.pipeline.queue import Fence, RolloutPipeline
 from learner.pipeline.stats import CallSpan
 from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
-from learner.stage2.driver import step_rows
+from learner.stage2.driver import RankMetrics, step_rows
 
 DEADLINE_KEY = "training.collective_timeout_s"
 CLOSE_S = 10.0
@@ -44,11 +44,28 @@ class BufferedB:
         yield fence
         self._ver = fence.ver if fence.ver is not None else self._ver
 
+    def eligible(self) -> int | None:
+        """None: rollouts are made within the step."""
+        return None
+
     def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
         return step_rows(self._batches, self._source, self._row_maker, global_step, clock)
 
-    def metrics(self) -> Mapping[str, float]:
-        return {}
+    def metrics(self) -> RankMetrics:
+        return RankMetrics()
+
+    def stream_state(self) -> StreamState | None:
+        """None: the place in the data is that of the batches."""
+        return None
+
+    def resume(self, stream: StreamState) -> None:
+        """A run that was begun ahead of its steps goes on within them: what it had not learned comes in its epoch."""
+
+    def stop(self) -> None:
+        """A producer lives within its step."""
+
+    def close(self) -> None:
+        """Nothing is held between steps."""
 
 
 class OverlappedB(BufferedB):
@@ -85,10 +102,10 @@ class OverlappedB(BufferedB):
                 yield row
             self._spans = pipeline.drain_spans()
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> RankMetrics:
         """Seconds in which a call of the step was under way; most of them are hidden behind learning."""
         spans, self._spans = self._spans, []
-        return call_metrics(spans)
+        return RankMetrics(means=call_metrics(spans))
 
     def _work(self, batch: MicroBatch, global_step: int) -> Work:
         """The producer's part: stream position i is the batch's sample i."""

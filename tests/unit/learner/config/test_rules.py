@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from learner.config.plan import resolve
 from learner.config.rules import sync_mode
+from shared.config_errors import ConfigErrors
 from tests.unit.learner.config.examples import (
     REMOVE,
     ROLLOUT,
@@ -261,7 +263,25 @@ def test_r25_the_queue_holds_what_is_prefetched() -> None:
     valid(stage2(), {**changes, f"{ASYNC}.prefetch_target_packs": 3})
 
 
+def test_r25_a_pack_without_packing_is_one_sample() -> None:
+    changes = {f"{ASYNC}.enabled": True, "training.packing": False}
+    mistake = only_mistake(stage2(), {**changes, "training.per_device_train_batch_size": 2})
+    assert "packs of 2 samples" in mistake.found
+    valid(stage2(), changes)
+
+
 # ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "per_device", "ranks"), [(36, 2, 2), (9, 1, 1)])
+def test_r27_the_queue_holds_a_whole_step(batch: int, per_device: int, ranks: int) -> None:
+    """Nine packs per rank and step, in a queue of eight: Channel-B could never run."""
+    changes = {"training.effective_batch_size": batch, "training.per_device_train_batch_size": per_device}
+    config = valid(stage2(), {**changes, f"{ASYNC}.enabled": True}, world_size=None)
+    with pytest.raises(ConfigErrors, match=rf"{ASYNC}\.queue_limit: found the default 8.*at least the 9 packs"):
+        resolve(config, ranks)
+    for allowed in ({f"{ASYNC}.enabled": True, f"{ASYNC}.queue_limit": 9}, {}):
+        resolve(valid(stage2(), {**changes, **allowed}, world_size=None), ranks)
 
 
 @pytest.mark.parametrize("data", [minimal(), stage2()])

@@ -66,8 +66,10 @@ def test_a_packer_that_changes_the_segments(pack: Callable[[list[Segment]], list
 
 
 def test_bounds_of_the_configuration() -> None:
-    """R25: the defaults, and a prefetch target beyond the queue, which would produce only to drop."""
-    bounds = Bounds.run_ahead(AsyncActorLearnerConfig())
+    """R25, R27: the defaults, a step that takes more than the prefetch target, and a prefetch target beyond the queue,
+    which would produce only to drop."""
+    bounds = Bounds.run_ahead(AsyncActorLearnerConfig(), packs_per_step=1)
     assert (bounds.start_below, bounds.keep_at_most, bounds.version_window) == (4, 8, 1)
+    assert Bounds.run_ahead(AsyncActorLearnerConfig(), packs_per_step=6).start_below == 6
     with pytest.raises(ConfigError, match=r"prefetch_target_packs exceeds queue_limit.*queue_limit 3"):
-        Bounds.run_ahead(AsyncActorLearnerConfig(queue_limit=3))
+        Bounds.run_ahead(AsyncActorLearnerConfig(queue_limit=3), packs_per_step=1)

@@ -102,7 +102,7 @@ def test_oldest_dropped_counted_logged_and_made_again(caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, logger="learner.pipeline")
     with pipeline(FakeServer(), RUN_AHEAD, call_size=6, end=6) as made:
         wait_until(lambda: made.eligible() == 4)
-        assert made.stats().metrics()["stage2_ab/async/packs_dropped_oldest"] == 2
+        assert made.stats().counts.packs_dropped_oldest == 2
         assert made.stream_state().unlearned == (0, 1, 2, 3, 4, 5)
         assert learn_all(made) == ["s2", "s3", "s4", "s5", "s0", "s1"]
         assert made.stats().counts.samples_returned == 2
@@ -132,7 +132,7 @@ def test_age_is_measured_in_versions() -> None:
         with made.fence(DEADLINE_S) as fence:
             fence.synced(server.move_weights())
         made.next_pack(DEADLINE_S)
-        assert made.stats().metrics()["stage2_ab/async/age_versions"] == 1.0
+        assert made.stats().counts.age_versions == made.stats().counts.packs_learned > 0
 
 
 def test_resume_makes_exactly_what_was_not_learned() -> None:

@@ -14,11 +14,10 @@ import torch
 
 from learner import build
 from learner.config.load import config_of
-from learner.config.plan import resolve
 from learner.config.schema import RunConfig
 from learner.records import Rollout, Sample
 from learner.schedule import scheduled_channel
-from shared.errors import ConfigError, RolloutError
+from shared.errors import RolloutError
 from tests.unit.learner import trainer_world
 from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run
 
@@ -159,14 +158,3 @@ def test_a_failed_rollout_ends_the_run_and_its_producer(
         run(stage2_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=1), monkeypatch)
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout-producer"]
     assert steps_of(tmp_path) == []
-
-
-def test_the_asynchronous_actor_learner_is_refused(tiny_text: Path, tmp_path: Path) -> None:
-    """R16: said by its key, before anything is loaded."""
-    config = stage2_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=1)
-    values = config.model_dump()
-    values["stage2_ab"]["async_actor_learner"]["enabled"] = True
-    ahead = config_of(values)
-    with pytest.raises(ConfigError, match=r"async_actor_learner\.enabled"):
-        build._require_built(resolve(ahead, 1), ahead)
-    build._require_built(resolve(config, 1), config)
