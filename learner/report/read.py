@@ -1,6 +1,6 @@
 """A run directory, read into records.
 
-In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.resolved.yaml`. Any of them
+In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of them
 may be absent, and the last line of a file may be cut: a killed run still has a report. What is missing or damaged is
 said in `Run.notes`. A directory with none of them is a `DataError`. Of an optimizer step that a resumed run repeated,
 the last record counts.
@@ -18,11 +18,12 @@ from typing import Any
 
 import yaml
 
+from learner.config.load import RESOLVED_NAME
 from learner.records import StepResult, SyncReceipt
 from learner.report.scenes import Scene, read_scene
 from shared.errors import DataError
 
-METRICS, CONFIG, EVAL_FILE = "metrics.jsonl", "config.resolved.yaml", re.compile(r"step_(\d+)\.jsonl")
+METRICS, EVAL_FILE = "metrics.jsonl", re.compile(r"step_(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +76,7 @@ def read_runs(path: Path) -> RunSet:
         raise DataError(
             "the directory is no run",
             found=str(path),
-            wanted=f"{METRICS}, {CONFIG} or eval/step_*.jsonl in it, or run directories in it",
+            wanted=f"{METRICS}, {RESOLVED_NAME} or eval/step_*.jsonl in it, or run directories in it",
             remedy="give training.output_dir of a run",
         )
     runs = tuple(read_run(child) for child in children)
@@ -84,14 +85,14 @@ def read_runs(path: Path) -> RunSet:
 
 def is_run(path: Path) -> bool:
     """Whether a learner wrote this directory."""
-    return (path / METRICS).is_file() or (path / CONFIG).is_file() or any(_eval_files(path))
+    return (path / METRICS).is_file() or (path / RESOLVED_NAME).is_file() or any(_eval_files(path))
 
 
 def read_run(path: Path) -> Run:
     """One run directory. Raises DataError where it is none; anything missing in it becomes a note."""
     if not path.is_dir() or not is_run(path):
         raise DataError("the directory is no run", found=str(path), wanted=f"{METRICS} in it")
-    config, config_note = _read_mapping(path / CONFIG)
+    config, config_note = _read_mapping(path / RESOLVED_NAME)
     events, damaged = _read_jsonl(path / METRICS)
     named: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:

@@ -13,6 +13,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from learner.config.load import RESOLVED_NAME
 from learner.report.scenes import judge, read_scene
 
 SIZE = 96  # pixels
@@ -36,7 +37,7 @@ def write_run(
         "custom": {"trainer_variant": variant},
         "training": {"max_steps": steps, "seed": 17},
     }
-    (path / "config.resolved.yaml").write_text(yaml.safe_dump(config))
+    (path / RESOLVED_NAME).write_text(yaml.safe_dump(config))
     scenes = [make_scene(i, images or path / "images") for i in range(num_scenes)]
     events: list[dict[str, Any]] = []
     for step, share in quality:

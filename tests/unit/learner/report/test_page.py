@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.config.load import RESOLVED_NAME
 from learner.report.__main__ import main, write_report
 from learner.report.gallery import choose_scenes
 from learner.report.page import render
@@ -69,7 +70,7 @@ def test_an_image_is_embedded_once_for_before_and_after(tmp_path: Path) -> None:
 
 def test_nothing_on_disk_becomes_markup(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=3)
-    (path / "config.resolved.yaml").write_text(json.dumps({"model": {"path": HOSTILE}, HOSTILE: HOSTILE}))
+    (path / RESOLVED_NAME).write_text(json.dumps({"model": {"path": HOSTILE}, HOSTILE: HOSTILE}))
     for file in (path / "eval").iterdir():
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         for line in lines:
