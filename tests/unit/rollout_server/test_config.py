@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from rollout_server.config import ServerConfig, load_server_config
 from shared.config_errors import ConfigErrors, Mistake, dotted
-from shared.config_io import dump_yaml, write_yaml
+from shared.config_io import dump_yaml, load_yaml, parse, write_yaml
+from tests.unit.shared.config_strategies import refused, sections
 
 
 def write(folder: Path, text: str) -> Path:
@@ -93,6 +95,22 @@ def test_paths_are_paths_and_survive_a_round(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     write_yaml(again, config.model_dump(mode="json"))
     assert load_server_config(again) == config
+
+
+@given(data=sections(ServerConfig))
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_configuration_survives_dump_and_load(tmp_path: Path, data: dict[str, Any]) -> None:
+    config = parse(ServerConfig, data)
+    write_yaml(tmp_path / "c.yaml", config.model_dump(mode="json"))
+    assert parse(ServerConfig, load_yaml(tmp_path / "c.yaml", {})) == config
+
+
+@pytest.mark.parametrize(("path", "value"), refused(ServerConfig))
+def test_types_and_ranges(tmp_path: Path, path: str, value: object) -> None:
+    """Every key refuses other types, NaN, and what is just out of its range."""
+    write_yaml(tmp_path / "c.yaml", {"model": "m", path: value})
+    (mistake,) = mistakes_of(tmp_path / "c.yaml")
+    assert mistake.path == path
 
 
 @given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=12))

@@ -113,6 +113,14 @@ def test_options_of_check_are_refused_without_it(
     assert (ended.value.code, "go with --check" in capsys.readouterr().err) == (2, True)
 
 
+@pytest.mark.parametrize("flag", [["--learning-rate", "1"], ["--training.seed", "3"], ["--b-ratio=0.5"]])
+def test_r01_r18_yaml_only(file: Path, flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """No hyperparameter has a flag."""
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", write(file, stage2()), "--check", *flag])
+    assert (ended.value.code, capsys.readouterr().out) == (2, "")
+
+
 # ---- as a process --------------------------------------------------------------------------------------------------
 
 
