@@ -94,6 +94,7 @@ class Seen:
     """What one rank did, in order: `Generate` calls, "sync", and each learned row as a tuple of sample ids."""
 
     events: list[Any] = field(default_factory=list)
+    versions: list[tuple[int | None, ...]] = field(default_factory=list)  # per learned row, of its segments
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end
 
@@ -271,6 +272,7 @@ def _told(made: Trainer, seen: Seen) -> Callable[[PackedRow], RowLoss]:
 
     def told(row: PackedRow) -> RowLoss:
         seen.events.append(tuple(segment.sample_id for segment in row.segments))
+        seen.versions.append(tuple(segment.ver for segment in row.segments))
         return backward(row)
 
     return told

@@ -24,11 +24,19 @@ from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run
 NUM_SAMPLES = 16
 
 
-def stage2_config(model: Path, folder: Path, *, b_ratio: float, max_length: int = 256, **training: Any) -> RunConfig:
+def stage2_config(
+    model: Path,
+    folder: Path,
+    *,
+    b_ratio: float,
+    max_length: int = 256,
+    num_samples: int = NUM_SAMPLES,
+    **training: Any,
+) -> RunConfig:
     """A run whose step is 8 samples over all ranks."""
     folder.mkdir(exist_ok=True)
     settings = {"effective_batch_size": 8, **training}
-    plain = make_config(model, folder, num_samples=NUM_SAMPLES, global_max_length=max_length, **settings)
+    plain = make_config(model, folder, num_samples=num_samples, global_max_length=max_length, **settings)
     values = plain.model_dump()
     values["custom"]["trainer_variant"] = "stage2_ab_training"
     return config_of({**values, "stage2_ab": {"schedule": {"b_ratio": b_ratio}}})
