@@ -13,6 +13,7 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from learner.records import StepResult, SyncReceipt
+from learner.schedule import B_STEP_SKIPPED
 
 
 class Console:
@@ -61,7 +62,7 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
     m = result.metrics
     parts = [
         f"step {result.global_step:>{len(str(total_steps))}}/{total_steps}",
-        result.channel,
+        f"{result.channel} (no packs for B)" if m.get(B_STEP_SKIPPED) else result.channel,
         f"loss {result.loss:6.4f}",
         f"grad {result.grad_norm:5.2f}",
         f"lr {result.learning_rate:.1e}",
@@ -71,6 +72,7 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
     if "rollout_buffer/window" in m:
         window, m_step, age = (m[f"rollout_buffer/{name}"] for name in ("window", "m_step", "rollout_age"))
         parts.append(f"window {window:.0f} m-step {m_step:.0f} age {age:.0f}")
+    parts += _ahead(m)
     seconds = " ".join(f"{name} {m[key]:.2f}" for name, key in _PHASES if m.get(key, 0.0) >= 0.005)
     parts.append(f"{seconds} s")
     parts.append(f"{m['tokens_per_s']:.0f} tok/s")
@@ -79,6 +81,19 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
     return "  ".join(parts)
 
 
+def _ahead(m: Mapping[str, float]) -> list[str]:
+    """Where rollouts run ahead: packs that waited per rank, the age of those learned, and how many were dropped."""
+    if f"{_ASYNC}queue_depth" not in m:
+        return []
+    parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]
+    if f"{_ASYNC}age_versions" in m:
+        parts.append(f"age {m[f'{_ASYNC}age_versions']:.2g}")
+    if dropped := m[f"{_ASYNC}packs_dropped_stale"] + m[f"{_ASYNC}packs_dropped_oldest"]:
+        parts.append(f"dropped {dropped:.0f}")
+    return [" ".join(parts)]
+
+
+_ASYNC = "stage2_ab/async/"
 _PHASES = (
     ("rollout", "rollout_s"),
     ("wait", "wait_s"),  # for rollouts that run beside learning
