@@ -21,6 +21,7 @@ import yaml
 from learner.config.load import RESOLVED_NAME
 from learner.records import StepResult, SyncReceipt
 from learner.report.scenes import Scene, read_scene
+from learner.report.timeline import Bar, StepTimeline
 from shared.errors import DataError
 
 METRICS, EVAL_FILE = "metrics.jsonl", re.compile(r"step_(\d+)\.jsonl")
@@ -37,7 +38,8 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one run measured. `evals` and `steps` are in the order of `global_step`, `syncs` as they happened."""
+    """What one run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
+    happened."""
 
     name: str
     path: Path
@@ -45,6 +47,7 @@ class Run:
     steps: tuple[StepResult, ...]
     syncs: tuple[SyncReceipt, ...]
     evals: tuple[EvalPoint, ...]
+    timelines: tuple[StepTimeline, ...]
     wall_s: float  # between the first and the last event
     notes: tuple[str, ...]
 
@@ -98,6 +101,7 @@ def read_run(path: Path) -> Run:
     for event in events:
         named.setdefault(str(event.get("event")), []).append(event)
     steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
+    timelines = {line.global_step: line for line in map(_timeline, named.get("timeline", ()))}
     evals, eval_damage = _evals(path, named.get("eval", ()), config)
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
     notes = [config_note, _damage(METRICS, damaged), *eval_damage]
@@ -108,6 +112,7 @@ def read_run(path: Path) -> Run:
         steps=tuple(steps[key] for key in sorted(steps)),
         syncs=tuple(map(_sync, named.get("sync", ()))),
         evals=evals,
+        timelines=tuple(timelines[key] for key in sorted(timelines)),
         wall_s=max(times) - min(times) if times else math.nan,
         notes=tuple(note for note in notes if note),
     )
@@ -210,6 +215,18 @@ def _sync(event: Mapping[str, Any]) -> SyncReceipt:
         canary_gap=_number(event, "canary_gap"),
         canary_gap_max=_number(event, "canary_gap_max"),
     )
+
+
+def _timeline(event: Mapping[str, Any]) -> StepTimeline:
+    """Bars that are not [lane, name, begin, end] are left out."""
+    origin, bars = _number(event, "origin"), []
+    for span in event.get("spans") or ():
+        match span:
+            case [str(lane), str(name), int() | float() as begin, int() | float() as end]:
+                bars.append(Bar(lane, name, origin + begin, origin + end))
+    end_s = origin + _number(event, "seconds")
+    step = _count(event, "global_step")
+    return StepTimeline(global_step=step, begin_s=origin, end_s=end_s, bars=tuple(bars))
 
 
 def _evals(

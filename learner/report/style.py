@@ -42,6 +42,7 @@ border-radius:10px;overflow:hidden;background:var(--line);gap:1px}
 figure{margin:0;min-width:0}
 figcaption{display:flex;justify-content:space-between;align-items:baseline;gap:10px;font-size:14px;margin-bottom:6px}
 figcaption b{font-weight:600}
+.timeline{margin-top:34px}.wide{overflow-x:auto}.wide svg{min-width:720px}
 .value{color:var(--soft);font-size:13px;white-space:nowrap}
 svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:var(--soft)}

@@ -12,12 +12,15 @@ from learner.report.axes import Point, number
 from learner.report.charts import Bar, Series, bar_chart, line_chart, stacked_chart
 from learner.report.markup import Html, el
 from learner.report.read import Run
+from learner.report.stage2 import stage2_charts
 from learner.report.tables import table
+from learner.report.timeline import timeline
 
 PHASES = (
     ("rollout", "rollout_s", "rollout"),
     ("learn", "learn_s", "learn"),
     ("sync", "sync_s", "sync"),
+    ("wait", "wait_s", "before"),
     ("data", "data_s", "data"),
     ("target", "target_s", "target"),
     ("pack", "pack_s", "pack"),
@@ -40,12 +43,14 @@ def training_section(run: Run, *, heading: str) -> Html | None:
         "tokens/s": line_chart("Tokens learned per second", [_metric(run, "tokens/s", "tokens_per_s", "after")]),
         "sync seconds": _sync_seconds(run),
         "canary gap": _canary(run),
+        **stage2_charts(run),
     }
     absent = [name for name, chart in charts.items() if chart is None]
     return el(
         "section",
         el("h2", heading),
         el("div", *charts.values(), cls="charts"),
+        timeline(run.timelines),
         el("p", f"Not in this run: {', '.join(absent)}.", cls="lead absent-note") if absent else None,
     )
 

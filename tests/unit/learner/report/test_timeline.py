@@ -1,0 +1,115 @@
+"""The timeline of one step: which step, which bars, and the page that shows it beside Stage-2's charts (R25, R32)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.policy.parallel import Ranks
+from learner.report.page import render
+from learner.report.read import read_run, read_runs
+from learner.report.timeline import Bar, StepTimeline, bars_of, timeline, typical
+from learner.rollout.call_log import CallRecord, RolloutCallLog
+from learner.timeline import Timeline
+from tests.unit.learner.report.fake_run import write_run
+
+SERVER = "http://127.0.0.1:8000"
+
+
+def step(number: int, begin_s: float, end_s: float, *bars: Bar) -> StepTimeline:
+    return StepTimeline(global_step=number, begin_s=begin_s, end_s=end_s, bars=bars)
+
+
+def test_the_typical_step_has_rollouts_and_the_median_length() -> None:
+    learn, rollout = Bar("rank 0", "learn", 0.0, 1.0), Bar("rank 0 rollouts", "rollout", 0.0, 1.0)
+    lengths = [90.0, 3.0, 5.0, 4.0]  # the first warms up
+    steps = [step(i, 0.0, length, learn, rollout) for i, length in enumerate(lengths)]
+    assert typical([*steps, step(9, 0.0, 4.1, learn)]) == 3
+    assert typical([step(0, 0.0, 2.0, learn)]) == 0
+    assert typical([step(0, 0.0, 0.0, learn), step(1, 0.0, 1.0)]) is None
+    assert timeline([]) is None
+
+
+def test_a_call_that_ends_in_a_later_step_is_drawn_up_to_the_edge() -> None:
+    """R25: and a sync is a bar of every server, since it serves nothing meanwhile."""
+    first = step(1, 10.0, 12.0, Bar("rank 0", "sync", 10.0, 10.5), Bar(SERVER, "rollout", 10.5, 11.0))
+    second = step(2, 12.0, 14.0, Bar(SERVER, "rollout", 11.5, 12.5), Bar("rank 0", "learn", 12.0, 13.0))
+    assert bars_of([first, second], 0) == [
+        Bar("rank 0", "sync", 10.0, 10.5),
+        Bar(SERVER, "sync", 10.0, 10.5),
+        Bar(SERVER, "rollout", 10.5, 11.0),
+        Bar(SERVER, "rollout", 11.5, 12.0),
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["rank 0", "rank 10", "rank 2", "rank 2 rollouts", SERVER, "rank x"]),
+            st.floats(0, 100),
+            st.floats(0, 100),
+        ),
+        min_size=1,
+    )
+)
+def test_bars_stay_inside_the_step_and_ranks_come_first_by_number(spans: list[tuple[str, float, float]]) -> None:
+    bars = [Bar(lane, "learn", min(a, b), max(a, b)) for lane, a, b in spans]
+    drawn = bars_of([step(1, 20.0, 60.0, *bars)], 0)
+    assert all(20.0 <= bar.begin_s <= bar.end_s <= 60.0 for bar in drawn)
+    order = ["rank 0", "rank 2", "rank 2 rollouts", "rank 10", SERVER, "rank x"]
+    assert [bar.lane for bar in drawn] == sorted((bar.lane for bar in drawn), key=order.index)
+
+
+def test_what_ran_is_told_once_with_neighbours_joined() -> None:
+    """R15: phases of the learner's thread, `generate` calls, and each server's share of them; from any thread."""
+    log = Timeline(rank=1)
+    call = RolloutCallLog(global_step=3, micro_step_idx=0, first_req_idx=4, num_requests=2, chunk=2, seconds=2.0)
+    call.began_at = 100.0
+    for seed, error in ((1, ""), (2, "timed out")):
+        told = CallRecord(base_url=SERVER, seed=seed, first_req_idx=4, num_requests=1, seconds=1.0, error=error)
+        call.calls.append(CallRecord(**{name: getattr(told, name) for name in told.__slots__} | {"began_at": 101.0}))
+    thread = threading.Thread(target=log.call, args=(call,))
+    thread.start()
+    thread.join()
+    log.phase("learn", 100.0, 101.0)
+    log.phase("learn", 101.0005, 102.0)
+    log.phase("wait", 102.0, 102.5)
+    event = log.event(Ranks(), 7)
+    spans = [(lane, name, round(end - begin, 3)) for lane, name, begin, end in event["spans"]]
+    assert spans == [
+        ("rank 1 rollouts", "rollout", 2.0),
+        (SERVER, "rollout", 1.0),
+        (SERVER, "failed", 1.0),
+        ("rank 1", "learn", 2.0),
+        ("rank 1", "wait", 0.5),
+    ]
+    assert event["global_step"] == 7
+    assert event["origin"] + event["spans"][0][2] == 100.0
+    assert log.event(Ranks(), 8)["spans"] == []
+
+
+def test_the_page_shows_stage_2(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", variant="stage2_ab_training")
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    ahead = {"queue_depth": 3.0, "packs_dropped_stale": 1.0, "packs_dropped_oldest": 0.0, "age_versions": 0.5}
+    for line in lines:
+        if line["event"] == "step":
+            line["metrics"] |= {"stage2_ab/executed_b_share": 0.5, "stage2_ab/rollout_s": 1.0, "wait_s": 0.4}
+            line["metrics"] |= {f"stage2_ab/async/{name}": value for name, value in ahead.items()}
+    spans = [["rank 0", "learn", 0.0, 1.0], ["rank 0 rollouts", "rollout", -1.0, 0.5], [SERVER, "<b>", 0.1, 0.2], "?"]
+    for number in (1, 2):
+        lines.append({"event": "timeline", "global_step": number, "origin": 5.0, "seconds": 2.0, "spans": spans})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [len(found.bars) for found in read_run(path).timelines] == [3, 3]
+    page = render(read_runs(path))
+    for words in ("Step 2: what ran when", "Packs waiting, per rank", "Age of learned packs", "ran Channel-B", "wait"):
+        assert words in page
+    assert "<b>:" not in page
+    assert "&lt;b&gt;" in page or "127.0.0.1:8000" in page
+    plain = render(read_runs(write_run(tmp_path / "plain")))
+    assert "what ran when" not in plain
+    assert "Packs waiting" not in plain
