@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from learner.config.schema import LossConfig
 from learner.metrics import PhaseClock
 from learner.prompt import check_prompt_prefix
 from learner.records import Assignment, Channel, EncodedPrompt, Sample, Segment
@@ -74,8 +75,8 @@ class RolloutSource:
     channel: Channel = "B"
     needs_rollouts = True
 
-    def __init__(self, backend: RolloutBackend, task: Task, tokenizer: Tokenizer, *, desc_weight: float) -> None:
-        self._backend, self._task, self._tokenizer, self._desc_weight = backend, task, tokenizer, desc_weight
+    def __init__(self, backend: RolloutBackend, task: Task, tokenizer: Tokenizer, *, loss: LossConfig) -> None:
+        self._backend, self._task, self._tokenizer, self._loss = backend, task, tokenizer, loss
         self._eos_token_id = tokenizer.eos_token_id
 
     def segments(
@@ -100,7 +101,14 @@ class RolloutSource:
                     prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode
                 )
                 assignment = self._task.match(self._task.parse(rollout))
-                target = build_target(assignment, self._task, self._tokenizer, self._eos_token_id, self._desc_weight)
+                target = build_target(
+                    assignment,
+                    self._task,
+                    self._tokenizer,
+                    self._eos_token_id,
+                    desc_weight=self._loss.desc_weight,
+                    overrun_close_weight=self._loss.overrun_close_weight,
+                )
                 stats = segment_stats(assignment)
                 segments.append(build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats))
         return segments

@@ -69,6 +69,12 @@ class LossConfig(Section):
     """Weights of the loss on Y_train: the rollout's prefix and every missed object appended."""
 
     desc_weight: float = key("weight of description text in the appended tail; structure and boxes have 1", 1.0, ge=0.0)
+    overrun_close_weight: float = key(
+        "weight of the closer at the token where an answer that had found every object went on; 0: not taught. "
+        "Keeps long runs from drifting to answers that do not end",
+        0.0,
+        ge=0.0,
+    )
 
 
 # ---- training ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deploy.demo.model import build_tokenizer
-from learner.config.schema import TaskConfig
+from learner.config.schema import LossConfig, TaskConfig
 from learner.metrics import PhaseClock
 from learner.records import DetectionObject, EncodedPrompt, Rollout, Sample
 from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
@@ -68,7 +68,7 @@ def segments(source: SegmentSource) -> list[Any]:
 
 
 def rollout_source(backend: Answers) -> RolloutSource:
-    return RolloutSource(backend, TASK, TOKENIZER, desc_weight=1.0)
+    return RolloutSource(backend, TASK, TOKENIZER, loss=LossConfig())
 
 
 def answer_text(segment: Any) -> str:
