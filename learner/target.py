@@ -11,31 +11,22 @@ Called by the trainer's target stage.
 
 Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included.
 
-Matched coordinates. One rule for both spellings: the number's own tokens count as far as the ground-truth number has
-the same ones; at the first token where it leaves them, the ground-truth token is the label; what follows in the
-number is masked. A coordinate token is a number of one token, so there the ground truth simply is the label. Digits
-may be fused with their surroundings (`[1`, `0, 2`, `7]}`): the ground-truth number is tokenized in the predicted
-one's place, between the same characters, up to the end of the token after the number. So the token where the two part
-may hold structure too, and may be the one after the number, where the ground truth is longer (`12,` against `123,`),
-even if that one already belongs to the tail. Where two numbers claim one token, the first has it. A pair of different
-kinds of geometry, or of polygons with different numbers of points, has no corresponding slots and is not supervised.
+Matched coordinates. `learner.coordinate_labels` says what each token should have been.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 
 import numpy as np
 
-from learner.records import Assignment, CoordSlot, EncodedPrompt, Sample, Segment, Target
+from learner.coordinate_labels import coordinate_labels
+from learner.overrun import overrun_label
+from learner.records import Assignment, EncodedPrompt, Sample, Segment, Target
 from learner.supervision import IGNORED, check_supervision
-from learner.tasks.pieces import TokenPieces, TokenText, pieces_of
+from learner.tasks.pieces import TokenPieces, pieces_of
 from learner.tasks.task import SerializedTail, Task, Tokenizer
 from shared.errors import LossError
-
-_NUM_BINS = 1000
-_CACHED_PLACES = 1 << 16
 
 
 def build_target(
@@ -44,9 +35,11 @@ def build_target(
     tokenizer: Tokenizer,
     eos_token_id: int | None = None,
     desc_weight: float = 1.0,
+    overrun_close_weight: float = 0.0,
 ) -> Target:
     """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's).
 
+    `overrun_close_weight` is that of the closer where the answer had found everything and went on (`overrun.py`).
     Raises LossError where a coordinate's tokens are not in the prefix.
     """
     parsed = assignment.parsed
@@ -54,11 +47,13 @@ def build_target(
     tail = task.serialize([truth[i] for i in assignment.missed], after=parsed)
     prefix = parsed.rollout.response_token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, desc_weight)
-    token_ids = (*prefix, int(target.token_ids[len(prefix)]))
-    labels = _coordinate_labels(assignment, token_ids, task, pieces_of(tokenizer))
-    positions = list(labels)
-    target.labels[positions] = list(labels.values())
+    read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may part from the truth behind it
+    positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
+    target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
+    overrun = overrun_label(assignment, task, tokenizer) if overrun_close_weight else None
+    if overrun is not None and target.labels[overrun[0]] == IGNORED:  # the end of a number may be taught there
+        target.labels[overrun[0]], target.loss_weights[overrun[0]] = overrun[1], overrun_close_weight
     return target
 
 
@@ -116,10 +111,10 @@ def _with_tail(
             remedy="use descriptions that survive tokenization; Task.validate finds them",
         )
     eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-    token_ids = np.array([*prefix, *tail_ids, eos], dtype=np.int64)
+    token_ids = np.concatenate([np.fromiter(prefix, dtype=np.int64, count=len(prefix)), text.ids, [eos]])
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[: len(prefix)] = 0.0
-    for first, last in _byte_spans(tail):
+    for first, last in _byte_spans(tail) if desc_weight != 1.0 else ():
         begin = len(prefix) + text.token_at(first)
         weights[begin : len(prefix) + text.tokens_until(last)] = desc_weight
     labels = np.where(weights > 0, token_ids, IGNORED)
@@ -133,100 +128,3 @@ def _byte_spans(tail: SerializedTail) -> list[tuple[int, int]]:
         return spans
     offsets = np.cumsum([0, *(len(char.encode()) for char in tail.text)])
     return [(int(offsets[first]), int(offsets[last])) for first, last in spans]
-
-
-# ---- matched coordinates -------------------------------------------------------------------------------------------
-
-
-def _coordinate_labels(
-    assignment: Assignment, token_ids: Sequence[int], task: Task, pieces: TokenPieces
-) -> dict[int, int]:
-    """Position in Y_train -> label, of every supervised coordinate token.
-
-    `token_ids` are the prefix and the tail's first token, which follows a number that the prefix ends with.
-    """
-    parsed = assignment.parsed
-    truth = parsed.rollout.sample.objects
-    spelling = _spelling_of(task.coordinate_text, pieces.tokenizer)
-    single = spelling.single_tokens
-    numbers = _NumberLabels(token_ids, spelling)
-    labels: dict[int, int] = {}
-    for index, truth_index, _ in assignment.pairs:
-        predicted, wanted = parsed.objects[index], truth[truth_index]
-        if predicted.object.kind != wanted.kind or len(predicted.slots) != len(wanted.bins):
-            continue
-        for slot, value in zip(predicted.slots, wanted.bins, strict=True):
-            start, end, own, _ = slot
-            if not 0 <= start < end < len(token_ids):
-                raise _slot_error(slot, len(token_ids) - 1)
-            if single and end == start + 1 and token_ids[start] == single[own]:
-                labels[start] = single[value]  # a token of its own: no other number can claim it
-            else:
-                labels.update(numbers.labels(slot, value))
-    return labels
-
-
-def _slot_error(slot: CoordSlot, prefix_length: int) -> LossError:
-    return LossError(
-        "a matched coordinate is not in the prefix",
-        found=f"tokens {slot.start}..{slot.end} of a prefix of {prefix_length}",
-        wanted="tokens inside the prefix",
-        remedy="the task's parser is at fault",
-    )
-
-
-class _NumberLabels:
-    """Labels of one answer's numbers, asked for in the order in which they stand there."""
-
-    def __init__(self, token_ids: Sequence[int], spelling: _Spelling) -> None:
-        self._ids = token_ids
-        self._spelling = spelling
-        self._text: TokenText | None = None
-        self._taken = 0  # tokens in front of this one belong to earlier numbers
-
-    def labels(self, slot: CoordSlot, value: int) -> Iterable[tuple[int, int]]:
-        """(position, label): what the tokens of `slot` should have been for the number to be `value`."""
-        wanted = self._ids[slot.start : slot.end] if slot.bin == value else self._until_parting(slot, value)
-        first = max(self._taken, slot.start)
-        labels = zip(range(first, slot.start + len(wanted)), wanted[first - slot.start :], strict=True)
-        self._taken = max(self._taken, slot.end, slot.start + len(wanted))
-        return labels
-
-    def _until_parting(self, slot: CoordSlot, value: int) -> Sequence[int]:
-        """The tokens of `value` in the slot's place, up to the first that differs from the answer's own."""
-        self._text = text = self._text or self._spelling.pieces.text(self._ids)
-        start, end, predicted, lead = slot
-        begin = text.start(start)
-        number = begin + lead
-        behind = number + len(self._spelling.texts[predicted])
-        wanted = self._spelling.between(text.data[begin:number], value, text.data[behind : text.ends[end]])
-        for i, (token, own_token) in enumerate(zip(wanted, self._ids[start : end + 1], strict=False)):
-            if token != own_token:
-                return wanted[: i + 1]
-        raise LossError(
-            "a ground-truth number can't be told from the predicted one by its tokens",
-            found=f"{wanted} for {value}, {list(self._ids[start : end + 1])} for {predicted}",
-            wanted="tokens that part in the number or right after it",
-            remedy="use a tokenizer that keeps the characters of numbers",
-        )
-
-
-class _Spelling:
-    """How one tokenizer spells the thousand coordinates. Made by `_spelling_of`."""
-
-    def __init__(self, coordinate_text: Callable[[int], str], pieces: TokenPieces) -> None:
-        self.pieces = pieces
-        self.texts = tuple(coordinate_text(value) for value in range(_NUM_BINS))
-        encoded = [pieces.encode(text) for text in self.texts]
-        # Bin -> token id where each coordinate is one token of its own; empty otherwise.
-        self.single_tokens = tuple(ids[0] for ids in encoded) if all(len(ids) == 1 for ids in encoded) else ()
-        self.between = lru_cache(maxsize=_CACHED_PLACES)(self._between)
-
-    def _between(self, left: bytes, value: int, right: bytes) -> tuple[int, ...]:
-        """The tokens of `value` between these bytes; a character that is torn by their ends is left out."""
-        return self.pieces.encode(left.decode(errors="ignore") + self.texts[value] + right.decode(errors="ignore"))
-
-
-@lru_cache(maxsize=8)
-def _spelling_of(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> _Spelling:
-    return _Spelling(coordinate_text, pieces_of(tokenizer))

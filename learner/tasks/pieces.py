@@ -1,8 +1,9 @@
 """Which bytes each token stands for, so that text can be read over a model's own token ids.
 
 In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part of a UTF-8
-character, so text is bytes here and becomes `str` only where a description is read. Pieces and short encodings are
-cached per tokenizer; nothing is ever re-tokenized. Used by the detection parser and by the target builder.
+character, so text is bytes here and becomes `str` only where a description is read. Pieces are kept per tokenizer, in
+tables by token id, so that an answer is looked up whole; short encodings are cached; nothing is ever re-tokenized.
+Used by the detection parser and by the target builder.
 
 Seams. A tokenizer cuts text at its added tokens before anything else, so no token reaches across one, and what lies
 between two is encoded alike wherever it stands. An answer is mostly that: `, `, and the words between two objects.
@@ -12,60 +13,77 @@ between two is encoded alike wherever it stands. An answer is mostly that: `, `,
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from learner.tasks.task import Tokenizer
 
 _CACHED_ENCODINGS = 1 << 16
+_MAX_VOCABULARY = 1 << 20  # larger ids belong to no tokenizer, and stand for no text
+_NOT_MET = -1
 _SEAM = re.compile(r"(<\|[^|<>]*\|>)")
 
 
 class TokenText(NamedTuple):
-    """`data[ends[i-1]:ends[i]]` are the bytes of token i. A token may be empty."""
+    """The text of T tokens: `data[ends[i-1]:ends[i]]` are the bytes of token i. A token may be empty."""
 
+    ids: NDArray[np.int64]  # [T]
     data: bytes
-    ends: list[int]
+    ends: NDArray[np.int64]  # [T]
+
+    def starts(self) -> NDArray[np.int64]:
+        """[T + 1] where each token begins, and where the text ends."""
+        return np.concatenate([[0], self.ends])
 
     def start(self, index: int) -> int:
         """The offset of token `index`'s first byte."""
-        return self.ends[index - 1] if index else 0
+        return int(self.ends[index - 1]) if index else 0
 
     def token_at(self, offset: int) -> int:
         """The token that holds byte `offset`."""
-        return bisect_right(self.ends, offset)
+        return int(self.ends.searchsorted(offset, "right"))
 
     def tokens_until(self, offset: int) -> int:
         """How many tokens it takes to reach `offset` bytes; the last may reach further."""
-        return bisect_left(self.ends, offset) + 1 if offset else 0
+        return int(self.ends.searchsorted(offset, "left")) + 1 if offset else 0
 
 
-class TokenPieces(dict[int, bytes]):
-    """Token id -> bytes, filled as ids are met. Made by `pieces_of`.
-
-    Raises KeyError for nothing: an id that the tokenizer does not know has no bytes.
-    """
+class TokenPieces:
+    """Token id -> bytes, learnt as ids are met; none for an id that no token has. Made by `pieces_of`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__()
         self.tokenizer = tokenizer
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
         self._seams = _seams(self._added)
+        self._pieces = np.empty(_MAX_VOCABULARY + 1, dtype=object)  # by token id; the last stands for larger ids
+        self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int32)
+        self._pieces[-1], self._lengths[-1] = b"", 0
 
-    def __missing__(self, token_id: int) -> bytes:
-        piece = self[token_id] = self._piece(token_id)
-        return piece
+    def __getitem__(self, token_id: int) -> bytes:
+        return self.text((token_id,)).data
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
         """The text of `token_ids`, with each token's place in it."""
-        pieces = list(map(self.__getitem__, token_ids))
-        return TokenText(b"".join(pieces), list(accumulate(map(len, pieces))))
+        ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+        ends = self.lengths(ids).cumsum()
+        return TokenText(ids, b"".join(self._pieces.take(ids, mode="clip").tolist()), ends)
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """[T] bytes of each token."""
+        lengths = self._lengths.take(ids, mode="clip")
+        if len(ids) and lengths.min() == _NOT_MET:
+            for token_id in np.unique(ids[lengths == _NOT_MET]).tolist():
+                piece = self._piece(token_id)
+                self._pieces[token_id], self._lengths[token_id] = piece, len(piece)
+            lengths = self._lengths.take(ids, mode="clip")
+        return lengths
 
     def encode_long(self, text: str) -> list[int]:
         """`encode` for texts that will hardly come again, from parts that will."""

@@ -45,7 +45,7 @@ class Grammar:
     open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer, where nothing is inside
     entry_pattern: re.Pattern[bytes]  # up to and with an object's "{"; group 1 is its name, where indexed
     next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a right entry in our own order of fields, up to its "}"; only for speed
+    usual_pattern: re.Pattern[bytes]  # a right entry in our own order of fields, and what follows it; only for speed
     list_pattern: re.Pattern[bytes]  # a list's content that is coordinates and nothing else
     number_pattern: re.Pattern[bytes]  # one coordinate
 
@@ -68,6 +68,8 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
     desc = rb'"' + desc_name.encode() + rb'"' + _WS + b":" + _WS + rb"(?P<desc>" + _STRING + rb")"
     geometry = rb'"(?P<kind>bbox_2d|poly)"' + _WS + b":" + _WS + rb"\[(?P<list>" + numbers + rb")\]"
     first, second = (desc, geometry) if indexed else (geometry, desc)
+    fields = rb"\{" + _WS + first + _WS + b"," + _WS + second + _WS + rb"\}(?P<end>)"
+    follows = _WS + b"(?P<follows>[," + end + b"]?)"
     return Grammar(
         opener=opener,
         closer=closer,
@@ -76,8 +78,8 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
         digits=digits,
         open_pattern=re.compile(_WS + re.escape(opener.encode()) + _WS + b"(" + end + b"?)"),
         entry_pattern=re.compile(_WS + name + rb"\{"),
-        next_pattern=re.compile(_WS + b"([," + end + b"]?)"),
-        usual_pattern=re.compile(_WS + usual_name + rb"\{" + _WS + first + _WS + b"," + _WS + second + _WS + rb"\}"),
+        next_pattern=re.compile(follows),
+        usual_pattern=re.compile(_WS + usual_name + fields + follows),
         list_pattern=re.compile(numbers),
         number_pattern=re.compile(number),
     )

@@ -14,7 +14,9 @@ moves to the object before, and the objects behind it are no part of the result.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from learner.records import ParsedRollout, Rollout
 from learner.tasks.detection.grammar import Grammar
@@ -26,7 +28,7 @@ _STRUCTURE = re.compile(rb'"?[\]} \t\n\r]*+')
 
 
 def parse_rollout(
-    rollout: Rollout, pieces: TokenPieces, bin_of_token: Mapping[int, int], grammar: Grammar
+    rollout: Rollout, pieces: TokenPieces, bin_of_token: NDArray[np.int64], grammar: Grammar
 ) -> ParsedRollout:
     """Parse one rollout. Never raises on what a model wrote.
 
@@ -34,7 +36,7 @@ def parse_rollout(
     tail opens the container anew.
     """
     text = pieces.text(rollout.response_token_ids)
-    reading = read_answer(text, rollout.response_token_ids, bin_of_token, grammar)
+    reading = read_answer(text, bin_of_token, grammar)
     kept, prefix_length, tail_opening = _cut(text, reading.entries, grammar)
     entries = reading.entries[:kept]
     return ParsedRollout(

@@ -24,16 +24,18 @@ unreadable (a missing comma, an entry that is no object, unbalanced brackets): o
 from __future__ import annotations
 
 import json
-import re
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from learner.records import CoordSlot, DetectionObject, DropReason, PredictedObject
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.records import DetectionObject, DropReason, PredictedObject
 from learner.tasks.detection.bins import arity_is_right, encloses_something
+from learner.tasks.detection.coordinates import digit_coordinates, token_coordinates
 from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar
 from learner.tasks.pieces import TokenText
 
@@ -57,13 +59,12 @@ class Reading:
     closed: bool = False  # the container's own closer was met
     clean: bool = False  # ... and only whitespace follows
     entries: list[Entry] = field(default_factory=list)
+    numbers: set[int] = field(default_factory=set)  # of the entries so far
     drops: Counter[DropReason] = field(default_factory=Counter)
 
 
-def read_answer(
-    text: TokenText, token_ids: Sequence[int], bin_of_token: Mapping[int, int], grammar: Grammar
-) -> Reading:
-    """Read `text`, which is that of `token_ids`. `bin_of_token` maps coordinate token ids to bins (empty for digits).
+def read_answer(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> Reading:
+    """Read `text`. `bin_of_token` has each token id's bin, if it is a coordinate (not looked at for digits).
 
     Linear in the length of the text; never raises on an answer, whatever it holds.
     """
@@ -77,18 +78,29 @@ def read_answer(
     if opening[1]:
         _close(reading, data, pos)
         return reading
-    objects = _ObjectReader(text, token_ids, bin_of_token, grammar)
-    while _read_entry(reading, objects, pos):
-        separator = grammar.next_pattern.match(data, reading.entries[-1].end)
-        assert separator is not None  # it matches the empty text too
-        pos = separator.end()
-        if separator[1] == b",":
+    objects = _ObjectReader(text, bin_of_token, grammar)
+    follows = b","
+    while follows == b",":
+        usual = grammar.usual_pattern.match(data, pos)
+        if usual:
+            number, string, geometry, follows = usual.group("number", "desc", "kind", "follows")
+            outcome = objects.made_of(string, geometry, *usual.span("list"))
+            _add(reading, usual.start("end"), int(number or 0), outcome, grammar)
+            pos = usual.end()
             continue
-        if separator[1]:
-            _close(reading, data, pos)
-        elif pos < len(data):
-            reading.drops["truncated"] += 1
-        break
+        found = _read_unusual(objects, pos)
+        if found is None:
+            if data[pos:].strip(JSON_SPACE):
+                reading.drops["truncated"] += 1
+            return reading
+        _add(reading, *found, grammar)
+        separator = grammar.next_pattern.match(data, found[0])
+        assert separator is not None  # it matches the empty text too
+        follows, pos = separator[1], separator.end()
+    if follows:
+        _close(reading, data, pos)
+    elif pos < len(data):
+        reading.drops["truncated"] += 1
     return reading
 
 
@@ -97,33 +109,22 @@ def _close(reading: Reading, data: bytes, pos: int) -> None:
     reading.clean = not data[pos:].strip(JSON_SPACE)
 
 
-def _read_entry(reading: Reading, objects: _ObjectReader, pos: int) -> bool:
-    """Read one entry at `pos`; False where there is none that closes."""
-    usual = objects.grammar.usual_pattern.match(objects.text.data, pos)
-    if usual:
-        end, number, outcome = usual.end(), int(usual["number"] or 0), objects.usual(usual)
-    else:
-        found = _read_unusual(objects, pos)
-        if found is None:
-            if objects.text.data[pos:].strip(JSON_SPACE):
-                reading.drops["truncated"] += 1
-            return False
-        end, number, outcome = found
-    if objects.grammar.indexed:
-        if not number or number in objects.numbers:
+def _add(reading: Reading, end: int, number: int, outcome: PredictedObject | DropReason, grammar: Grammar) -> None:
+    """Take in one entry, whose key may be wrong though its object is right."""
+    if grammar.indexed:
+        if not number or number in reading.numbers:
             outcome = "key_invalid"
-        objects.numbers.add(number)
+        reading.numbers.add(number)
     if isinstance(outcome, PredictedObject):
         reading.entries.append(Entry(end, number, outcome))
     else:
         reading.entries.append(Entry(end, number, None))
         reading.drops[outcome] += 1
-    return True
 
 
 def _read_unusual(objects: _ObjectReader, pos: int) -> tuple[int, int, PredictedObject | DropReason] | None:
     """An entry field by field: its end, its number (0: no right one), and what became of it. None: it never closes."""
-    opening = objects.grammar.entry_pattern.match(objects.text.data, pos)
+    opening = objects.grammar.entry_pattern.match(objects.data, pos)
     if opening is None:
         return None
     end, outcome = objects.fields(opening.end())
@@ -134,27 +135,16 @@ def _read_unusual(objects: _ObjectReader, pos: int) -> tuple[int, int, Predicted
 class _ObjectReader:
     """Reads objects of one answer."""
 
-    def __init__(
-        self, text: TokenText, token_ids: Sequence[int], bin_of_token: Mapping[int, int], grammar: Grammar
-    ) -> None:
-        self.text = text
+    def __init__(self, text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> None:
+        self.data = text.data
         self.grammar = grammar
-        self.numbers: set[int] = set()
+        self._coordinates = digit_coordinates(text) if grammar.digits else token_coordinates(text, bin_of_token)
         self._desc_name = grammar.desc_name.encode()
-        bins = enumerate(map(bin_of_token.get, token_ids)) if bin_of_token else ()
-        # All coordinate tokens of the answer, wherever they stand, and where each ends.
-        self._coords = [CoordSlot(at, at + 1, value) for at, value in bins if value is not None]
-        self._coord_ends = [text.ends[slot.start] for slot in self._coords]
-
-    def usual(self, match: re.Match[bytes]) -> PredictedObject | DropReason:
-        """The object of a whole entry in our own spelling."""
-        desc, kind = match.group("desc", "kind")
-        return self._object(desc, kind, self._slots(*match.span("list")))
 
     def fields(self, pos: int) -> tuple[int | None, PredictedObject | DropReason]:
         """From the byte after an object's "{": the offset after its "}" (None where it never closes), and the object
         or why it is dropped."""
-        data, start = self.text.data, pos - 1
+        data, start = self.data, pos - 1
         fields: dict[bytes, tuple[bytes | None, tuple[int, int]]] = {}
         repeated = False
         while match := FIELD.match(data, pos):
@@ -181,41 +171,23 @@ class _ObjectReader:
         if not complete:
             return "unknown_geom"
         start, end = fields[geometries[0]][1]
-        if self.grammar.list_pattern.fullmatch(self.text.data, start, end) is None:
-            return "non_coord_token" if self.text.data[start:end].strip(JSON_SPACE) else "wrong_arity"
-        return self._object(string, geometries[0], self._slots(start, end))
+        if self.grammar.list_pattern.fullmatch(self.data, start, end) is None:
+            return "non_coord_token" if self.data[start:end].strip(JSON_SPACE) else "wrong_arity"
+        return self.made_of(string, geometries[0], start, end)
 
-    def _object(
-        self, string: bytes, geometry: bytes, slots: tuple[CoordSlot, ...] | None
-    ) -> PredictedObject | DropReason:
+    def made_of(self, string: bytes, geometry: bytes, start: int, end: int) -> PredictedObject | DropReason:
+        """The object with description `string` and the list of coordinates that bytes start..end look like."""
         desc, kind = _decode(string), GEOMETRY_KINDS[geometry]
         if desc is None:
             return "missing_desc"
-        if slots is None:
-            return "non_coord_token"
-        bins = tuple([slot.bin for slot in slots])
+        slots, bins = self._coordinates.between(start, end)
+        if len(bins) != self.data.count(b",", start, end) + 1:
+            return "non_coord_token"  # other tokens spell out a coordinate token's text
         if not arity_is_right(kind, bins):
             return "wrong_arity"
         if not encloses_something(kind, bins):
             return "bbox_invalid"
         return PredictedObject(object=DetectionObject(desc=desc, kind=kind, bins=bins), slots=slots)
-
-    def _slots(self, start: int, end: int) -> tuple[CoordSlot, ...] | None:
-        """The coordinates in bytes start..end, which look like a list of them; None where tokens say otherwise."""
-        data, grammar = self.text.data, self.grammar
-        if grammar.digits:
-            return tuple([self._digits(match) for match in grammar.number_pattern.finditer(data, start, end)])
-        first = bisect_right(self._coord_ends, start)
-        slots = self._coords[first : bisect_right(self._coord_ends, end, first)]
-        # Fewer tokens than numbers: a coordinate token's text was spelled out by other tokens.
-        return tuple(slots) if len(slots) == data.count(b",", start, end) + 1 else None
-
-    def _digits(self, match: re.Match[bytes]) -> CoordSlot:
-        ends = self.text.ends
-        begin, end = match.span()
-        token = bisect_right(ends, begin)
-        last = bisect_left(ends, end, token)
-        return CoordSlot(token, last + 1, int(match[0]), begin - (ends[token - 1] if token else 0))
 
 
 def closing_brace(data: bytes, start: int) -> int | None:

@@ -14,6 +14,8 @@ from learner.records import DetectionObject, ParsedRollout
 from learner.tasks.detection.grammar import Grammar
 from learner.tasks.task import SerializedTail
 
+_JSON = json.JSONEncoder(ensure_ascii=False)
+
 
 def serialize_objects(
     objects: Sequence[DetectionObject], after: ParsedRollout | None, grammar: Grammar
@@ -36,7 +38,7 @@ def serialize_objects(
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
     """One object's text: what is before its description, the description between its quotes, and what is behind."""
-    desc = json.dumps(obj.desc, ensure_ascii=False)[1:-1]
+    desc = _JSON.encode(obj.desc)[1:-1]
     numbers = ", ".join([grammar.coordinate_text(value) for value in obj.bins])
     if grammar.indexed:
         return f'"object_{number}": {{"desc": "', desc, f'", "{obj.kind}": [{numbers}]}}'

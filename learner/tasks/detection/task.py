@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
 from learner.tasks.detection.coco import coco_ap
@@ -27,7 +30,7 @@ class DetectionTask:
         self.config = config
         self.grammar = grammar_for(config)
         self._pieces = pieces_of(tokenizer)
-        self._bin_of_token = {} if self.grammar.digits else _coordinate_tokens(tokenizer)
+        self._bin_of_token = np.empty(0, np.int64) if self.grammar.digits else _coordinate_tokens(tokenizer)
 
     def parse(self, rollout: Rollout) -> ParsedRollout:
         return parse_rollout(rollout, self._pieces, self._bin_of_token, self.grammar)
@@ -58,9 +61,9 @@ class DetectionTask:
         validate_sample(sample, self._pieces)
 
 
-def _coordinate_tokens(tokenizer: Tokenizer) -> dict[int, int]:
-    """Token id -> bin of the thousand `<|coord_k|>` tokens."""
-    bins: dict[int, int] = {}
+def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """[id] the bins of the thousand `<|coord_k|>` tokens; -1 for others, and in the last place for all larger ids."""
+    token_ids: list[int] = []
     for value in range(NUM_BINS):
         ids = tokenizer.encode(f"<|coord_{value}|>", add_special_tokens=False)
         if len(ids) != 1:
@@ -70,5 +73,7 @@ def _coordinate_tokens(tokenizer: Tokenizer) -> dict[int, int]:
                 wanted="one token for each <|coord_k|>, k in 0..999",
                 remedy="add them to the tokenizer and train their embeddings, or set task.coordinates: digits",
             )
-        bins[ids[0]] = value
-    return bins
+        token_ids += ids
+    bin_of_token = np.full(max(token_ids) + 2, -1)
+    bin_of_token[token_ids] = np.arange(NUM_BINS)
+    return bin_of_token
