@@ -7,8 +7,10 @@ was wanted. Figures of one run belong together: ratios are of numbers taken side
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -31,24 +33,29 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
 ) -> None:
     """Measure, print, write."""
-    parts = {part} if part else set(get_args(Part))
-    figures: list[Figure] = []
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = Path(scratch)
-        if "line" in parts:
-            figures += straight_line.measure()
-        if parts != {"line"}:
-            model = _model(folder)
-            build_data(Build(train=600, val=1, test=1), folder / "data")
-            if "training" in parts:  # before an engine lives in this process
-                figures += training.measure(model, folder / "data", folder)
-            if "serving" in parts:
-                images = sorted((folder / "data" / "images" / "train").glob("*.png"))[: serving.NUM_REQUESTS]
-                figures += serving.measure(model, images)
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))  # stays after an error, for its logs
+    figures = _measure({part} if part else set(get_args(Part)), folder)
+    shutil.rmtree(folder)
     console = Console()
     show(figures, console)
     console.print(f"written: {save(name, figures, out)}")
     sys.exit(any(figure.good is False for figure in figures))
+
+
+def _measure(parts: Set[Part], folder: Path) -> list[Figure]:
+    figures: list[Figure] = []
+    if "line" in parts:
+        figures += straight_line.measure()
+    if parts == {"line"}:
+        return figures
+    model = _model(folder)
+    build_data(Build(train=600, val=1, test=1), folder / "data")
+    if "training" in parts:  # before an engine lives in this process
+        figures += training.measure(model, folder / "data", folder)
+    if "serving" in parts:
+        images = sorted((folder / "data" / "images" / "train").glob("*.png"))[: serving.NUM_REQUESTS]
+        figures += serving.measure(model, images)
+    return figures
 
 
 def _model(folder: Path) -> Path:

@@ -1,9 +1,9 @@
 """Parse + match + target of crowded rollouts on one core, in rollouts per second.
 
-In: the number of rollouts and objects. Out: a `Figure` per spelling of coordinates. No model, no server: scenes are
-random boxes, answers are the truth with KEPT of its boxes moved by a few bins and the rest put elsewhere, so an answer
-has matches, misses and false positives. No scene comes twice, warm-up included, so caches hold what they would in a
-run. Called by `run.py`.
+In: the number of rollouts and objects. Out: a `Figure` per container and spelling of coordinates. No model, no server:
+scenes are random boxes, answers are the truth with KEPT of its boxes moved by a few bins and the rest put elsewhere, so
+an answer has matches, misses and false positives. No scene comes twice, warm-up included, so caches hold what they
+would in a run. Called by `run.py`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ KEPT = 0.8  # of the true objects, that an answer finds
 JITTER = 5  # bins
 
 
-def measure(*, num_rollouts: int = 100, num_objects: int = 50, passes: int = 15) -> list[Figure]:
-    """One figure per spelling: the median over passes, each pass all rollouts once."""
-    return [_figure(spelling, num_rollouts, num_objects, passes) for spelling in ("tokens", "digits")]
+def measure(*, num_rollouts: int = 100, num_objects: int = 50, passes: int = 8) -> list[Figure]:
+    """One figure per container and spelling: the median over passes, each pass all rollouts once."""
+    formats = [(container, spelling) for spelling in ("tokens", "digits") for container in ("index_map", "array")]
+    return [_figure(container, spelling, num_rollouts, num_objects, passes) for container, spelling in formats]
 
 
-def _figure(spelling: str, num_rollouts: int, num_objects: int, passes: int) -> Figure:
+def _figure(container: str, spelling: str, num_rollouts: int, num_objects: int, passes: int) -> Figure:
     tokenizer = build_tokenizer()
-    task = DetectionTask(TaskConfig.model_validate({"container": "index_map", "coordinates": spelling}), tokenizer)
+    task = DetectionTask(TaskConfig.model_validate({"container": container, "coordinates": spelling}), tokenizer)
     rng = np.random.default_rng(0)
     rates: list[float] = []
     for _ in range(1 + passes):
@@ -43,7 +44,7 @@ def _figure(spelling: str, num_rollouts: int, num_objects: int, passes: int) -> 
         rates.append(num_rollouts / run_pass(rollouts, task, tokenizer))
     del rates[0]  # fills token tables and caches, as the first step of a run does
     return Figure(
-        name=f"parse + match + target, {num_objects} objects, coordinates as {spelling}",
+        name=f"parse + match + target, {num_objects} objects, {container}, coordinates as {spelling}",
         value=median(rates),
         unit="rollouts/s",
         wanted=WANTED_PER_S,

@@ -13,10 +13,12 @@ from bench import straight_line, training
 from bench.figures import Figure, save, show
 
 
-def test_the_straight_line_is_measured_in_both_spellings() -> None:
+def test_the_straight_line_is_measured_in_every_format() -> None:
     figures = straight_line.measure(num_rollouts=2, num_objects=3, passes=2)
-    assert [len(figure.samples) for figure in figures] == [2, 2]
+    assert [len(figure.samples) for figure in figures] == [2, 2, 2, 2]
     assert all(figure.value > 0 for figure in figures)
+    for word in ("index_map", "array", "tokens", "digits"):
+        assert sum(word in figure.name for figure in figures) == 2
 
 
 @pytest.mark.parametrize(("value", "at_least", "good"), [(2.0, True, True), (0.5, True, False), (0.5, False, True)])
