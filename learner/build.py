@@ -6,7 +6,6 @@ The only module that knows all parts. Called by `__main__`; reads the environmen
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from pathlib import Path
 import torch
 
 from learner.checkpoint import CheckpointStore
+from learner.config.built import not_built
 from learner.config.load import load_config, write_resolved
 from learner.config.plan import Plan, resolve
+from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
 from learner.console import Console
 from learner.data import Batches, load_samples
@@ -28,7 +29,7 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.records import Sample
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.call_log import RolloutCallLog
+from learner.rollout.connect import connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
 from learner.rollout_buffer import RolloutBuffer
@@ -39,14 +40,12 @@ from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.stage2.driver import Stage2Driver
 from learner.stage2.wiring import make_driver, step_plan
 from learner.stopping import Stopped, StopRequest
-from learner.sync import CanaryItem, WeightSync
-from learner.sync.handshake import check_servers
-from learner.target import ground_truth_target
+from learner.sync import WeightSync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.timeline import Timeline
 from learner.trainer import Trainer
-from shared.architecture import signature
+from shared.config_errors import ConfigErrors
 from shared.errors import ConfigError
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -57,7 +56,8 @@ def train(config_path: str, *, environment: Mapping[str, str]) -> int:
     world_size = int(environment.get("WORLD_SIZE", 1))
     config = load_config(config_path, world_size=world_size, env=environment)
     plan = resolve(config, world_size)
-    _require_built(plan, config)
+    if refused := list(not_built(config)):
+        raise ConfigErrors(mistakes=refused)
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
@@ -73,89 +73,38 @@ def train(config_path: str, *, environment: Mapping[str, str]) -> int:
 
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
     """Every part of a run, checked against the servers before the first step. What must be closed goes on `stack`."""
-    run_dir = Path(config.training.output_dir)
-    log_to_file(run_dir, ranks.rank)
-    if ranks.is_main:
-        write_resolved(config, run_dir)
-        point_latest(run_dir)
-    log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main)
-    stack.callback(log.close)
-    log.write("plan", plan.to_json())
-
-    torch.manual_seed(config.training.seed)
-    policy = load_policy(config.model, device=ranks.device, bf16=config.training.bf16)
-    policy.broadcast(ranks)
-    task = DetectionTask(config.task, policy.tokenizer)
-    data = load_data(config, task)
-    data_plan = step_plan(plan) if config.stage2_ab else plan
-    batches = Batches(data.train, config=config, plan=data_plan, rank=ranks.rank, encoder=policy.encoder)
-    stack.callback(batches.close)
-    total_steps = config.training.max_steps or _steps_of_epochs(config, data_plan, batches)
-
-    console = Console(
-        total_steps=total_steps,
-        name=run_dir.name,
-        enabled=ranks.is_main,
-        progress_bar=config.logging.progress_bar,
-    )
-    stack.callback(console.close)
+    log = _open_run_dir(config, plan, ranks, stack)
+    basis = _basis(config, plan, ranks)
+    batches, total_steps = _batches(basis, stack)
+    console = _console(config, ranks, total_steps, stack)
     timeline = Timeline(ranks.rank)
-    backend = sync = None
     after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
-    if needs_rollouts(config):
-        backend = _connect_backend(config, ranks, policy, token, log, timeline)
-        stack.callback(backend.close)
-        if not isinstance(backend, HfBackend):  # which has the trained weights themselves
-            sync = _connect_sync(config, ranks, policy, backend, task, data.train)
-            stack.callback(sync.close)
-    optimizer = Optimizer(policy.trainable, config.training, total_steps=total_steps)
-    source, row_maker = _segment_source(config, backend, task, policy), _row_maker(config)
-    fresh = FreshRows(
-        source,
-        row_maker,
-        ranks=ranks,
-        capacity=config.global_max_length,
-        samples=data.train,
-        encoder=policy.encoder,
-    )
-    cursor, rows = _with_rollout_buffer(plan, batches, fresh)
-    stage2: Stage2Driver | None = None
-    if config.stage2_ab is not None:
-        stage2 = make_driver(
-            config,
-            plan,
-            ranks=ranks,
-            batches=batches,
-            samples=data.train,
-            encoder=policy.encoder,
-            channel_a=_ground_truth(config, task, policy),
-            rollouts=source,
-            row_maker=row_maker,
-            capacity=backend.chunk if backend else 0,
-        )
-        after_backend.callback(stage2.close)
-        stack.callback(stage2.stop)
+    backend, sync = _rollouts(basis, token, log, timeline, stack)
+    work = _work(basis, batches, backend, after_backend, stack)
     return Trainer(
         config=config,
         plan=plan,
         total_steps=total_steps,
         ranks=ranks,
-        policy=policy,
-        optimizer=optimizer,
-        batches=cursor,
-        rows=rows,
-        task=task,
-        eval_samples=data.evaluation,
+        policy=basis.policy,
+        optimizer=Optimizer(basis.policy.trainable, config.training, total_steps=total_steps),
+        batches=work.cursor,
+        rows=work.rows,
+        task=basis.task,
+        eval_samples=basis.data.evaluation,
         backend=backend,
         sync=sync,
         checkpoints=CheckpointStore(
-            root=run_dir, ranks=ranks, save_total_limit=config.training.save_total_limit, config_digest=_digest(config)
+            root=Path(config.training.output_dir),
+            ranks=ranks,
+            save_total_limit=config.training.save_total_limit,
+            config_digest=_digest(config),
         ),
         stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
         log=log,
         timeline=timeline,
         console=console,
-        stage2=stage2,
+        stage2=work.stage2,
     )
 
 
@@ -179,6 +128,53 @@ class RunData:
     evaluation: list[Sample]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Basis:
+    """What the other parts are made of."""
+
+    config: RunConfig
+    plan: Plan
+    ranks: Ranks
+    policy: Policy
+    task: Task
+    data: RunData
+
+    @property
+    def ground_truth(self) -> GroundTruthSource:
+        return GroundTruthSource(self.task, self.policy.tokenizer, desc_weight=self.config.loss.desc_weight)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What the trainer reads and learns, step by step."""
+
+    cursor: Batches | WindowRepeater
+    rows: RowSource
+    stage2: Stage2Driver | None
+
+
+def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
+    """The run's folder with the resolved configuration, a log file per rank, and metrics that begin with the plan."""
+    run_dir = Path(config.training.output_dir)
+    log_to_file(run_dir, ranks.rank)
+    if ranks.is_main:
+        write_resolved(config, run_dir)
+        point_latest(run_dir)
+    log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main)
+    stack.callback(log.close)
+    log.write("plan", plan.to_json())
+    return log
+
+
+def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
+    """The policy, equal on all ranks, the task and the samples."""
+    torch.manual_seed(config.training.seed)
+    policy = load_policy(config.model, device=ranks.device, bf16=config.training.bf16)
+    policy.broadcast(ranks)
+    task = DetectionTask(config.task, policy.tokenizer)
+    return Basis(config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task))
+
+
 def load_data(config: RunConfig, task: Task) -> RunData:
     """Training samples, and those to evaluate on: `data.test`, else `data.val`. Raises DataError with file and line."""
     data, training = config.data, config.training
@@ -197,86 +193,79 @@ def load_data(config: RunConfig, task: Task) -> RunData:
     return RunData(train=train, evaluation=load_samples(data, path, task)[: training.eval_samples])
 
 
-def needs_rollouts(config: RunConfig) -> bool:
-    """Whether the run makes rollouts at all: one that only learns ground truth does so only to evaluate."""
-    training = config.training
-    evaluates = bool(training.eval_on_start or training.eval_on_end or training.eval_steps)
-    return evaluates or _learns_rollouts(config)
+def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:
+    """This rank's micro-batches (in `stage2_ab_training`: whole steps), and the length of the run in steps."""
+    config = basis.config
+    plan = step_plan(basis.plan) if config.stage2_ab else basis.plan
+    batches = Batches(basis.data.train, config=config, plan=plan, rank=basis.ranks.rank, encoder=basis.policy.encoder)
+    stack.callback(batches.close)
+    return batches, config.training.max_steps or _steps_of_epochs(config, plan, batches)
 
 
-def _learns_rollouts(config: RunConfig) -> bool:
-    if config.stage2_ab is not None:
-        return config.stage2_ab.schedule.b_ratio > 0
-    return config.custom.trainer_variant == "rollout_matching_sft"
-
-
-def _connect_backend(
-    config: RunConfig, ranks: Ranks, policy: Policy, token: str | None, log: MetricsLog, timeline: Timeline
-) -> ServerBackend | HfBackend:
-    def on_call(record: RolloutCallLog) -> None:
-        timeline.call(record)
-        log.write("rollout_call", record)
-        if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
-            logging.getLogger("learner.rollout").info("%s", record)
-
-    rollouts, seed = config.rollout_matching, config.training.seed
-    if rollouts.rollout_backend == "hf":
-        return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
-    backend = ServerBackend(
-        rollouts,
-        run_seed=seed,
-        rank=ranks.rank,
-        num_ranks=ranks.world_size,
-        token=token,
-        vocab_size=policy.model.config.get_text_config().vocab_size,
-        on_call=on_call,
+def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack) -> Console:
+    console = Console(
+        total_steps=total_steps,
+        name=Path(config.training.output_dir).name,
+        enabled=ranks.is_main,
+        progress_bar=config.logging.progress_bar,
     )
-    backend.connect()
-    return backend
+    stack.callback(console.close)
+    return console
 
 
-def _connect_sync(
-    config: RunConfig, ranks: Ranks, policy: Policy, backend: ServerBackend, task: Task, samples: list[Sample]
-) -> WeightSync:
-    num_canaries = config.rollout_matching.vllm.sync.canary_samples
-    canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
-    check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
+def _rollouts(
+    basis: Basis, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
+) -> tuple[ServerBackend | HfBackend | None, WeightSync | None]:
+    """Who generates, and how the weights get there; neither where nothing is rolled out, no sync where the trained
+    model itself generates."""
+    config, ranks, policy = basis.config, basis.ranks, basis.policy
+    if not needs_rollouts(config):
+        return None, None
+    backend = connect_backend(config, ranks, policy, token, log, timeline)
+    stack.callback(backend.close)
+    if isinstance(backend, HfBackend):
+        return backend, None
+    sync = connect_sync(config, ranks, policy, backend, basis.task, basis.data.train)
+    stack.callback(sync.close)
+    return backend, sync
 
-    def learner_logprobs(item: CanaryItem) -> list[float]:
-        return policy.logprobs(item.prompt, item.response_token_ids)
 
-    sync = WeightSync(
-        backend,
-        policy,
-        config=config.rollout_matching.vllm,
-        canary=canary,
-        learner_logprobs=learner_logprobs,
-        fence=ranks,
-        device=ranks.device,
+def _work(
+    basis: Basis,
+    batches: Batches,
+    backend: ServerBackend | HfBackend | None,
+    after_backend: ExitStack,
+    stack: ExitStack,
+) -> Work:
+    config, samples, encoder = basis.config, basis.data.train, basis.policy.encoder
+    source, row_maker = _segment_source(basis, backend), _row_maker(config)
+    capacity = config.global_max_length
+    fresh = FreshRows(source, row_maker, ranks=basis.ranks, capacity=capacity, samples=samples, encoder=encoder)
+    cursor, rows = _with_rollout_buffer(basis.plan, batches, fresh)
+    if config.stage2_ab is None:
+        return Work(cursor=cursor, rows=rows, stage2=None)
+    stage2 = make_driver(
+        config,
+        basis.plan,
+        ranks=basis.ranks,
+        batches=batches,
+        samples=samples,
+        encoder=encoder,
+        channel_a=basis.ground_truth,
+        rollouts=source,
+        row_maker=row_maker,
+        capacity=backend.chunk if backend else 0,
     )
-    sync.connect()
-    return sync
+    after_backend.callback(stage2.close)
+    stack.callback(stage2.stop)
+    return Work(cursor=cursor, rows=rows, stage2=stage2)
 
 
-def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
-    """The ground truth of a training sample: fixed, and with its image, so that the vision tower is checked too."""
-    target = ground_truth_target(sample, task, policy.tokenizer, policy.tokenizer.eos_token_id, 1.0)
-    return CanaryItem(
-        sample=sample,
-        prompt=policy.encoder.encode(sample),
-        response_token_ids=tuple(int(token) for token in target.token_ids),
-    )
-
-
-def _segment_source(config: RunConfig, backend: RolloutBackend | None, task: Task, policy: Policy) -> SegmentSource:
-    if not _learns_rollouts(config):
-        return _ground_truth(config, task, policy)
+def _segment_source(basis: Basis, backend: RolloutBackend | None) -> SegmentSource:
+    if not learns_rollouts(basis.config):
+        return basis.ground_truth
     assert backend is not None
-    return RolloutSource(backend, task, policy.tokenizer, desc_weight=config.loss.desc_weight)
-
-
-def _ground_truth(config: RunConfig, task: Task, policy: Policy) -> GroundTruthSource:
-    return GroundTruthSource(task, policy.tokenizer, desc_weight=config.loss.desc_weight)
+    return RolloutSource(backend, basis.task, basis.policy.tokenizer, loss=basis.config.loss)
 
 
 def _row_maker(config: RunConfig) -> RowMaker:
@@ -309,18 +298,6 @@ def _steps_of_epochs(config: RunConfig, plan: Plan, batches: Batches) -> int:
     return epochs * steps_per_epoch(
         batches.per_epoch, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
     )
-
-
-def _require_built(plan: Plan, config: RunConfig) -> None:
-    """What the specification has and this version does not: said before anything is loaded."""
-    if not needs_rollouts(config):
-        return
-    if plan.vllm_mode == "colocate":
-        raise _not_built("custom.extra.rollout_matching.vllm.mode", plan.vllm_mode, "server, or rollout_backend: hf")
-
-
-def _not_built(key: str, found: str, wanted: str) -> ConfigError:
-    return ConfigError(f"{key}: this version does not run it yet", found=found, wanted=wanted, remedy="change the key")
 
 
 def _digest(config: RunConfig) -> str:

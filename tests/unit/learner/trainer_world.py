@@ -229,8 +229,8 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
     with ExitStack() as stack:
         with _BUILDING:  # one thread at a time: transformers loads models under global settings, so no broadcast either
             if config.rollout_matching.rollout_backend == "vllm":
-                monkeypatch.setattr(build, "_connect_backend", connect_backend)
-            monkeypatch.setattr(build, "_connect_sync", connect_sync)
+                monkeypatch.setattr(build, "connect_backend", connect_backend)
+            monkeypatch.setattr(build, "connect_sync", connect_sync)
             monkeypatch.setattr(build.Policy, "broadcast", lambda *_: None)
             monkeypatch.setattr(build, "log_to_file", lambda *_: None)  # a process' logging is not a test's to change
             made = build.build(config, resolve(config, ranks.world_size), ranks, token=None, stack=stack)

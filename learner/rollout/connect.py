@@ -1,0 +1,88 @@
+"""From a configuration to who generates and how weights get there: the backend, and its weight sync.
+
+Both reach the servers before they are given out, so that what is wrong with them is told before the first step. Called
+by `learner.build`, which closes them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from learner.config.schema import RunConfig
+from learner.metrics import MetricsLog
+from learner.policy.load import Policy
+from learner.policy.parallel import Ranks
+from learner.records import Sample
+from learner.rollout.call_log import RolloutCallLog
+from learner.rollout.hf import HfBackend
+from learner.rollout.server import ServerBackend
+from learner.sync import CanaryItem, WeightSync
+from learner.sync.handshake import check_servers
+from learner.target import ground_truth_target
+from learner.tasks.task import Task
+from learner.timeline import Timeline
+from shared.architecture import signature
+
+
+def connect_backend(
+    config: RunConfig, ranks: Ranks, policy: Policy, token: str | None, log: MetricsLog, timeline: Timeline
+) -> ServerBackend | HfBackend:
+    """Ready to generate. Raises ServerError where a configured server can't."""
+
+    def on_call(record: RolloutCallLog) -> None:
+        timeline.call(record)
+        log.write("rollout_call", record)
+        if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
+            logging.getLogger("learner.rollout").info("%s", record)
+
+    rollouts, seed = config.rollout_matching, config.training.seed
+    if rollouts.rollout_backend == "hf":
+        return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
+    backend = ServerBackend(
+        rollouts,
+        run_seed=seed,
+        rank=ranks.rank,
+        num_ranks=ranks.world_size,
+        token=token,
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        on_call=on_call,
+    )
+    backend.connect()
+    return backend
+
+
+def connect_sync(
+    config: RunConfig, ranks: Ranks, policy: Policy, backend: ServerBackend, task: Task, samples: list[Sample]
+) -> WeightSync:
+    """Joined with every server, which was found to serve the same model and to render the same prompts.
+
+    Raises ServerError or SyncError.
+    """
+    num_canaries = config.rollout_matching.vllm.sync.canary_samples
+    canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
+    check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
+
+    def learner_logprobs(item: CanaryItem) -> list[float]:
+        return policy.logprobs(item.prompt, item.response_token_ids)
+
+    sync = WeightSync(
+        backend,
+        policy,
+        config=config.rollout_matching.vllm,
+        canary=canary,
+        learner_logprobs=learner_logprobs,
+        fence=ranks,
+        device=ranks.device,
+    )
+    sync.connect()
+    return sync
+
+
+def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
+    """The ground truth of a training sample: fixed, and with its image, so that the vision tower is checked too."""
+    target = ground_truth_target(sample, task, policy.tokenizer, policy.tokenizer.eos_token_id, 1.0)
+    return CanaryItem(
+        sample=sample,
+        prompt=policy.encoder.encode(sample),
+        response_token_ids=tuple(int(token) for token in target.token_ids),
+    )
