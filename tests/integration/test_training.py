@@ -64,7 +64,15 @@ class World:
     base_url: str
     group_port: int
 
-    def config(self, name: str, variant: str, *, model: dict[str, Any] | None = None, **training: Any) -> Path:
+    def config(
+        self,
+        name: str,
+        variant: str,
+        *,
+        model: dict[str, Any] | None = None,
+        rollouts: dict[str, Any] | None = None,
+        **training: Any,
+    ) -> Path:
         """A run of four samples per step into the folder `name`."""
         server = {"servers": [{"base_url": self.base_url, "group_port": self.group_port}], "timeout_s": 60.0}
         settings = {"seed": SEED, "effective_batch_size": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
@@ -80,6 +88,7 @@ class World:
                         "decode_batch_size": 8,
                         "decoding": {"temperature": 1.0, "max_new_tokens": 24},
                         "vllm": {"mode": "server", "server": server},
+                        **(rollouts or {}),
                     }
                 },
             },
@@ -169,18 +178,21 @@ def test_evaluations_and_the_resolved_configuration_are_kept(matched: Run, world
 
 
 def test_the_checkpoint_is_a_model_and_a_place_to_go_on_from(matched: Run, world: World) -> None:
-    """Loads in transformers; a resumed run continues steps and data, and the server's versions."""
+    """Loads in transformers; a resumed run continues steps and data, and the server's versions. It learns its rollouts
+    twice, with no sync and no call in between (R18)."""
     checkpoint = matched.folder / "checkpoint-3"
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
     assert AutoProcessor.from_pretrained(checkpoint).tokenizer.eos_token_id in model.generation_config.eos_token_id
     first_ver = matched.events("sync")[-1]["ver"]
-    resumed = world.run(
-        "matched", ROLLOUTS, max_steps=4, per_device_train_batch_size=4, resume_from_checkpoint="latest"
-    )
+    buffer = {"rollout_buffer": {"enabled": True, "m_steps": 2}}
+    settings = {"per_device_train_batch_size": 4, "resume_from_checkpoint": "latest"}
+    resumed = world.run("matched", ROLLOUTS, rollouts=buffer, max_steps=5, **settings)
     steps, syncs = resumed.events("step"), resumed.events("sync")
-    assert [step["global_step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["global_step"] for step in steps] == [1, 2, 3, 4, 5]
     assert syncs[-1]["ver"] > first_ver
-    assert syncs[-1]["global_step"] == 3
+    assert syncs[-1]["global_step"] == resumed.events("rollout_call")[-1]["global_step"] == 3
+    assert [step["metrics"]["rollout_buffer/rollout_age"] for step in steps[3:]] == [0, 1]
+    assert [step["ver"] for step in steps[3:]] == [syncs[-1]["ver"]] * 2
     assert "resumed at step 3" in resumed.out
 
 

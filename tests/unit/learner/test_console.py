@@ -36,6 +36,13 @@ def test_a_step_with_rollouts_and_a_sync() -> None:
     assert line.endswith("ver 4 gap 0.0123")
 
 
+def test_a_step_on_kept_rollouts_tells_their_window_and_age() -> None:
+    """R18: which accumulation window, which of its steps, and how many updates its rollouts are behind."""
+    places = {"rollout_buffer/window": 5.0, "rollout_buffer/m_step": 3.0, "rollout_buffer/rollout_age": 2.0}
+    assert "  window 5 m-step 3 age 2  " in step_line(result(metrics=METRICS | places), None, 100)
+    assert "window" not in step_line(result(), None, 100)
+
+
 def test_a_step_on_ground_truth_claims_no_matches() -> None:
     line = step_line(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), None, 9)
     assert "match" not in line

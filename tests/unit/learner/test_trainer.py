@@ -15,6 +15,7 @@ from learner.data.sampler import DistributedSampler
 from learner.policy.parallel import Ranks
 from learner.records import Rollout
 from shared.errors import PromptMismatchError
+from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer
 
 CARRY = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "global_max_length": 192}
@@ -27,23 +28,6 @@ def _one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def events_of(folder: Path, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if line["event"] == event]
-
-
-def all_learned(seen: list[Seen]) -> Counter[str]:
-    return Counter(sample_id for one in seen for sample_id in one.learned)
-
-
-def everyone(count: int, times: int = 1) -> Counter[str]:
-    return Counter({f"s{i}": times for i in range(count)})
-
-
-def carried_at_end(folder: Path) -> list[str]:
-    return [sample_id for note in events_of(folder, "note") for sample_id in note["carried_and_not_learned"]]
 
 
 # ---- every sample once (R12) ---------------------------------------------------------------------------------------

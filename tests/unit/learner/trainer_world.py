@@ -195,8 +195,11 @@ def write_data(path: Path, count: int, prefix: str = "s") -> Path:
 
 
 def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples: int = 8, **training: Any) -> RunConfig:
-    """A run on `num_samples` text samples; `training` are keys of that section (and `global_max_length`)."""
+    """A run on `num_samples` text samples; `training` are keys of that section (and `global_max_length`, `m_steps`)."""
     length = training.pop("global_max_length", 512)
+    rollouts: dict[str, Any] = {}
+    if "m_steps" in training:
+        rollouts["rollout_buffer"] = {"enabled": True, "m_steps": training.pop("m_steps")}
     data = {"train": str(write_data(folder / f"train{num_samples}.jsonl", num_samples))}
     data["test"] = str(write_data(folder / "test.jsonl", 5, "t"))
     settings = {"output_dir": str(folder / "run"), "seed": 3, "learning_rate": 1e-3, "save_on_end": False, **training}
@@ -209,7 +212,7 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
             "logging": {"tensorboard": False, "progress_bar": False},
             "custom": {
                 "trainer_variant": variant,
-                "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 64}}},
+                "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 64}, **rollouts}},
             },
             "global_max_length": length,
         }

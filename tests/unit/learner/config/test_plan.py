@@ -99,6 +99,14 @@ def test_r19_packed_rows_are_a_diagnostic() -> None:
     assert plan_of(minimal(), {**changes, "training.packing": False}).packed_rows_per_step is None
 
 
+@pytest.mark.parametrize(
+    ("buffer", "m_steps"),
+    [(None, 1), ({}, 1), ({"m_steps": 4}, 1), ({"enabled": True}, 1), ({"enabled": True, "m_steps": 4}, 4)],
+)
+def test_r18_rollouts_are_used_again_where_the_buffer_is_on(buffer: dict[str, Any] | None, m_steps: int) -> None:
+    assert plan_of(minimal(), {f"{ROLLOUT}.rollout_buffer": buffer}).m_steps == m_steps
+
+
 def test_r32_overlap() -> None:
     assert plan_of(stage2()).overlap
     assert not plan_of(stage2(), {"training.packing": False}).overlap
