@@ -1,10 +1,11 @@
-"""A run of `stage2_ab_training` on two ranks against one real server: channels, shares, syncs, overlap (R26, R31, R32).
+"""Runs of `stage2_ab_training` on two ranks against one real server, whose rollouts run within steps and ahead of them.
 
-One server and one learner run of a few seconds; every test looks at another side of what it left behind.
+One server and two learner runs of a few seconds; every test looks at another side of what they left behind.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ import yaml
 
 from deploy.demo import build_data
 from deploy.demo.model import build
+from learner.report.page import render
+from learner.report.read import read_runs
 from shared.seeds import request_seed
 from tests.servers import free_port, running_server
 
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 SEED = 5
 NUM_STEPS = 4
+STEPS_AHEAD = 8
 ROLLOUTS_PER_STEP = 8
 
 
@@ -38,8 +42,8 @@ class Run:
         return [line for line in lines if line["event"] == event]
 
 
-def config_of(folder: Path, base_url: str) -> dict[str, Any]:
-    server = {"servers": [{"base_url": base_url, "group_port": free_port()}], "timeout_s": 60.0}
+def config_of(folder: Path, base_url: str, group_port: int) -> dict[str, Any]:
+    server = {"servers": [{"base_url": base_url, "group_port": group_port}], "timeout_s": 60.0}
     rollouts = {
         "decode_batch_size": 8,
         "decoding": {"temperature": 1.0, "max_new_tokens": 24},
@@ -64,25 +68,46 @@ def config_of(folder: Path, base_url: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """`within`: rollouts within the step; `ahead`: the asynchronous actor-learner. One after the other."""
     folder = tmp_path_factory.mktemp("stage2")
     build(folder / "model", "tiny", seed=0)
     build_data.build(build_data.Build(train=NUM_STEPS * ROLLOUTS_PER_STEP, val=0, test=1), folder)
-    path = folder / "run.yaml"
     with running_server({"model": str(folder / "model"), "allowed_image_roots": [str(folder)]}, folder) as server:
-        path.write_text(yaml.safe_dump(config_of(folder, server.base_url)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, "-m", "learner", "--config", str(path)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240.0,
-        )
+        within = config_of(folder, server.base_url, free_port())
+        ahead = copy.deepcopy(within)
+        # Packs of two samples, so two per rank and step; and steps enough for a producer on a busy machine.
+        ahead["training"] |= {"output_dir": str(folder / "ahead"), "per_device_train_batch_size": 2}
+        ahead["training"] |= {"max_steps": STEPS_AHEAD}
+        ahead["stage2_ab"] |= {"async_actor_learner": {"enabled": True}}
+        return {name: learn(folder, name, config) for name, config in (("within", within), ("ahead", ahead))}
+
+
+def learn(folder: Path, name: str, config: dict[str, Any]) -> Run:
+    """One learner on two ranks, to its end."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "learner", "--config", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240.0,
+    )
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
-    return Run(folder / "run", done.stdout)
+    return Run(Path(config["training"]["output_dir"]), done.stdout)
+
+
+@pytest.fixture(scope="module")
+def finished(runs: dict[str, Run]) -> Run:
+    return runs["within"]
+
+
+@pytest.fixture(scope="module")
+def ahead(runs: dict[str, Run]) -> Run:
+    return runs["ahead"]
 
 
 def test_the_channels_are_those_of_the_schedule(finished: Run) -> None:
@@ -122,3 +147,54 @@ def test_rollouts_come_in_calls_that_overlap_with_learning(finished: Run) -> Non
         assert metrics["stage2_ab/rollout_s"] > 0.0
         assert "wait_s" in metrics
         assert "rollout_s" not in metrics, "the thread that learns waited for a whole call"
+
+
+def test_steps_learn_packs_that_were_made_ahead_of_them(ahead: Run) -> None:
+    """R25, R26, R27: Channel-B runs where it is scheduled and every rank has its packs, and says so where not; its
+    packs are whole and fresh."""
+    steps = ahead.events("step")
+    wanted = ["A", "B"] * (STEPS_AHEAD // 2)
+    skipped = [step["metrics"]["stage2_ab/async/b_step_skipped_due_to_queue"] for step in steps]
+    assert [step["channel"] for step in steps] == ["A" if s else w for w, s in zip(wanted, skipped, strict=True)]
+    executed = [step for step in steps if step["channel"] == "B"]
+    assert executed, "the producers never had two packs ready"
+    for step in executed:
+        assert step["num_segments"] == ROLLOUTS_PER_STEP
+        assert "matched" in step["metrics"]
+        assert step["metrics"]["stage2_ab/async/packs_learned"] == 4
+        assert 0 <= step["metrics"]["stage2_ab/async/age_versions"] <= 1
+        assert step["metrics"]["stage2_ab/async/queue_depth"] >= 2
+    assert steps[-1]["metrics"]["stage2_ab/executed_b_share"] == len(executed) / STEPS_AHEAD
+
+
+def test_weights_move_after_each_step_that_learned_rollouts(ahead: Run) -> None:
+    """R24, R25: one sync at the start, and one behind every executed Channel-B step but the last; all checked. No
+    rollout was refused for its version, or the run would have ended."""
+    learned = [step["global_step"] for step in ahead.events("step") if step["channel"] == "B"]
+    syncs = ahead.events("sync")
+    assert [sync["global_step"] for sync in syncs] == [0, *(step for step in learned if step < STEPS_AHEAD)]
+    assert all(sync["canary_gap"] < 0.05 for sync in syncs), syncs
+    assert {call["ver"] for call in ahead.events("rollout_call")} <= {sync["ver"] for sync in syncs} | {None}
+
+
+def test_calls_ahead_have_seeds_of_their_own(ahead: Run) -> None:
+    """R11, R15: numbered by rank and call, so no two calls of a run share a seed; logged on every rank."""
+    calls = [call for call in ahead.events("rollout_call") if call["calls"]]
+    assert [call["global_step"] for call in calls] == list(range(len(calls)))
+    for call in calls:
+        place = {"run_seed": SEED, "global_step": call["global_step"], "micro_step_idx": -1}
+        assert call["micro_step_idx"] == -1
+        assert call["calls"][0]["seed"] == request_seed(**place, req_idx=0)
+    assert "micro_step_idx=-1, first_req_idx=2" in (ahead.folder / "learner_rank1.log").read_text()
+
+
+def test_the_timeline_has_every_rank_and_server(runs: dict[str, Run]) -> None:
+    """R25, R32: learning, waits, syncs and rollouts, and the report draws them."""
+    for run in runs.values():
+        events = run.events("timeline")
+        assert [event["global_step"] for event in events] == [step["global_step"] for step in run.events("step")]
+        seen = {(lane if lane.startswith("rank") else "server", name) for e in events for lane, name, *_ in e["spans"]}
+        for rank in ("rank 0", "rank 1"):
+            assert {(rank, "learn"), (rank, "wait"), (rank, "sync"), (f"{rank} rollouts", "rollout")} <= seen
+        assert ("server", "rollout") in seen
+        assert "what ran when" in render(read_runs(run.folder))
