@@ -160,10 +160,13 @@ def test_reading_starts_a_new_step(hands: Hands) -> None:
 
 def test_an_error_ends_its_phase(hands: Hands) -> None:
     clock = PhaseClock()
-    phase = clock.phase("sync")
-    phase.__enter__()
-    hands.now += 3
+
+    def fail_after_3_seconds() -> None:
+        with clock.phase("sync"):
+            hands.now += 3
+            raise ValueError
+
     with pytest.raises(ValueError):
-        phase.__exit__(ValueError, ValueError(), None)
+        fail_after_3_seconds()
     hands.now += 1
     assert clock.read() == {"sync_s": 3.0, "other_s": 1.0, "step_s": 4.0}
