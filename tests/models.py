@@ -44,7 +44,7 @@ def build_qwen3(path: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,  # the smallest that vLLM's CPU attention takes
         max_position_embeddings=512,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
