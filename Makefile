@@ -17,7 +17,7 @@ demo: setup  ## the main job end to end on this machine: serve, learn, sync, com
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
-	@$(PY) -m pytest tests
+	@$(PY) -m pytest tests/test_imports.py tests/unit tests/integration tests/gpu  # fast ones first
 
 test-fast: setup  ## unit tests only
 	@$(PY) -m pytest tests/unit
