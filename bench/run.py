@@ -1,4 +1,4 @@
-"""Every benchmark, in one run: `python -m bench.run --name NAME [--part line|serving|training]`.
+"""Every benchmark, in one run: `python -m bench.run --name NAME [--part line|serving|training|ahead]`.
 
 Prints a table, and writes `bench/results/NAME.json`. Builds what it needs (a model of the demo's size, unless the
 demo's trained checkpoint is there; a hundred scenes) in a temporary folder. Exit code 1 where a figure is not what
@@ -17,13 +17,13 @@ from typing import Annotated, Literal, get_args
 import typer
 from rich.console import Console
 
-from bench import serving, straight_line, training
+from bench import ahead, serving, straight_line, training
 from bench.figures import RESULTS, Figure, save, show
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 from deploy.demo.model import build as build_model
 
-Part = Literal["line", "serving", "training"]
+Part = Literal["line", "serving", "training", "ahead"]
 CHECKPOINT = Path("deploy/demo/checkpoint")
 
 
@@ -52,6 +52,8 @@ def _measure(parts: Set[Part], folder: Path) -> list[Figure]:
     build_data(Build(train=600, val=1, test=1), folder / "data")
     if "training" in parts:  # before an engine lives in this process
         figures += training.measure(model, folder / "data", folder)
+    if "ahead" in parts:
+        figures += ahead.measure(model, folder / "data", folder)
     if "serving" in parts:
         images = sorted((folder / "data" / "images" / "train").glob("*.png"))[: serving.NUM_REQUESTS]
         figures += serving.measure(model, images)

@@ -27,7 +27,7 @@ from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Segment
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
-from learner.stage2.channel_b import CALLS_PER_STEP, CLOSE_S, DEADLINE_KEY, call_metrics
+from learner.stage2.channel_b import CLOSE_S, DEADLINE_KEY, call_metrics
 from learner.stage2.driver import RankMetrics
 from learner.stage2.stream import AHEAD, SampleStream
 
@@ -44,11 +44,11 @@ class Sizes:
 
     @classmethod
     def of(cls, bounds: Bounds, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
-        """Calls of whole packs, at least one: as many as the servers decode at once (`capacity` samples), a quarter of
-        a step at most, because a sync waits for the call in flight, and none that the queue would drop at once."""
+        """Calls of whole packs, at least one: as many as the servers decode at once (`capacity` samples), a step's at
+        most, because a sync waits for the call in flight, and none that the queue would drop at once."""
         assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
         room = bounds.keep_at_most - bounds.start_below + 1
-        packs = min(capacity // samples_per_pack, -(-packs_per_step // CALLS_PER_STEP), room)
+        packs = min(capacity // samples_per_pack, packs_per_step, room)
         return cls(
             samples_per_pack=samples_per_pack,
             packs_per_step=packs_per_step,
@@ -109,8 +109,8 @@ class AheadB:
         pipeline, number = self._pipeline, self._sizes.packs_per_step
         assert pipeline is not None, "Channel-B before the first sync"
         for left in range(number, 0, -1):
-            # The sync after this step waits for the call in flight: begin none that the next step does not need.
-            if left == 1 and pipeline.eligible() > number:
+            # The sync after this step waits for the call in flight: begin none whose packs would only become stale.
+            if pipeline.eligible() >= left + number * self._bounds.version_window:
                 pipeline.request_fence()
             with clock.phase("wait"):
                 row = pipeline.next_pack(self._deadline_s)

@@ -185,7 +185,7 @@ def test_calls_ahead_have_seeds_of_their_own(ahead: Run) -> None:
         place = {"run_seed": SEED, "global_step": call["global_step"], "micro_step_idx": -1}
         assert call["micro_step_idx"] == -1
         assert call["calls"][0]["seed"] == request_seed(**place, req_idx=0)
-    assert "micro_step_idx=-1, first_req_idx=2" in (ahead.folder / "learner_rank1.log").read_text()
+    assert "micro_step_idx=-1, first_req_idx=4" in (ahead.folder / "learner_rank1.log").read_text()
 
 
 def test_the_timeline_has_every_rank_and_server(runs: dict[str, Run]) -> None:

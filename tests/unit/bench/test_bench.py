@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
-from bench import straight_line, training
+from bench import ahead, straight_line, training
 from bench.figures import Figure, save, show
+from learner.records import Channel
 
 
 def test_the_straight_line_is_measured_in_every_format() -> None:
@@ -51,3 +53,26 @@ def test_idle_is_what_is_neither_rollout_nor_computing_nor_sync(tmp_path: Path) 
 
 def test_resident_memory_of_this_process_is_there() -> None:
     assert training.resident_bytes(os.getpid()) > 10 << 20
+
+
+def test_the_three_ways_are_simulated_and_told_apart() -> None:
+    """R25, R32: every way learns what it rolls out; nothing here judges how fast."""
+    steps = {way: ahead.simulate(way, num_steps=2, each_s=1e-4, sync_s=0.0) for way in get_args(ahead.Way)}
+    assert [len(found) for found in steps.values()] == [2, 2, 2]
+    assert all(step.channel == "B" and step.rollout_s > 0 < step.learn_s for step in steps["in turn"])
+
+
+def test_ratios_of_overlap_are_of_the_steps_that_ran_on_rollouts() -> None:
+    def step(channel: Channel, wall_s: float) -> ahead.Step:
+        return ahead.Step(channel=channel, wall_s=wall_s, learn_s=1.0, rollout_s=1.0)
+
+    runs: dict[ahead.Way, list[ahead.Step]] = {
+        "in turn": [step("B", 2.0)],
+        "within the step": [step("B", 1.2), step("B", 1.2)],
+        "ahead": [step("B", 1.0), step("A", 1.0), step("B", 1.0), step("B", 1.0)],
+    }
+    found = {figure.name: figure.value for figure in ahead.figures("x", runs)}
+    assert found["x: step against rollout + learning, within the step"] == pytest.approx(0.6)
+    assert found["x: learner busy, ahead"] == pytest.approx(1.0)
+    assert found["x: Channel-B share, ahead"] == 0.75
+    assert found["x: steps/s, ahead against in turn"] == pytest.approx(1.5)

@@ -1,0 +1,281 @@
+"""What it is worth in `stage2_ab_training` to roll out while learning: in turn, within the step, ahead of the steps.
+
+In: a model folder and scenes. Out: figures of two kinds. Simulated: the real driver, pipeline and channels, with sleeps
+for every rollout, row and sync, so that what is not sleep is the product's own. Real: one server, and a learner run per
+way, as processes of their own with one thread each; figures are read from the runs' `metrics.jsonl`.
+
+Wanted: a step whose rollouts run beside its learning takes at most 0.65 of the two; a learner ahead of which rollouts
+run learns at least 0.9 of its time, and does at least 1.6 times the steps of one that waits for each step's rollouts.
+Each is meant for rollouts that take as long as learning: how long they took stands beside it. Called by `run.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+from bench.figures import Figure, median
+from deploy.demo.run import free_ports
+from deploy.launch import learner_argv, start_server, supervised, wait_ready
+from learner.data import Batches, MicroBatch
+from learner.data.encoding import LocalPool
+from learner.metrics import PhaseClock
+from learner.pipeline.protocol import Bounds
+from learner.policy.parallel import Ranks
+from learner.records import Channel, EncodedPrompt, Sample, Segment
+from learner.rows import CompleteRows
+from learner.stage2.ahead import AheadB, Sizes
+from learner.stage2.channel_b import BufferedB, OverlappedB
+from learner.stage2.driver import ChannelB, Stage2Driver
+from learner.stage2.stream import SampleStream
+from shared.config_io import write_yaml
+from shared.errors import ServerError
+
+Way = Literal["in turn", "within the step", "ahead"]
+WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6
+SAMPLES_PER_STEP = 16
+SAMPLES_PER_ROW = 4
+ROWS_PER_STEP = SAMPLES_PER_STEP // SAMPLES_PER_ROW
+WARM_UP_STEPS = 3
+_READY_TIMEOUT_S = 240.0
+_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Seconds of one step; `rollout_s` are those in which a call was under way, beside learning or not."""
+
+    channel: Channel
+    wall_s: float
+    learn_s: float
+    rollout_s: float
+
+
+def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 20) -> list[Figure]:
+    """Both kinds of figures; files of the real runs go into `folder`."""
+    simulated = {way: simulate(way, num_steps=num_steps) for way in get_args(Way)}
+    return [*figures("simulated", simulated), *figures("real server", _real(model, data, folder, num_steps))]
+
+
+def figures(kind: str, runs: dict[Way, list[Step]]) -> list[Figure]:
+    """Of steps after the warm-up, by way."""
+    walls = [s.wall_s / (s.rollout_s + s.learn_s) for s in runs["within the step"] if s.channel == "B"]
+    ahead = runs["ahead"]
+    busy = sum(s.learn_s for s in ahead) / sum(s.wall_s for s in ahead)
+    share = sum(s.channel == "B" for s in ahead) / len(ahead)
+    speed = _channel_b_rate(ahead) / _channel_b_rate(runs["in turn"])
+    wall = f"{kind}: step against rollout + learning, within the step"
+    return [
+        Figure(name=wall, value=median(walls), unit="ratio", wanted=WANTED_WALL, at_least=False, samples=walls),
+        Figure(name=f"{kind}: learner busy, ahead", value=busy, unit="of the time", wanted=WANTED_BUSY),
+        Figure(name=f"{kind}: steps/s, ahead against in turn", value=speed, unit="ratio", wanted=WANTED_SPEED),
+        Figure(name=f"{kind}: Channel-B share, ahead", value=share, unit="of steps"),
+        *(_balance(f"{kind}: rollouts against learning, {way}", steps) for way, steps in runs.items()),
+        *(Figure(name=f"{kind}: step, {way}", value=median(_walls(steps)), unit="s") for way, steps in runs.items()),
+    ]
+
+
+def _channel_b_rate(steps: Sequence[Step]) -> float:
+    return sum(s.channel == "B" for s in steps) / sum(_walls(steps))
+
+
+def _walls(steps: Sequence[Step]) -> list[float]:
+    return [step.wall_s for step in steps]
+
+
+def _balance(name: str, steps: Sequence[Step]) -> Figure:
+    return Figure(name=name, value=sum(s.rollout_s for s in steps) / sum(s.learn_s for s in steps), unit="ratio")
+
+
+# ---- simulated -----------------------------------------------------------------------------------------------------
+
+
+def simulate(way: Way, *, num_steps: int, each_s: float = 0.02, sync_s: float = 0.01) -> list[Step]:
+    """Every step wants Channel-B; a sample takes `each_s` to roll out, and as long to learn."""
+    server, batches = SleepingServer(each_s), cast(Batches, RepeatedBatch(SAMPLES_PER_STEP))
+    rows = CompleteRows(capacity=4 * SAMPLES_PER_ROW)
+    driver = Stage2Driver(
+        b_ratio=1.0,
+        gradient_accumulation_steps=ROWS_PER_STEP,
+        ranks=Ranks(),
+        batches=batches,
+        channel_a=GroundTruth(),
+        row_maker=rows,
+        channel_b=_channel_b(way, batches, server, rows),
+    )
+    steps = [_simulated_step(driver, server, index, each_s, sync_s) for index in range(WARM_UP_STEPS + num_steps)]
+    driver.stop()
+    driver.close()
+    return steps[WARM_UP_STEPS:]
+
+
+def _simulated_step(driver: Stage2Driver, server: SleepingServer, index: int, each_s: float, sync_s: float) -> Step:
+    clock, learned_s, rolled_s = PhaseClock(), 0.0, server.slept_s
+    begin = time.perf_counter()
+    if driver.wants_sync(index):
+        with driver.fence() as fence:
+            time.sleep(sync_s)
+            server.ver += 1
+            fence.synced(server.ver)
+    channel = driver.begin(index).channel
+    for row in driver.rows(clock):
+        learned_s += sleep(each_s * len(row.segments))
+    wall_s = time.perf_counter() - begin
+    return Step(channel=channel, wall_s=wall_s, learn_s=learned_s, rollout_s=server.slept_s - rolled_s)
+
+
+def _channel_b(way: Way, batches: Batches, server: SleepingServer, rows: CompleteRows) -> ChannelB:
+    if way == "in turn":
+        return BufferedB(batches, server, rows)
+    if way == "within the step":
+        return OverlappedB(batches, server, rows, capacity=SAMPLES_PER_STEP, deadline_s=_DEADLINE_S)
+    samples, _ = some_samples(SAMPLES_PER_STEP)
+    number = ROWS_PER_STEP
+    bounds = Bounds(start_below=number, keep_at_most=2 * number, version_window=1)
+    return AheadB(
+        SampleStream(samples, LocalPool(EmptyPrompts()), seed=0, shuffle=True, rank=0, num_ranks=1),
+        server,
+        rows,
+        bounds=bounds,
+        sizes=Sizes.of(bounds, samples_per_pack=SAMPLES_PER_ROW, packs_per_step=number, capacity=SAMPLES_PER_STEP),
+        ranks=Ranks(),
+        deadline_s=_DEADLINE_S,
+    )
+
+
+def sleep(seconds: float) -> float:
+    """Sleep; how long it was."""
+    begin = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - begin
+
+
+class SleepingServer:
+    """Rollouts that are nothing but time, in proportion to their number. A `SegmentSource`."""
+
+    channel: Channel = "B"
+    needs_rollouts = True
+
+    def __init__(self, each_s: float) -> None:
+        self.ver, self.slept_s, self._each_s = 0, 0.0, each_s
+
+    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+        ver = self.ver
+        self.slept_s += sleep(self._each_s * len(samples))
+        return [_segment(sample, ver) for sample in samples]
+
+
+class GroundTruth:
+    """Channel-A's segments, at once."""
+
+    channel: Channel = "A"
+    needs_rollouts = False
+
+    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+        return [_segment(sample, None) for sample in samples]
+
+
+class RepeatedBatch:
+    """The same step's share again and again."""
+
+    def __init__(self, size: int) -> None:
+        samples, prompts = some_samples(size)
+        place = {"epoch": 0, "micro_batch": 0, "first_req_idx": 0, "ends_epoch": False}
+        self._batch = MicroBatch(samples=samples, prompts=prompts, **place)
+
+    def __next__(self) -> MicroBatch:
+        return self._batch
+
+
+class EmptyPrompts:
+    def encode(self, sample: Sample) -> EncodedPrompt:
+        return EncodedPrompt(token_ids=(1,), vision=None)
+
+
+def some_samples(number: int) -> tuple[tuple[Sample, ...], tuple[EncodedPrompt, ...]]:
+    """Samples without content, and their prompts."""
+    samples = (Sample(sample_id=str(i), messages=(), images=(), objects=(), width=1, height=1) for i in range(number))
+    return tuple(samples), (EncodedPrompt(token_ids=(1,), vision=None),) * number
+
+
+def _segment(sample: Sample, ver: int | None) -> Segment:
+    ids = np.zeros(4, dtype=np.int64)
+    weights = ids.astype(np.float32)
+    return Segment(
+        sample_id=sample.sample_id, input_ids=ids, labels=ids, loss_weights=weights, prompt_length=1, ver=ver
+    )
+
+
+# ---- real ----------------------------------------------------------------------------------------------------------
+
+
+def _real(model: Path, data: Path, folder: Path, num_steps: int) -> dict[Way, list[Step]]:
+    """The three ways one after the other against one server."""
+    (http_port,) = free_ports(1)
+    server_config = folder / "stage2_server.yaml"
+    settings = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)], "cpu_threads": 1}
+    write_yaml(server_config, settings, "bench")
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the learner: with the server's one, a machine of two cores holds both
+    runs: dict[Way, list[Step]] = {}
+    with supervised() as processes:
+        server, url = start_server(processes, str(server_config), log=folder / "stage2_server.out")
+        wait_ready(server, url, _READY_TIMEOUT_S)
+        for way in get_args(Way):
+            name = way.replace(" ", "_")
+            path = folder / f"{name}.yaml"
+            write_yaml(path, _config(way, model, data, folder / name, http_port, num_steps), "bench")
+            log = folder / f"{name}.out"
+            learner = processes.start(f"learner {name}", learner_argv(str(path), nproc=1), log=log)
+            if learner.popen.wait() != 0:
+                raise ServerError("the benchmark's run failed", found=log.read_text()[-500:], remedy=f"see {folder}")
+            runs[way] = _steps(folder / name / "metrics.jsonl")
+    return runs
+
+
+def _steps(metrics: Path) -> list[Step]:
+    """After the warm-up; rollouts beside learning are told apart from those that the learner waited for."""
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    found = []
+    for event in [event for event in events if event["event"] == "step"][WARM_UP_STEPS:]:
+        seconds = event["metrics"]
+        rollout_s = seconds.get("rollout_s", 0.0) + seconds.get("stage2_ab/rollout_s", 0.0)
+        step = Step(channel=event["channel"], wall_s=seconds["step_s"], learn_s=seconds["learn_s"], rollout_s=rollout_s)
+        found.append(step)
+    return found
+
+
+def _config(way: Way, model: Path, data: Path, run_dir: Path, http_port: int, num_steps: int) -> dict[str, Any]:
+    (group_port,) = free_ports(1)
+    servers = [{"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}]
+    matching = {
+        "rollout_backend": "vllm",
+        "decode_batch_size": 64,
+        "decoding": {"temperature": 1.0, "max_new_tokens": 96},
+        "vllm": {"mode": "server", "server": {"servers": servers}},
+    }
+    ahead = {"enabled": way == "ahead", "queue_limit": 2 * SAMPLES_PER_STEP}
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": str(data / "train.jsonl")},
+        "task": {"container": "index_map", "coordinates": "tokens", "iou_threshold": 0.3},
+        "training": {
+            "output_dir": str(run_dir),
+            "max_steps": WARM_UP_STEPS + num_steps,
+            "effective_batch_size": SAMPLES_PER_STEP,
+            # One sample per row in the two ways that are compared with each other; the third has to pack.
+            "packing": way == "within the step",
+            "learning_rate": 1.0e-5,
+            "save_on_end": False,
+        },
+        "logging": {"tensorboard": False},
+        "custom": {"trainer_variant": "stage2_ab_training", "extra": {"rollout_matching": matching}},
+        "stage2_ab": {"schedule": {"b_ratio": 1.0}, "async_actor_learner": ahead},
+        "global_max_length": 4096,
+    }
