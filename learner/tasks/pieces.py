@@ -12,6 +12,7 @@ between two is encoded alike wherever it stands. An answer is mostly that: `, `,
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -62,6 +63,7 @@ class TokenPieces:
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
         self._seams = _seams(self._added)
+        self._encoder = _encoder_of(backend)
         self._pieces = np.empty(_MAX_VOCABULARY + 1, dtype=object)  # by token id; the last stands for larger ids
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int32)
         self._pieces[-1], self._lengths[-1] = b"", 0
@@ -99,6 +101,8 @@ class TokenPieces:
         return ids
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        if self._encoder is not None:
+            return tuple(self._encoder.encode(text, add_special_tokens=False).ids)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _piece(self, token_id: int) -> bytes:
@@ -114,6 +118,17 @@ class TokenPieces:
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
     """The pieces of `tokenizer`; the same object for the same tokenizer, so that its caches are shared."""
     return TokenPieces(tokenizer)
+
+
+def _encoder_of(backend: Any) -> Any | None:
+    """A `tokenizers.Tokenizer` like `backend`; None where that is none. Asked directly, it encodes a short text in a
+    fifth of the time. A copy, for whoever else uses the tokenizer may set truncation and padding on the original."""
+    if not hasattr(backend, "no_truncation"):
+        return None
+    encoder = copy.deepcopy(backend)
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
 
 
 def _seams(added: Mapping[int, Any]) -> dict[str, int]:

@@ -63,3 +63,16 @@ def test_no_seams_where_another_token_may_lie_across_one(other: str) -> None:
 def test_a_tokenizer_without_seams_is_asked_for_the_whole() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<|x|>": 0, "?": 1}, "?")))
     assert TokenPieces(tokenizer).encode_long("<|x|>") == [0]
+
+
+def test_what_others_set_on_the_tokenizer_does_not_reach_targets() -> None:
+    """Padding and truncation of a prompt stay on the tokenizer's backend until the next call."""
+    tokenizer = build_tokenizer()
+    text = 'a text, "longer" than four tokens: 123, 45'
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    before = TokenPieces(tokenizer)
+    assert list(before.encode(text)) == before.encode_long(text) == whole
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    assert before.encode("1") == TokenPieces(tokenizer).encode("1")
+    assert len(before.encode("1")) == 1
