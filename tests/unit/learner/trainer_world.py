@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from deploy.demo.scenes import DIGIT_WORDS
-from learner import build
+from learner import build, checkpoint
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
@@ -234,6 +234,7 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
             if config.rollout_matching.rollout_backend == "vllm":
                 monkeypatch.setattr(build, "connect_backend", connect_backend)
             monkeypatch.setattr(build, "connect_sync", connect_sync)
+            monkeypatch.setattr(checkpoint, "_load_weights", _load_alone)
             monkeypatch.setattr(build.Policy, "broadcast", lambda *_: None)
             monkeypatch.setattr(build, "log_to_file", lambda *_: None)  # a process' logging is not a test's to change
             made = build.build(config, resolve(config, ranks.world_size), ranks, token=None, stack=stack)
@@ -268,6 +269,13 @@ def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, world_size: int = 1)
 
 
 _BUILDING = threading.Lock()
+_load_weights = checkpoint._load_weights
+
+
+def _load_alone(path: Path, policy: Policy) -> None:
+    """Two threads that load at once may leave transformers without `tie_weights` for the rest of the process."""
+    with _BUILDING:
+        _load_weights(path, policy)
 
 
 def _told(made: Trainer, seen: Seen) -> Callable[[PackedRow], RowLoss]:
