@@ -118,8 +118,12 @@ class ServerClient:
         Raises DeadlineError after `infer_s`, ServerUnreachableError where the server is gone for `gone_s`, ServerError
         where the connection broke and the server lives, RolloutError where the answer is malformed.
         """
+        response = await self._while_alive(self._send_infer(call))
+        return read_reply(response, TypeAdapter(list[RolloutOutput]), self.base_url)
+
+    async def _send_infer(self, call: InferCall) -> httpx.Response:
         try:
-            response = await self._while_alive(self._send_patiently("/infer/", call, read_s=self.timeouts.infer_s))
+            return await self._send_patiently("/infer/", call, read_s=self.timeouts.infer_s)
         except ServerUnreachableError as error:
             await self.wait_healthy()
             raise ServerError(
@@ -128,7 +132,6 @@ class ServerClient:
                 wanted="an answer",
                 remedy="the requests can be sent again",
             ) from error
-        return read_reply(response, TypeAdapter(list[RolloutOutput]), self.base_url)
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         response = await self._send_patiently("/score/", call, read_s=self.timeouts.read_s)
