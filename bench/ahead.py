@@ -43,6 +43,7 @@ WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6
 SAMPLES_PER_STEP = 16
 SAMPLES_PER_ROW = 4
 ROWS_PER_STEP = SAMPLES_PER_STEP // SAMPLES_PER_ROW
+REAL_SAMPLES_PER_STEP = 32  # a sync before each step has to be small beside it
 WARM_UP_STEPS = 3
 _READY_TIMEOUT_S = 240.0
 _DEADLINE_S = 60.0
@@ -62,7 +63,7 @@ class Step:
 def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 20) -> list[Figure]:
     """Both kinds of figures; files of the real runs go into `folder`."""
     simulated = {way: simulate(way, num_steps=num_steps) for way in get_args(Way)}
-    return [*figures("simulated", simulated), *figures("real server", _real(model, data, folder, num_steps))]
+    return [*figures("simulated", simulated), *figures("real server", _real(model, data, folder, num_steps // 2))]
 
 
 def figures(kind: str, runs: dict[Way, list[Step]]) -> list[Figure]:
@@ -269,7 +270,7 @@ def _config(way: Way, model: Path, data: Path, run_dir: Path, http_port: int, nu
         "decoding": {"temperature": 1.0, "max_new_tokens": 96},
         "vllm": {"mode": "server", "server": {"servers": servers}},
     }
-    ahead = {"enabled": way == "ahead", "queue_limit": 2 * SAMPLES_PER_STEP}
+    ahead = {"enabled": way == "ahead", "queue_limit": 2 * REAL_SAMPLES_PER_STEP}
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": str(data / "train.jsonl")},
@@ -277,7 +278,7 @@ def _config(way: Way, model: Path, data: Path, run_dir: Path, http_port: int, nu
         "training": {
             "output_dir": str(run_dir),
             "max_steps": WARM_UP_STEPS + num_steps,
-            "effective_batch_size": SAMPLES_PER_STEP,
+            "effective_batch_size": REAL_SAMPLES_PER_STEP,
             # One sample per row in the two ways that are compared with each other; the third has to pack.
             "packing": way == "within the step",
             "learning_rate": 1.0e-5,
