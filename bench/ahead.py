@@ -266,11 +266,13 @@ def _config(way: Way, model: Path, data: Path, run_dir: Path, http_port: int, nu
     servers = [{"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}]
     matching = {
         "rollout_backend": "vllm",
-        "decode_batch_size": 3,  # so few at once, that rollouts take about as long as learning
+        "decode_batch_size": 4,  # so few at once, that rollouts take about as long as learning
         "decoding": {"temperature": 1.0, "max_new_tokens": 96},
         "vllm": {"mode": "server", "server": {"servers": servers}},
     }
-    ahead = {"enabled": way == "ahead", "queue_limit": 2 * REAL_SAMPLES_PER_STEP}
+    # Two steps' packs: with one's only, a step that is short of a single pack leaves the next one no better off.
+    queue = {"prefetch_target_packs": 2 * REAL_SAMPLES_PER_STEP, "queue_limit": 3 * REAL_SAMPLES_PER_STEP}
+    ahead = {"enabled": way == "ahead", **queue}
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": str(data / "train.jsonl")},
