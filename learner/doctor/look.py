@@ -23,6 +23,7 @@ from learner.sync.link import ServerLink
 from learner.sync.waiting import await_all
 from shared import communicator
 from shared.errors import ProjectError
+from shared.wire import ServerStatus
 
 LOOK_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 30.0
@@ -68,18 +69,18 @@ class Servers:
         if not situation.statuses:
             return skipped("no server answers")
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        joined = []
+        joined, left_alone = [], []
         for (entry, client), server in zip(self._clients, situation.servers, strict=True):
-            status = server.status
-            if status is None or status.gate != "serving" or status.in_flight or status.waiting:
+            if server.status is None:
                 continue
-            if status.incarnation:
-                continue  # a learner's group may be open there: joining would break it
+            if why := reason_not_to_join(server.status):
+                left_alone.append(f"{entry.base_url} {why}")
+                continue
             link = ServerLink(
                 client,
                 loop=self.loop,
                 group_port=entry.group_port,
-                world_size=status.world_size,
+                world_size=server.status.world_size,
                 device=device,
                 timeout_s=JOIN_TIMEOUT_S,
                 join=communicator.join,
@@ -90,13 +91,27 @@ class Servers:
                 return failed(error)
             joined.append(entry.base_url)
         if not joined:
-            return skipped("no server is idle, or a learner has joined it before")
-        return ok(f"joined and left: {', '.join(joined)}")
+            return skipped("; ".join(left_alone))
+        return ok("; ".join([f"joined and left: {', '.join(joined)}", *(f"not tried: {why}" for why in left_alone)]))
 
     def close(self) -> None:
         for _, client in self._clients:
             self.loop.run(client.aclose())
         self.loop.close(LOOK_TIMEOUT_S)
+
+
+def reason_not_to_join(status: ServerStatus) -> str:
+    """Why a group with this server can't be tried without harm; empty where it can."""
+    if status.gate != "serving":
+        return f"is {status.gate}"
+    if status.in_flight or status.waiting:
+        return f"has {status.in_flight + status.waiting} requests"
+    if status.incarnation:
+        return (
+            f"is joined by learner {status.incarnation[:8]}, whose group a trial would end; if that learner is dead, "
+            "the next one takes its place without a restart"
+        )
+    return ""
 
 
 def _join_and_leave(link: ServerLink) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
 from learner.sync.handshake import check_architecture, check_prompt
 from shared.architecture import signature
-from shared.errors import MediaError, ProjectError, ServerUnreachableError
+from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.wire import PROTOCOL_VERSION, ServerStatus
 
 NO_SERVER = "no server answers"
@@ -24,6 +24,9 @@ def reachable(situation: Situation) -> Finding:
             return warn(
                 f"{server.base_url} does not answer: what needs it is not checked", "make serve, or make launch"
             )
+        if isinstance(server.error, DeadlineError):
+            found = f"{server.base_url} takes connections and does not answer: {server.error.found}"
+            return fail(found, "it hangs, is stopped, or is no rollout server: see its log, or start it anew")
         if server.error is not None:
             return failed(server.error)
     return ok(", ".join(server.base_url for server in situation.servers))
@@ -46,14 +49,14 @@ def ready(situation: Situation) -> Finding:
 
 
 def same_model(situation: Situation) -> Finding:
-    """Sizes of the learner's model against those that the servers tell."""
-    if not situation.statuses:
-        return skipped(NO_SERVER)
+    """The learner's model, and its sizes against those that the servers tell."""
     path = situation.config.model.path
     try:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
     except (OSError, ValueError) as error:
         return fail(f"model.path {path}: {str(error).splitlines()[0]}", "correct model.path")
+    if not situation.statuses:
+        return skipped(f"model.path {path} can be read; {NO_SERVER} to compare it with")
     for server, status in situation.statuses:
         try:
             check_architecture(server.base_url, status, learner)

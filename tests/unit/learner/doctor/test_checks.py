@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from learner.config.plan import resolve
 from learner.doctor import machine, network, servers
 from learner.doctor.command import annotation_files, report
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
+from learner.doctor.look import reason_not_to_join
 from learner.sync.canary import CanaryItem
 from shared.config_io import dump_yaml
-from shared.errors import MediaError, ServerUnreachableError, UnauthorizedError
+from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ScoreReply, ServerStatus
 from tests.unit.learner.config.examples import SERVER, changed, minimal
 from tests.unit.learner.sync.fakes import PROMPT_IDS, canary_items
@@ -145,7 +147,13 @@ def test_a_real_local_broadcast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "verdict"), [(ServerUnreachableError("gone"), "warn"), (UnauthorizedError("token"), "fail"), (None, "ok")]
+    ("error", "verdict"),
+    [
+        (ServerUnreachableError("gone"), "warn"),
+        (DeadlineError("silent"), "fail"),
+        (UnauthorizedError("token"), "fail"),
+        (None, "ok"),
+    ],
 )
 def test_reachable(error: Any, verdict: str) -> None:
     server = seen() if error is None else seen(status=None, error=error)
@@ -190,16 +198,47 @@ def test_prompts_and_images() -> None:
     refused = MediaError("image 'a.png' can't be used", found="no such file", wanted="below /data", remedy="check")
     no_image = with_reply(reply=None, reply_error=refused)
     assert servers.prompt(no_image).verdict == "skipped"
-    if no_image.probe is not None and no_image.probe.sample.images:
-        assert servers.image(no_image) == fail(f"{URL}: {refused.what}: no such file", "check (wanted below /data)")
-        assert servers.image(with_reply()).verdict == "ok"
+    assert servers.image(with_images(no_image, "a.png")) == fail(
+        f"{URL}: {refused.what}: no such file", "check (wanted below /data)"
+    )
+    assert servers.image(with_images(with_reply(), "a.png")).verdict == "ok"
+    assert servers.image(with_images(with_reply())).verdict == "skipped"
 
 
-@pytest.mark.parametrize("check", [servers.ready, servers.same_model, servers.same_libraries])
-@pytest.mark.parametrize("probe_check", [servers.image, servers.prompt])
-def test_without_a_server_nothing_is_claimed(check: Any, probe_check: Any) -> None:
+def with_images(situation: Situation, *images: str) -> Situation:
+    assert situation.probe is not None
+    sample = replace(situation.probe.sample, images=images)
+    return replace(situation, probe=replace(situation.probe, sample=sample))
+
+
+@pytest.mark.parametrize("check", [servers.ready, servers.same_libraries, servers.image, servers.prompt])
+def test_without_a_server_nothing_is_claimed(check: Any) -> None:
     down = situation(servers=[seen(status=None, error=ServerUnreachableError("gone"))])
-    assert check(down).verdict == probe_check(down).verdict == "skipped"
+    assert check(down).verdict == "skipped"
+
+
+def test_the_learners_own_model_is_looked_at_without_a_server_too(tiny_text: Path, tmp_path: Path) -> None:
+    down = seen(status=None, error=ServerUnreachableError("gone"))
+    assert servers.same_model(situation({"model.path": str(tiny_text)}, servers=[down])).verdict == "skipped"
+    nowhere = servers.same_model(situation({"model.path": str(tmp_path / "none")}, servers=[down]))
+    assert (nowhere.verdict, str(tmp_path / "none") in nowhere.text) == ("fail", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ""),
+        ({"gate": "updating"}, "is updating"),
+        ({"gate": "poisoned"}, "is poisoned"),
+        ({"waiting": 2, "in_flight": 1}, "has 3 requests"),
+        ({"incarnation": "0123456789abcdef"}, "joined by learner 01234567"),
+    ],
+)
+def test_no_group_is_taken_from_anyone(fields: dict[str, Any], words: str) -> None:
+    """A trial of the communicator replaces the group that is there: what keeps it from being tried is told."""
+    why = reason_not_to_join(status(**fields))
+    assert words in why
+    assert bool(why) == bool(words)
 
 
 # ---- the table -----------------------------------------------------------------------------------------------------
