@@ -17,7 +17,7 @@ An answer's N numbers are labelled together: there are hundreds in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -31,9 +31,9 @@ from learner.tasks.task import Tokenizer
 from shared.errors import LossError
 
 _NUM_BINS = 1000
-_CACHED_PLACES = 1 << 16
+_MAX_PLACES = 1 << 10
 _WINDOW = 4  # tokens: a number has at most three characters, so by the token after it two numbers have parted
-_NO_TOKEN = -1
+_NO_TOKEN, _NOT_MET = -1, -2
 
 Ints = NDArray[np.int64]
 
@@ -46,6 +46,17 @@ class _Numbers(NamedTuple):
     bin: Ints
     lead: Ints
     wanted: Ints  # the ground truth's bin
+
+
+class _Place(NamedTuple):
+    """What stands around a number: `lead` bytes of the token `before`, and `tail` bytes of the token `last`, which the
+    number shares with them (_NO_TOKEN where there are none), and the token `after` that."""
+
+    before: int
+    lead: int
+    last: int
+    tail: int
+    after: int
 
 
 def coordinate_labels(
@@ -148,7 +159,9 @@ class _Spelling:
         encoded = [pieces.encode(text) for text in self._texts]
         # Bin -> the token that it is; empty where some coordinates are several tokens.
         self.single_tokens = np.array([ids[0] for ids in encoded] if all(len(ids) == 1 for ids in encoded) else [])
-        self._in_place = lru_cache(maxsize=_CACHED_PLACES)(self._encode_in_place)
+        self._places: dict[_Place, int] = {}
+        # [place, bin, W] the first tokens of each number there, as they are met. Dense: an answer asks for hundreds.
+        self._tokens = np.full((1, _NUM_BINS, _WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: _Numbers, token_ids: Ints) -> bool:
         """Whether each number is a token of its own: then it does not matter what is beside it."""
@@ -160,21 +173,33 @@ class _Spelling:
         lengths = self._pieces.lengths(token_ids)
         ends = lengths.cumsum()
         tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes of the last token behind it
-        before, last = (
-            np.where(lead > 0, token_ids[start], _NO_TOKEN),
-            np.where(tail > 0, token_ids[end - 1], _NO_TOKEN),
-        )
-        columns = (column.tolist() for column in (before, lead, last, tail, token_ids[end], wanted))
-        rows = map(self._in_place, *columns)
-        return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=_WINDOW * len(start)).reshape(-1, _WINDOW)
+        before = np.where(lead > 0, token_ids[start], _NO_TOKEN)
+        last = np.where(tail > 0, token_ids[end - 1], _NO_TOKEN)
+        columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
+        contexts = list(map(_Place._make, zip(*columns, strict=True)))
+        if len(self._places) > _MAX_PLACES:  # an untrained model writes anything
+            self._places.clear()
+            self._tokens[:] = _NOT_MET
+        places = np.fromiter(map(self._index_of, contexts), dtype=np.int64, count=len(contexts))
+        tokens = self._tokens[places, wanted]
+        unmet = np.flatnonzero(tokens[:, 0] == _NOT_MET)
+        for i in unmet.tolist():
+            self._tokens[places[i], wanted[i]] = self._encode(contexts[i], int(wanted[i]))
+        return self._tokens[places, wanted] if len(unmet) else tokens
 
-    def _encode_in_place(self, before: int, lead: int, last: int, tail: int, after: int, value: int) -> Iterable[int]:
-        """The first tokens of `value` between `lead` bytes of the token `before`, and `tail` bytes of `last` followed
-        by the token `after`; a character that is torn by these ends is left out."""
-        left = self._pieces[before][:lead] if lead else b""
-        right = (self._pieces[last][-tail:] if tail else b"") + self._pieces[after]
-        tokens = self._pieces.encode(left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore"))
-        return (*tokens, *[_NO_TOKEN] * _WINDOW)[:_WINDOW]
+    def _index_of(self, place: _Place) -> int:
+        """Where the table has `place`; a new one is given its own."""
+        index = self._places.setdefault(place, len(self._places))
+        if index == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])
+        return index
+
+    def _encode(self, place: _Place, value: int) -> tuple[int, ...]:
+        """The first tokens of `value` in its place; a character that is torn by the place's ends is left out."""
+        left = self._pieces[place.before][: place.lead] if place.lead else b""
+        right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
+        text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")
+        return (*self._pieces.encode(text), *[_NO_TOKEN] * _WINDOW)[:_WINDOW]
 
 
 @lru_cache(maxsize=8)

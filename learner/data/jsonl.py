@@ -26,7 +26,7 @@ def read_jsonl(file: Path, *, image_root: Path) -> Iterator[tuple[Place, Sample]
                 continue
             place = Place(file, f"line {number}")
             try:
-                row = Row.model_validate_json(line)
+                row = Row.model_validate_json(line.strip())
             except ValidationError as error:
                 raise place.invalid(error) from error
             sample_id = str(number) if row.id is None else str(row.id)

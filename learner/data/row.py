@@ -72,8 +72,18 @@ class Place:
     def invalid(self, error: ValidationError) -> DataError:
         """The first mistake that pydantic found."""
         first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "row"
-        return self.error(f"{field} is wrong", found=f"{first['input']!r:.200}", wanted=first["msg"])
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "json_invalid":
+            found = f"{first['msg']}: {first['input'].decode(errors='replace'):.200}"
+            return self.error("not JSON", found=found, wanted="one JSON object on the line")
+        if first["type"] == "missing":
+            found = f"only {', '.join(map(str, first['input'])) or 'nothing'}"
+            return self.error(f"{field} is missing", found=found, wanted=f"a value for {field}")
+        return self.error(
+            f"{field or 'row'} is wrong",
+            found=f"{first['input']!r:.200}",
+            wanted=first["msg"].removeprefix("Value error, "),
+        )
 
 
 def to_sample(row: Row, *, sample_id: str, image_root: Path, place: Place) -> Sample:
