@@ -185,7 +185,7 @@ class _Spelling:
         unmet = np.flatnonzero(tokens[:, 0] == _NOT_MET)
         for i in unmet.tolist():
             self._tokens[places[i], wanted[i]] = self._encode(contexts[i], int(wanted[i]))
-        return self._tokens[places, wanted] if len(unmet) else tokens
+        return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
 
     def _index_of(self, place: _Place) -> int:
         """Where the table has `place`; a new one is given its own."""
