@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,9 @@ def test_max_samples_limits_the_training_set_only(tmp_path: Path) -> None:
     [
         ("{", "EOF"),
         ("[]", "row is wrong"),
-        (without("messages"), "messages is wrong.*Field required"),
-        (without("objects"), "objects is wrong.*Field required"),
-        (without("width"), "width is wrong"),
+        (without("messages"), "messages is missing; found only id, images.*wanted a value"),
+        (without("objects"), "objects is missing"),
+        (without("width"), "width is missing"),
         ({**ROW, "height": 0}, "height is wrong.*found 0"),
         ({**ROW, "width": "200"}, "width is wrong"),
         ({**ROW, "messages": []}, "messages is wrong"),
@@ -120,14 +121,14 @@ def test_max_samples_limits_the_training_set_only(tmp_path: Path) -> None:
         ),
         ({**ROW, "images": []}, "placeholders and images differ"),
         ({**ROW, "images": ["images/2.png"]}, r"image is missing.*2\.png.*data\.image_root"),
-        (with_object(bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is wrong"),
+        (with_object(bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is missing"),
         (with_object(desc="", bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is wrong"),
         (with_object(desc="x"), "exactly one of bbox_2d and poly"),
         (with_object(desc="x", bbox_2d=[0, 0, 1, 1], poly=[0, 0, 1, 0, 1, 1]), "exactly one of bbox_2d and poly"),
         (with_object(desc="x", bbox_2d=[0, 0, 1]), r"objects\.0\.bbox_2d is wrong"),
         (with_object(desc="x", bbox_2d=[5, 0, 5, 1]), "x1 < x2"),
         (with_object(desc="x", bbox_2d=[0, 0, 1, None]), r"objects\.0\.bbox_2d\.3 is wrong"),
-        ('{"objects": [{"desc": "x", "bbox_2d": [0, 0, NaN, 1]}]}', "wrong"),
+        (with_object(desc="x", bbox_2d=[0, 0, math.nan, 1]), r"objects\.0\.bbox_2d\.2 is wrong"),
         (with_object(desc="x", poly=[0, 0, 1, 0, 1, 1, 2]), "even number"),
         (with_object(desc="x", bbox_2d=[0, 0, 202, 50]), r"object 1 \('x'\) lies outside the image.*200 x 100"),
         (with_object(desc="bad", bbox_2d=[0, 0, 20, 50]), "the task can't use it"),
@@ -206,7 +207,7 @@ def test_coco_images_become_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("coco", "reason"),
     [
-        ({"images": []}, "COCO JSON: annotations is wrong"),
+        ({"images": []}, "COCO JSON: annotations is missing"),
         (changed("images", 0, width=0), r"COCO JSON: images\.0\.width is wrong"),
         ({**COCO, "images": [*COCO["images"], COCO["images"][0]]}, "image 4: its id is taken"),
         (changed("images", 1, file_name="2.png"), "image 9: an image is missing"),
