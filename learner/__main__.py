@@ -15,10 +15,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from learner.interface import GLOO_VARIABLE, gloo_interface
-from shared.errors import ProjectError
+from shared.errors import CollectiveError, ProjectError
+
+# A rank that lost another waits this long, so that torchrun sees the one that failed first, tells it, and ends this one.
+CAUSE_GRACE_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ProjectError as error:
         rank = os.environ.get("RANK")
         print(f"error{f' (rank {rank})' if rank else ''}: {type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error, CollectiveError):
+            time.sleep(CAUSE_GRACE_S)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -152,6 +152,10 @@ class DeadlineError(ProjectError):
     http_status = 504
 
 
+class CollectiveError(DeadlineError):
+    """Another rank is gone or silent: mostly the consequence of an error there."""
+
+
 class CheckpointError(ProjectError):
     exit_code = 2
 

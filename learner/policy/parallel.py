@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shared.errors import ConfigError, DeadlineError, ProjectError
+from shared.errors import CollectiveError, ConfigError, ProjectError
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
-        """Each value summed over ranks, in float64. Raises DeadlineError, like every call below."""
+        """Each value summed over ranks, in float64. Raises CollectiveError, like every call below."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, value: float) -> float:
@@ -118,7 +118,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # gloo's time-out, or a peer that is gone
-            raise DeadlineError(
+            raise CollectiveError(
                 f"collective {name} did not complete on rank {self.rank} of {self.world_size}",
                 found=str(error).splitlines()[0],
                 wanted=f"every rank there within training.collective_timeout_s = {self.timeout_s:g} s",
@@ -129,7 +129,7 @@ class Ranks:
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
     """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process.
 
-    Raises ConfigError where there are more processes than GPUs, DeadlineError where not all processes come.
+    Raises ConfigError where there are more processes than GPUs, CollectiveError where not all processes come.
     """
     rank, world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
