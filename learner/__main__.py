@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from learner.interface import GLOO_VARIABLE, gloo_interface
 from shared.errors import CollectiveError, ProjectError
 
-# A rank that lost another waits this long, so that torchrun sees the one that failed first, tells it, and ends this one.
+# A rank that lost another waits this long: torchrun then sees the one that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 
 
