@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,12 +58,13 @@ class TokenPieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
         self._seams = _seams(self._added)
-        self._encoder = _encoder_of(backend)
+        # No method of this object: a cache that holds its owner keeps these tables until the garbage is collected.
+        self._encode = partial(_encode, tokenizer, _encoder_of(backend))
+        self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
         self._pieces = np.empty(_MAX_VOCABULARY + 1, dtype=object)  # by token id; the last stands for larger ids
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int32)
         self._pieces[-1], self._lengths[-1] = b"", 0
@@ -100,11 +101,6 @@ class TokenPieces:
                 ids += self.encode(part) if self._seams else self._encode(part)
         return ids
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        if self._encoder is not None:
-            return tuple(self._encoder.encode(text, add_special_tokens=False).ids)
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
-
     def _piece(self, token_id: int) -> bytes:
         if token_id in self._added:
             return str(self._added[token_id]).encode()
@@ -118,6 +114,12 @@ class TokenPieces:
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
     """The pieces of `tokenizer`; the same object for the same tokenizer, so that its caches are shared."""
     return TokenPieces(tokenizer)
+
+
+def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, ...]:
+    if encoder is not None:
+        return tuple(encoder.encode(text, add_special_tokens=False).ids)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _encoder_of(backend: Any) -> Any | None:
