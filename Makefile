@@ -17,10 +17,10 @@ demo: setup  ## the main job end to end on this machine: serve, learn, sync, com
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
-	@$(PY) -m pytest tests/test_imports.py tests/unit tests/integration tests/gpu  # fast ones first
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_imports.py tests/unit tests/integration tests/gpu  # fast ones first
 
 test-fast: setup  ## unit tests only
-	@$(PY) -m pytest tests/unit
+	@$(PY) -m pytest -n 2 --dist loadfile tests/unit
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

@@ -1,8 +1,16 @@
-"""Settings of all tests: hypothesis draws the same examples in every run, and machines may be slow."""
+"""Settings of all tests: hypothesis draws the same examples in every run, machines may be slow, and two processes test.
+
+One thread of OpenMP each, which sleeps while it waits: this must stand before torch is imported.
+"""
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile(
     "repeatable",
