@@ -22,7 +22,6 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from bench.figures import Figure, median
-from deploy.demo.run import free_ports
 from deploy.launch import learner_argv, start_server, supervised, wait_ready
 from learner.data import Batches, MicroBatch
 from learner.data.encoding import LocalPool
@@ -37,6 +36,7 @@ from learner.stage2.driver import ChannelB, Stage2Driver
 from learner.stage2.stream import SampleStream
 from shared.config_io import write_yaml
 from shared.errors import ServerError
+from shared.ports import free_ports
 
 Way = Literal["in turn", "within the step", "ahead"]
 WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6

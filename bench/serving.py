@@ -19,12 +19,12 @@ import httpx
 import uvicorn
 
 from bench.figures import Figure, median
-from deploy.demo.run import free_ports
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import VllmEngine
 from rollout_server.service import RolloutService
+from shared.ports import free_ports
 from shared.wire import InferCall, RequestConfig, RolloutInferRequest
 
 WANTED_RATIO = 0.9

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import Figure, median
-from deploy.demo.run import free_ports
 from deploy.launch import learner_argv, start_server, supervised, wait_ready
 from shared.config_io import write_yaml
 from shared.errors import ServerError
+from shared.ports import free_ports
 
 WANTED_SYNC_S = 0.5
 WANTED_IDLE = 0.05

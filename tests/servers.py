@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from typing import Any
 
 import httpx
 import yaml
+
+from shared.ports import free_port
 
 # Small and quick: what a test does not say. One thread, for the machine is shared.
 DEFAULTS: Mapping[str, Any] = {
@@ -114,12 +115,6 @@ def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return alive
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_ready(server: RunningServer, timeout_s: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from learner.checkpoint import write_atomically
 from learner.report.__main__ import write_report
 from shared.config_io import write_yaml
 from shared.errors import ProjectError
+from shared.ports import free_ports
 
 OUT = Path("runs/demo")
 HERE = Path("deploy/demo")
@@ -89,15 +89,6 @@ def _write_configs() -> dict[str, Path]:
         paths[name] = OUT / f"{name}.yaml"
         write_yaml(paths[name], {"base": str(base), **override}, f"{HERE}/{name}.yaml with this run's ports.")
     return paths
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from learner.sync.link import in_thread
 from shared import communicator
 from shared.config_io import load_yaml
 from shared.errors import ProjectError
+from shared.ports import free_port
 
 BROADCAST_BYTES = 1 << 20
 BROADCAST_TIMEOUT_S = 10.0
@@ -53,9 +54,7 @@ def group_ports(situation: Situation) -> Finding:
 
 def local_broadcast(situation: Situation) -> Finding:
     """1 MB from one thread to another through the communicator that carries weights on CPU."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     sent = torch.arange(BROADCAST_BYTES, dtype=torch.int64).to(torch.uint8)
     received = torch.zeros_like(sent)
 

@@ -29,8 +29,9 @@ from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
+from shared.ports import free_port
 from tests.models import FAMILIES
-from tests.servers import RunningServer, descendants, free_port, running_server
+from tests.servers import RunningServer, descendants, running_server
 
 pytestmark = pytest.mark.integration
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from learner.config.schema import TrainingConfig
 from learner.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from shared.errors import DeadlineError
+from shared.ports import free_port
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 pytestmark = pytest.mark.integration
@@ -28,9 +28,7 @@ TIMEOUT_S = 10
 
 def launch(world_size: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
     """Run this file once per rank, as torchrun would."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(world_size):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}

@@ -24,7 +24,8 @@ from PIL import Image
 
 from deploy.demo.model import build
 from learner.checkpoint import verify
-from tests.servers import RunningServer, free_port, running_server
+from shared.ports import free_port
+from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.integration
 

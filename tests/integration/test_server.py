@@ -28,8 +28,9 @@ from deploy.demo import model as demo_model
 from shared import weights
 from shared.communicator import Communicator, start_join
 from shared.errors import CommunicatorError, DeadlineError
+from shared.ports import free_port
 from shared.wire import Bucket
-from tests.servers import RunningServer, free_port, running_server, wait_gone
+from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration
 

@@ -21,8 +21,9 @@ from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.report.page import render
 from learner.report.read import read_runs
+from shared.ports import free_port
 from shared.seeds import request_seed
-from tests.servers import free_port, running_server
+from tests.servers import running_server
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

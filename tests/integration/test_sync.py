@@ -21,8 +21,9 @@ from learner.records import Sample
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
 from shared.errors import CanaryError, CoverageError, MediaError, ServerPoisonedError
+from shared.ports import free_port
 from shared.wire import TensorSpec
-from tests.servers import RunningServer, free_port, running_server
+from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.integration
 

@@ -27,8 +27,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.data.sampler import DistributedSampler
+from shared.ports import free_port
 from shared.seeds import request_seed
-from tests.servers import free_port, running_server
+from tests.servers import running_server
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 from deploy.launch import load_launch_config
 from shared.config_errors import ConfigErrors, Mistake
 from shared.config_io import write_yaml
+from shared.ports import free_port
 from tests.unit.learner.config.examples import changed, minimal
 
 SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)
@@ -56,11 +56,6 @@ def files(
     whole = {"servers": entries, "learner": {"config": str(folder / "learner.yaml")}, "log_dir": str(folder / "logs")}
     write_yaml(path, changed(whole, launch or {}))
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def start(path: Path) -> subprocess.Popen[str]:

@@ -12,8 +12,8 @@ from rollout_server.receiving import Receiving
 from shared import weights
 from shared.communicator import Communicator, start_join
 from shared.errors import CommunicatorError, DeadlineError, DigestError
+from shared.ports import free_port
 from shared.wire import Bucket, UpdateWeightsCall
-from tests.servers import free_port
 
 
 class RememberingLoad:

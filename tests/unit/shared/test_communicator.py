@@ -17,12 +17,7 @@ import torch
 
 from shared.communicator import Communicator, join, start_join
 from shared.errors import CommunicatorError, DeadlineError
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+from shared.ports import free_port
 
 
 def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:

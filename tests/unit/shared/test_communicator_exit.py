@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.servers import free_port
+from shared.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +15,7 @@ from learner.rollout.server import ServerBackend
 from learner.sync import WeightSync
 from shared import communicator
 from shared.errors import DigestError
+from shared.ports import free_port
 from shared.weights import digest, unpack
 from shared.wire import UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
@@ -54,12 +54,6 @@ class GlooServer(FakeServer):
                 raise DigestError("bytes differ")
             tensors |= dict(unpack(buffer, bucket.tensors))
         return tensors
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_syncs_reach_every_worker(respx_mock: respx.MockRouter) -> None:

@@ -1,0 +1,48 @@
+"""Ports for programs that are started here, a moment before they bind them.
+
+Below the range from which the kernel gives ports to outgoing connections: one of those could take a port between its
+choice and its use. Linux's range begins at 32768 unless told otherwise.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from shared.errors import ConfigError
+
+_FIRST, _LAST = 15_000, 32_000
+_TRIES = 1_000
+
+
+def free_ports(number: int) -> list[int]:
+    """Different ports on which nobody listens now, drawn at random. Raises ConfigError where hardly any is free."""
+    draw = random.SystemRandom()  # whatever the seed of a test: two processes must not draw the same
+    ports: set[int] = set()
+    for _ in range(_TRIES):
+        if len(ports) == number:
+            return sorted(ports)
+        port = draw.randint(_FIRST, _LAST)
+        if _is_free(port):
+            ports.add(port)
+    raise ConfigError(
+        "not enough free ports",
+        found=f"{len(ports)} between {_FIRST} and {_LAST}",
+        wanted=f"{number}",
+        remedy="see what listens there (ss -ltn)",
+    )
+
+
+def free_port() -> int:
+    """One of `free_ports`."""
+    return free_ports(1)[0]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server may follow another one at once
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
