@@ -12,7 +12,6 @@ Each is meant for rollouts that take as long as learning: how long they took sta
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -225,7 +224,6 @@ def _real(model: Path, data: Path, folder: Path, num_steps: int) -> dict[Way, li
     server_config = folder / "stage2_server.yaml"
     settings = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)], "cpu_threads": 1}
     write_yaml(server_config, settings, "bench")
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the learner: with the server's one, a machine of two cores holds both
     runs: dict[Way, list[Step]] = {}
     with supervised() as processes:
         server, url = start_server(processes, str(server_config), log=folder / "stage2_server.out")
@@ -235,7 +233,9 @@ def _real(model: Path, data: Path, folder: Path, num_steps: int) -> dict[Way, li
             path = folder / f"{name}.yaml"
             write_yaml(path, _config(way, model, data, folder / name, http_port, num_steps), "bench")
             log = folder / f"{name}.out"
-            learner = processes.start(f"learner {name}", learner_argv(str(path), nproc=1), log=log)
+            # One thread: with the server's one, a machine of two cores holds both.
+            argv = ["env", "OMP_NUM_THREADS=1", *learner_argv(str(path), nproc=1)]
+            learner = processes.start(f"learner {name}", argv, log=log)
             if learner.popen.wait() != 0:
                 raise ServerError("the benchmark's run failed", found=log.read_text()[-500:], remedy=f"see {folder}")
             runs[way] = _steps(folder / name / "metrics.jsonl")

@@ -43,24 +43,24 @@ def main(
 
 
 def _measure(parts: Set[Part], folder: Path) -> list[Figure]:
-    say = Console(stderr=True).print
+    say = Console(stderr=True, highlight=False).print
     figures: list[Figure] = []
     if "line" in parts:
-        say("bench: parse, match and target of rollouts, about a minute", highlight=False)
+        say("bench: parse, match and target of rollouts, about a minute")
         figures += straight_line.measure()
     if parts == {"line"}:
         return figures
     model = _model(folder)
     build_data(Build(train=600, val=1, test=1), folder / "data")
     if "training" in parts:  # before an engine lives in this process
-        say("bench: a short real run, server and learner as processes, two minutes or more", highlight=False)
+        say("bench: a short real run, server and learner as processes, two minutes or more")
         figures += training.measure(model, folder / "data", folder)
     if "ahead" in parts:
-        say("bench: overlap and running ahead, simulated and with a real server, five minutes or more", highlight=False)
+        say("bench: overlap and running ahead, simulated and with a real server, five minutes or more")
         figures += ahead.measure(model, folder / "data", folder)
     if "serving" in parts:
         images = sorted((folder / "data" / "images" / "train").glob("*.png"))[: serving.NUM_REQUESTS]
-        say("bench: /infer/ against the engine in the same process, a minute or more", highlight=False)
+        say("bench: /infer/ against the engine in the same process, a minute or more")
         figures += serving.measure(model, images)
     return figures
 

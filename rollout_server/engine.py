@@ -270,8 +270,8 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
         settings["enable_chunked_prefill"] = False
         if config.tensor_parallel_size == 1:
             # The worker inside the engine's process, as on CUDA: a third less to import at the start, and to keep in
-            # memory. By its full name, for vLLM turns "uni" into "mp" on CPU to set OpenMP's threads per worker;
-            # `__main__.py` has set them for all processes.
+            # memory. By its full name, for vLLM turns "uni" into "mp" on CPU, to choose OpenMP's threads per worker;
+            # here `cpu_threads` says how many, and where it does not, torch takes one per core.
             settings["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if config.max_model_len is not None:
         settings["max_model_len"] = config.max_model_len

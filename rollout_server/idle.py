@@ -1,8 +1,9 @@
 """Let an idle worker on CPU give its core to others.
 
-vLLM's workers read their orders from shared memory and busy-wait for a whole second after the last one. On a machine
-without a GPU that second belongs to whoever computes next: in a loop of rollout, learn, sync it made learning 2.5 times
-slower on two cores. After `SPIN_S` without an order the worker sleeps until vLLM's own notification wakes it.
+vLLM's workers, where they are processes of their own (several ranks), read their orders from shared memory and
+busy-wait for a whole second after the last one. On a machine without a GPU that second belongs to whoever computes
+next: in a loop of rollout, learn, sync it made learning 2.5 times slower on two cores. After `SPIN_S` without an order
+the worker sleeps until vLLM's own notification wakes it.
 Called at the import of `worker.py`, before vLLM makes the worker's queues.
 """
 

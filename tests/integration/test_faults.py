@@ -25,6 +25,7 @@ from PIL import Image
 from deploy.demo.model import build
 from learner.checkpoint import verify
 from shared.ports import free_port
+from tests import runs
 from tests.servers import RunningServer, running_server
 
 pytestmark = pytest.mark.integration
@@ -42,11 +43,7 @@ class Learner:
     run_dir: Path
 
     def steps(self) -> list[int]:
-        """The optimizer steps that it has logged."""
-        log = self.run_dir / "metrics.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
-        events = [json.loads(line) for line in lines]
-        return [event["global_step"] for event in events if event["event"] == "step"]
+        return runs.steps(self.run_dir)
 
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S

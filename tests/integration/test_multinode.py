@@ -7,7 +7,6 @@ want a token. One run of two steps; every test looks at another side of what it 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -23,6 +22,7 @@ import yaml
 
 from deploy.demo import build_data
 from deploy.demo.model import build
+from tests import runs
 from tests.namespaces import Node, network
 from tests.servers import DEFAULTS, stop
 
@@ -44,8 +44,7 @@ class Run:
     without_token: str  # what server-0 said to learner-1's request
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        lines = map(json.loads, (self.folder / "run" / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if line["event"] == event]
+        return runs.events(self.folder / "run", event)
 
     def log(self, rank: int) -> str:
         return (self.folder / "run" / f"learner_rank{rank}.log").read_text()

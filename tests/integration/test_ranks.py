@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from deploy.demo.model import build
+from tests import runs
 from tests.servers import descendants
 from tests.unit.learner.trainer_world import write_data
 
@@ -50,7 +50,7 @@ class Job:
             "global_max_length": 1024,
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
-        self.metrics = folder / "run" / "metrics.jsonl"
+        self.run_dir = folder / "run"
         learner = ["-m", "learner", "--config", str(folder / "run.yaml")]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "deploy.torchrun", "--nproc", "2", "--", *learner],
@@ -69,9 +69,7 @@ class Job:
             time.sleep(0.05)
 
     def steps(self) -> list[int]:
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        events: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        return [event["global_step"] for event in events if event["event"] == "step"]
+        return runs.steps(self.run_dir)
 
     def ranks(self) -> dict[int, int]:
         """Process ids by rank."""

@@ -6,7 +6,6 @@ One server and two learner runs of a few seconds; every test looks at another si
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from learner.report.page import render
 from learner.report.read import read_runs
 from shared.ports import free_port
 from shared.seeds import request_seed
+from tests.runs import events
 from tests.servers import running_server
 
 pytestmark = pytest.mark.integration
@@ -39,8 +39,7 @@ class Run:
     out: str
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if line["event"] == event]
+        return events(self.folder, event)
 
 
 def config_of(folder: Path, base_url: str, group_port: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from deploy.demo.model import build
 from learner.data.sampler import DistributedSampler
 from shared.ports import free_port
 from shared.seeds import request_seed
+from tests.runs import events
 from tests.servers import running_server
 
 pytestmark = pytest.mark.integration
@@ -49,8 +50,7 @@ class Run:
     seconds: float
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["event"] == event]
+        return events(self.folder, event)
 
     def evaluation(self, step: int) -> list[dict[str, Any]]:
         lines = (self.folder / "eval" / f"step_{step:06d}.jsonl").read_text().splitlines()
