@@ -40,7 +40,7 @@ def overrun_label(assignment: Assignment, task: Task, tokenizer: Tokenizer) -> t
 def _up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:
     """The answer as it stood when its valid object `index` had just been closed (-1: before the first)."""
     rollout = parsed.rollout
-    length = parsed.objects[index].slots[-1].end if index >= 0 else 0
+    length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
     while True:
         begun = task.parse(replace(rollout, response_token_ids=rollout.response_token_ids[:length]))
         if len(begun.objects) > index:

@@ -31,9 +31,9 @@ DropReason = Literal[
 Channel = Literal["A", "B"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DetectionObject:
-    """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...)."""
+class DetectionObject(NamedTuple):
+    """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
+    tuple, for there are dozens in an answer, and it is made in a third of a dataclass's time."""
 
     desc: str
     kind: GeometryKind
@@ -66,32 +66,33 @@ class Rollout:
     server_id: str = ""
 
 
-class CoordSlot(NamedTuple):
-    """One coordinate of a predicted object: its tokens in the response and the number that they say. A tuple, for
-    there are hundreds in an answer, and it is made in a third of a dataclass's time."""
+class CoordSlots(NamedTuple):
+    """The coordinates of an answer in the order in which they stand, each field [C]: where the tokens of each are in
+    the response, and the number that they say."""
 
-    start: int  # first response token that holds a character of the number
-    end: int  # one past the last
-    bin: int
-    lead: int = 0  # bytes of token `start` that come before the number
+    start: NDArray[np.int64]  # first response token that holds a character of the number
+    end: NDArray[np.int64]  # one past the last
+    bin: NDArray[np.int64]
+    lead: NDArray[np.int64]  # bytes of token `start` that come before the number
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PredictedObject:
-    """A valid object of a rollout; `slots` has one entry per coordinate, in order."""
+class PredictedObject(NamedTuple):
+    """A valid object of a rollout; `slots` are the places of its coordinates in the rollout's `CoordSlots`."""
 
     object: DetectionObject
-    slots: tuple[CoordSlot, ...]
+    slots: range
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedRollout:
-    """A rollout, parsed strictly. `response_token_ids[:prefix_length]` is the prefix kept; `tail_opening` is the
+    """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix kept; `tail_opening` is the
     text that the appended tail must begin with before its first object (what a fused token took away; "{" or "[" when
     nothing of the rollout is usable)."""
 
     rollout: Rollout
+    token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`
     objects: tuple[PredictedObject, ...]
+    slots: CoordSlots
     drops: Mapping[DropReason, int]
     prefix_length: int
     tail_opening: str

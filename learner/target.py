@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from learner.coordinate_labels import coordinate_labels
 from learner.overrun import overrun_label
@@ -45,7 +46,7 @@ def build_target(
     parsed = assignment.parsed
     truth = parsed.rollout.sample.objects
     tail = task.serialize([truth[i] for i in assignment.missed], after=parsed)
-    prefix = parsed.rollout.response_token_ids[: parsed.prefix_length]
+    prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, desc_weight)
     read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may part from the truth behind it
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
@@ -62,7 +63,7 @@ def ground_truth_target(
 ) -> Target:
     """The whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
     tail = task.serialize(sample.objects, after=None)
-    return _with_tail((), tail, pieces_of(tokenizer), eos_token_id, desc_weight)
+    return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), eos_token_id, desc_weight)
 
 
 def build_segment(
@@ -98,7 +99,7 @@ def build_segment(
 
 
 def _with_tail(
-    prefix: tuple[int, ...], tail: SerializedTail, pieces: TokenPieces, eos_token_id: int | None, desc_weight: float
+    prefix: NDArray[np.int64], tail: SerializedTail, pieces: TokenPieces, eos_token_id: int | None, desc_weight: float
 ) -> Target:
     """Prefix, tail and EOS, with the prefix ignored and the tail supervised."""
     tail_ids = pieces.encode_long(tail.text)
@@ -111,7 +112,7 @@ def _with_tail(
             remedy="use descriptions that survive tokenization; Task.validate finds them",
         )
     eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-    token_ids = np.concatenate([np.fromiter(prefix, dtype=np.int64, count=len(prefix)), text.ids, [eos]])
+    token_ids = np.concatenate([prefix, text.ids, [eos]])
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[: len(prefix)] = 0.0
     for first, last in _byte_spans(tail) if desc_weight != 1.0 else ():

@@ -4,29 +4,24 @@ In: token ids. Out: their bytes joined, and where each token ends. A byte-level 
 character, so text is bytes here and becomes `str` only where a description is read. Pieces are kept per tokenizer, in
 tables by token id, so that an answer is looked up whole; short encodings are cached; nothing is ever re-tokenized.
 Used by the detection parser and by the target builder.
-
-Seams. A tokenizer cuts text at its added tokens before anything else, so no token reaches across one, and what lies
-between two is encoded alike wherever it stands. An answer is mostly that: `, `, and the words between two objects.
-`encode_long` asks the tokenizer for each such part once. It gives the ids of the whole text, or else asks for those.
 """
 
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.tasks.seams import Seams
 from learner.tasks.task import Tokenizer
 
 _CACHED_ENCODINGS = 1 << 16
 _MAX_VOCABULARY = 1 << 20  # larger ids belong to no tokenizer, and stand for no text
 _NOT_MET = -1
-_SEAM = re.compile(r"(<\|[^|<>]*\|>)")
 
 
 class TokenText(NamedTuple):
@@ -61,7 +56,6 @@ class TokenPieces:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
-        self._seams = _seams(self._added)
         # No method of this object: a cache that holds its owner keeps these tables until the garbage is collected.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
@@ -89,17 +83,15 @@ class TokenPieces:
         return lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """`encode` for texts that will hardly come again, from parts that will."""
-        ids: list[int] = []
-        for part in _SEAM.split(text) if self._seams else (text,):
-            seam = self._seams.get(part)
-            if seam is not None:
-                ids.append(seam)
-            elif _SEAM.fullmatch(part):  # a seam's shape only: nothing is known of how it mixes with its neighbours
-                return list(self._encode(text))
-            elif part:
-                ids += self.encode(part) if self._seams else self._encode(part)
-        return ids
+        """`encode` for texts that will hardly come again, from parts that will where the text can be cut."""
+        ids = self.seams.encode(text)
+        return list(self._encode(text)) if ids is None else ids
+
+    @cached_property
+    def seams(self) -> Seams:
+        """Where this tokenizer's texts can be cut."""
+        vocabulary = self.tokenizer.get_vocab() if self._byte_level else {}  # type: ignore[attr-defined]
+        return Seams(self._encode, self._added, vocabulary)
 
     def _piece(self, token_id: int) -> bytes:
         if token_id in self._added:
@@ -131,19 +123,6 @@ def _encoder_of(backend: Any) -> Any | None:
     encoder.no_truncation()
     encoder.no_padding()
     return encoder
-
-
-def _seams(added: Mapping[int, Any]) -> dict[str, int]:
-    """Added tokens of the form `<|...|>` that are cut out as they stand; none where another could lie across one."""
-    texts = [str(token) for token in added.values()]
-    if any(text.endswith("<") or ("<|" in text and not _SEAM.fullmatch(text)) for text in texts):
-        return {}
-    return {
-        str(token): token_id
-        for token_id, token in added.items()
-        if _SEAM.fullmatch(str(token))
-        and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
-    }
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -14,34 +14,34 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.records import CoordSlot
+from learner.records import CoordSlots
 from learner.tasks.pieces import TokenText
 
-Ints = NDArray[np.int64]  # [coordinates]
-
-_MAX_DIGITS = 3  # of a bin; the `bin` of a longer run of digits means nothing
+_PLACES = (1, 10, 100)  # of a bin; the `bin` of a longer run of digits means nothing
+_NONE = np.empty(0, dtype=np.int64)
+NO_SLOTS = CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=_NONE)
 
 
 class Coordinates(NamedTuple):
-    """`slots[i]` says `bins[i]`, in bytes `begins[i]..ends[i]`."""
+    """`slots` has the coordinates; `bins[i]` is said in bytes `begins[i]..ends[i]`."""
 
-    slots: list[CoordSlot]
+    slots: CoordSlots
     bins: list[int]
     begins: list[int]
     ends: list[int]
 
-    def between(self, begin: int, end: int) -> tuple[tuple[CoordSlot, ...], tuple[int, ...]]:
-        """Slots and bins of those that lie wholly in bytes begin..end."""
+    def between(self, begin: int, end: int) -> range:
+        """Those that lie wholly in bytes begin..end."""
         first = bisect_left(self.begins, begin)
-        behind = bisect_right(self.ends, end, first)
-        return tuple(self.slots[first:behind]), tuple(self.bins[first:behind])
+        return range(first, bisect_right(self.ends, end, first))
 
 
 def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
     """The tokens that are a coordinate each. `bin_of_token[id]` is negative for others; its last is for larger ids."""
     bins = bin_of_token.take(text.ids, mode="clip")
     at = np.flatnonzero(bins >= 0)
-    return _coordinates(at, at + 1, bins[at], np.zeros_like(at), text.starts()[at], text.ends[at])
+    slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))
+    return Coordinates(slots, slots.bin.tolist(), text.starts()[at].tolist(), text.ends[at].tolist())
 
 
 def digit_coordinates(text: TokenText) -> Coordinates:
@@ -55,14 +55,9 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     begins, ends = begins[apart], ends[apart]
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1
+    lengths = ends - begins
     bins = np.zeros_like(begins)
-    for place in range(_MAX_DIGITS):
-        at = ends - 1 - place
-        bins += np.where(at >= begins, digits[at], 0) * np.int64(10**place)
-    return _coordinates(first, behind, bins, begins - text.starts()[first], begins, ends)
-
-
-def _coordinates(first: Ints, behind: Ints, bins: Ints, lead: Ints, begins: Ints, ends: Ints) -> Coordinates:
-    said = bins.tolist()
-    fields = zip(first.tolist(), behind.tolist(), said, lead.tolist(), strict=True)
-    return Coordinates(list(map(CoordSlot._make, fields)), said, begins.tolist(), ends.tolist())
+    for place, worth in enumerate(_PLACES):
+        bins += digits[ends - 1 - place] * ((lengths > place) * worth)
+    slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
+    return Coordinates(slots, bins.tolist(), begins.tolist(), ends.tolist())

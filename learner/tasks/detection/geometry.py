@@ -46,7 +46,7 @@ def _ratio(
     overlap: NDArray[np.float64], area_a: NDArray[np.float64], area_b: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     union = area_a[:, None] + area_b[None, :] - overlap
-    return np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
+    return overlap / np.maximum(union, np.finfo(np.float64).tiny)
 
 
 def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:
@@ -65,9 +65,10 @@ def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
 def _box_intersections(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     # One axis after the other, on contiguous columns: arrays of pairs of numbers take numpy twice the time.
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.T[:, :, None].copy(), b.T.copy()
-    width = np.minimum(ax2, bx2) - np.maximum(ax1, bx1)
-    height = np.minimum(ay2, by2) - np.maximum(ay1, by1)
-    return np.maximum(width, 0.0) * np.maximum(height, 0.0)
+    width, height = np.minimum(ax2, bx2), np.minimum(ay2, by2)
+    width -= np.maximum(ax1, bx1)
+    height -= np.maximum(ay1, by1)
+    return np.maximum(width, 0.0, out=width) * np.maximum(height, 0.0, out=height)
 
 
 def _shapes(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:

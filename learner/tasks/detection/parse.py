@@ -41,7 +41,9 @@ def parse_rollout(
     entries = reading.entries[:kept]
     return ParsedRollout(
         rollout=rollout,
+        token_ids=text.ids,
         objects=tuple([entry.predicted for entry in entries if entry.predicted is not None]),
+        slots=reading.slots,
         drops=dict(reading.drops),
         prefix_length=prefix_length,
         tail_opening=tail_opening,

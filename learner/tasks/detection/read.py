@@ -33,9 +33,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.records import DetectionObject, DropReason, PredictedObject
+from learner.records import CoordSlots, DetectionObject, DropReason, PredictedObject
 from learner.tasks.detection.bins import arity_is_right, encloses_something
-from learner.tasks.detection.coordinates import digit_coordinates, token_coordinates
+from learner.tasks.detection.coordinates import NO_SLOTS, digit_coordinates, token_coordinates
 from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar
 from learner.tasks.pieces import TokenText
 
@@ -61,6 +61,7 @@ class Reading:
     entries: list[Entry] = field(default_factory=list)
     numbers: set[int] = field(default_factory=set)  # of the entries so far
     drops: Counter[DropReason] = field(default_factory=Counter)
+    slots: CoordSlots = NO_SLOTS
 
 
 def read_answer(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> Reading:
@@ -79,6 +80,7 @@ def read_answer(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Gramm
         _close(reading, data, pos)
         return reading
     objects = _ObjectReader(text, bin_of_token, grammar)
+    reading.slots = objects.coordinates.slots
     follows = b","
     while follows == b",":
         usual = grammar.usual_pattern.match(data, pos)
@@ -138,7 +140,7 @@ class _ObjectReader:
     def __init__(self, text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> None:
         self.data = text.data
         self.grammar = grammar
-        self._coordinates = digit_coordinates(text) if grammar.digits else token_coordinates(text, bin_of_token)
+        self.coordinates = digit_coordinates(text) if grammar.digits else token_coordinates(text, bin_of_token)
         self._desc_name = grammar.desc_name.encode()
 
     def fields(self, pos: int) -> tuple[int | None, PredictedObject | DropReason]:
@@ -180,14 +182,15 @@ class _ObjectReader:
         desc, kind = _decode(string), GEOMETRY_KINDS[geometry]
         if desc is None:
             return "missing_desc"
-        slots, bins = self._coordinates.between(start, end)
+        slots = self.coordinates.between(start, end)
+        bins = tuple(self.coordinates.bins[slots.start : slots.stop])
         if len(bins) != self.data.count(b",", start, end) + 1:
             return "non_coord_token"  # other tokens spell out a coordinate token's text
         if not arity_is_right(kind, bins):
             return "wrong_arity"
         if not encloses_something(kind, bins):
             return "bbox_invalid"
-        return PredictedObject(object=DetectionObject(desc=desc, kind=kind, bins=bins), slots=slots)
+        return PredictedObject(DetectionObject(desc, kind, bins), slots)
 
 
 def closing_brace(data: bytes, start: int) -> int | None:

@@ -62,7 +62,12 @@ def check_invariants(target: Target, assignment: Assignment, task: DetectionTask
     # All of the tail but its first token, which a longer number may claim, is taught as it stands.
     assert (target.labels[len(prefix) + 1 :] == target.token_ids[len(prefix) + 1 :]).all()
     assert (target.loss_weights[len(prefix) :] == 1).all()
-    slots = {t for p, _, _ in assignment.pairs for s in parsed.objects[p].slots for t in range(s.start, s.end + 1)}
+    slots = {
+        t
+        for p, _, _ in assignment.pairs
+        for s in parsed.objects[p].slots
+        for t in range(parsed.slots.start[s], parsed.slots.end[s] + 1)
+    }
     assert set(np.flatnonzero(target.labels[: len(prefix)] != IGNORED)) <= slots
 
 
@@ -143,13 +148,15 @@ def test_taught_numbers_spell_the_truth_whatever_is_fused(
     task, tokenizer, assignment = case
     target = build_target(assignment, task, tokenizer)
     parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
-    claims = Counter(t for p in parsed.objects for s in p.slots for t in range(s.start, s.end + 1))
+    columns = np.transpose(parsed.slots).tolist()
+    claims = Counter(t for p in parsed.objects for s in p.slots for t in range(columns[s][0], columns[s][1] + 1))
     pieces = [tokenizer.piece(int(i)) for i in target.token_ids]
     for p, t, _ in assignment.pairs:
         predicted, wanted = parsed.objects[p], truth[t]
         alike = predicted.object.kind == wanted.kind and len(predicted.object.bins) == len(wanted.bins)
         for slot, value in zip(predicted.slots, wanted.bins, strict=alike):
-            at = range(slot.start, slot.end + 1)
+            start, end, said, lead = columns[slot]
+            at = range(start, end + 1)
             labels, own = target.labels[at].tolist(), target.token_ids[at].tolist()
             if any(claims[token] > 1 for token in at):
                 continue  # shares a token with a number beside it
@@ -159,16 +166,16 @@ def test_taught_numbers_spell_the_truth_whatever_is_fused(
             parts = [
                 i for i, (label, token) in enumerate(zip(labels, own, strict=True)) if label not in (IGNORED, token)
             ]
-            if slot.bin == value:
+            if said == value:
                 assert labels[:-1] == own[:-1]
                 assert not parts
                 continue
             (part,) = parts
             assert labels[:part] == own[:part]
             assert set(labels[part + 1 : -1]) <= {IGNORED}
-            text = b"".join(pieces[slot.start : slot.end + 1])
-            behind = text[slot.lead + len(task.coordinate_text(slot.bin)) :]
-            asked = text[: slot.lead] + task.coordinate_text(value).encode() + behind
+            text = b"".join(pieces[start : end + 1])
+            behind = text[lead + len(task.coordinate_text(said)) :]
+            asked = text[:lead] + task.coordinate_text(value).encode() + behind
             assert asked.startswith(b"".join(map(tokenizer.piece, labels[: part + 1])))
 
 

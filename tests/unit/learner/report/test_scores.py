@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.records import Assignment, CoordSlot, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
+from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
 from learner.report.scenes import Scene, judge
 from learner.report.scores import f1_estimate, f1_gain
+from learner.tasks.detection.coordinates import NO_SLOTS
 from learner.tasks.detection.counts import count_objects
 from learner.tasks.detection.evaluate import evaluate_counts
 
@@ -42,10 +44,11 @@ def make_assignment(scene: Scene) -> Assignment:
         sample_id=scene.scene_id, messages=(), images=(), objects=scene.truth, width=scene.width, height=scene.height
     )
     rollout = Rollout(sample=sample, prompt_token_ids=(), response_token_ids=(), finish_reason="stop", ver=0, seed=None)
-    slots = tuple(CoordSlot(start=0, end=1, bin=0) for _ in range(4))
     parsed = ParsedRollout(
         rollout=rollout,
-        objects=tuple(PredictedObject(object=o, slots=slots) for o in scene.predictions),
+        token_ids=np.empty(0, dtype=np.int64),
+        objects=tuple(PredictedObject(object=o, slots=range(0)) for o in scene.predictions),
+        slots=NO_SLOTS,
         drops={},
         prefix_length=0,
         tail_opening="",
