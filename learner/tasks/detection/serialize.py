@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 
 from learner.records import DetectionObject, ParsedRollout
 from learner.tasks.detection.grammar import Grammar
 from learner.tasks.task import SerializedTail
 
-_JSON = json.JSONEncoder(ensure_ascii=False)
+_CACHED_DESCS = 1 << 12
 
 
 def serialize_objects(
@@ -38,8 +39,13 @@ def serialize_objects(
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
     """One object's text: what is before its description, the description between its quotes, and what is behind."""
-    desc = _JSON.encode(obj.desc)[1:-1]
-    numbers = ", ".join([grammar.coordinate_text(value) for value in obj.bins])
+    desc = _escaped(obj.desc)
+    numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
     if grammar.indexed:
         return f'"object_{number}": {{"desc": "', desc, f'", "{obj.kind}": [{numbers}]}}'
     return f'{{"{obj.kind}": [{numbers}], "label": "', desc, '"}'
+
+
+@lru_cache(maxsize=_CACHED_DESCS)
+def _escaped(desc: str) -> str:
+    return json.dumps(desc, ensure_ascii=False)[1:-1]
