@@ -266,7 +266,7 @@ def _config(way: Way, model: Path, data: Path, run_dir: Path, http_port: int, nu
     servers = [{"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}]
     matching = {
         "rollout_backend": "vllm",
-        "decode_batch_size": 4,  # so few at once, that rollouts take about as long as learning
+        "decode_batch_size": 2,  # so few at once, that rollouts take about as long as learning
         "decoding": {"temperature": 1.0, "max_new_tokens": 96},
         "vllm": {"mode": "server", "server": {"servers": servers}},
     }

@@ -27,7 +27,7 @@ from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Segment
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
-from learner.stage2.channel_b import CLOSE_S, DEADLINE_KEY, call_metrics
+from learner.stage2.channel_b import CALLS_PER_STEP, CLOSE_S, DEADLINE_KEY, call_metrics
 from learner.stage2.driver import RankMetrics
 from learner.stage2.stream import AHEAD, SampleStream
 
@@ -44,11 +44,12 @@ class Sizes:
 
     @classmethod
     def of(cls, bounds: Bounds, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
-        """Calls of whole packs, at least one: as many as the servers decode at once (`capacity` samples), a step's at
-        most, because a sync waits for the call in flight, and none that the queue would drop at once."""
+        """Calls of whole packs, at least one: as many as the servers decode at once (`capacity` samples), or a part of
+        a step's where that is more, for within a call they are refilled as answers come; a step's at most, because a
+        sync waits for the call in flight; and none that the queue would drop at once."""
         assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
         room = bounds.keep_at_most - bounds.start_below + 1
-        packs = min(capacity // samples_per_pack, packs_per_step, room)
+        packs = min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step, room)
         return cls(
             samples_per_pack=samples_per_pack,
             packs_per_step=packs_per_step,

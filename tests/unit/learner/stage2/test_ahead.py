@@ -23,6 +23,7 @@ from learner.pipeline.protocol import Bounds, StreamState
 from learner.records import Rollout, Sample, SyncReceipt
 from learner.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.stage2.ahead import AheadB, Sizes
+from learner.stage2.channel_b import CALLS_PER_STEP
 from learner.stage2.stream import AHEAD, SampleStream
 from shared.errors import CheckpointError, RolloutError
 from tests.unit.learner import trainer_world
@@ -360,6 +361,13 @@ def test_calls_are_whole_packs_that_the_queue_holds(
     sizes = Sizes.of(bounds, samples_per_pack=samples_per_pack, packs_per_step=packs_per_step, capacity=capacity)
     packs, rest = divmod(sizes.call_size, samples_per_pack)
     assert rest == 0 < packs
-    assert packs == 1 or sizes.call_size <= capacity
+    assert packs <= max(1, capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP)
     assert packs <= packs_per_step
     assert bounds.start_below - 1 + packs <= packs_per_step + slack
+
+
+def test_a_call_refills_servers_that_decode_few_at_once() -> None:
+    """R25: calls of what they decode at once would each wait for its longest answer with the others' places empty."""
+    bounds = Bounds(start_below=32, keep_at_most=64, version_window=1)
+    assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=2).call_size == 8
+    assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=16).call_size == 16
