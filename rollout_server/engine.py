@@ -1,8 +1,8 @@
-"""The only file that speaks vLLM's engine API (0.26 to 0.33, CUDA and CPU): one `AsyncLLM`, real or not at all.
+"""The server's only file with vLLM's engine API (0.26 to 0.33, CUDA and CPU): one `AsyncLLM`, real or not at all.
 
 In: prompts, decoding settings, worker calls. Out: generations, log-probabilities, workers' answers, or an error of the
-project's tree. Invariants: responses are stop-trimmed; a cancelled call aborts its requests; after the engine died
-every call raises. Called by `app.py` and `sync.py`, on one event loop. Needs `__main__`'s environment on CPU.
+project's tree. Invariants: a cancelled call aborts its requests; after the engine died every call raises. Called by
+`app.py` and `sync.py`, on one event loop. Needs `__main__`'s environment on CPU.
 """
 
 from __future__ import annotations
@@ -10,36 +10,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
-from rollout_server.rendering import Prompt, Renderer
+from rollout_server.rendering import Renderer
 from shared.architecture import signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
+from shared.generation import (
+    CPU_ENGINE_ARGS,
+    Generation,
+    Prompt,
+    Scores,
+    read_generation,
+    read_scores,
+    sampling_params,
+    says_too_long,
+    scoring,
+    stop_token_ids,
+)
+from shared.model_folder import model_folder
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest
 
 T = TypeVar("T")
 _WORKER_CALL_S = 60.0  # a worker that does not answer for so long is gone; its own waits are far shorter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    prompt_token_ids: list[int]
-    response_token_ids: list[int]  # without the token that ended it
-    text: str
-    finish_reason: str  # "stop", "length"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    prompt_token_ids: list[int]
-    logprobs: list[float]  # one per response token
 
 
 class Engine(Protocol):
@@ -66,7 +62,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.model = config.model
-        self._path = _local_model(config.model)
+        self._path = model_folder(config.model, "model")
         self._renderer = Renderer(self._path, config)
         self._llm: Any = AsyncLLM.from_engine_args(_engine_args(self._path, config))
         model_config = self._llm.model_config
@@ -74,7 +70,7 @@ class VllmEngine:
         self.architecture = signature(model_config.hf_config.to_dict())
         self.vocab_size = int(model_config.get_vocab_size())
         self.max_model_len = int(model_config.max_model_len)
-        self._stop_ids = self._stop_token_ids(model_config)
+        self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
 
@@ -84,51 +80,19 @@ class VllmEngine:
 
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
         """One response. Raises MediaError, RequestError, PromptTooLongError, ServerError."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         prompt = await self._render(request)
         self._check_length(len(prompt.token_ids), config.max_tokens)
-        params = SamplingParams(
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=max(0, config.top_k),
-            repetition_penalty=config.repetition_penalty,
-            # Greedy decoding draws nothing, and a generator per request costs time.
-            seed=seed if config.temperature > 0 else None,
-            stop=list(config.stop),
-            skip_special_tokens=False,  # the text says what the tokens say
-            spaces_between_special_tokens=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._run(prompt, params)
-        prompt_ids = list(output.prompt_token_ids)
-        self._check_length(len(prompt_ids), config.max_tokens)  # images are only widened inside vLLM
-        completion = output.outputs[0]
-        return Generation(
-            prompt_token_ids=prompt_ids,
-            response_token_ids=self._trimmed(list(completion.token_ids), completion.finish_reason),
-            text=completion.text,
-            finish_reason=str(completion.finish_reason),
-        )
+        output = await self._run(prompt, sampling_params(config, seed))
+        self._check_length(len(output.prompt_token_ids), config.max_tokens)  # images are only widened inside vLLM
+        return read_generation(output, self._stop_ids)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         """Natural log-probabilities of the response after the prompt. Raises as `generate`."""
-        from vllm import SamplingParams
-
         self._check_ids(response_token_ids)
         prompt = await self._render(request)
         self._check_length(len(prompt.token_ids) + len(response_token_ids), 1)
-        whole = Prompt(token_ids=prompt.token_ids + response_token_ids, images=prompt.images)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        output = await self._run(whole, params)
-        ids, num_scored = list(output.prompt_token_ids), len(response_token_ids)
-        rows = output.prompt_logprobs[-num_scored:]
-        logprobs = [float(row[i].logprob) for row, i in zip(rows, ids[-num_scored:], strict=True)]
-        if not all(math.isfinite(value) for value in logprobs):
-            raise ServerError("the model gives log-probabilities that are not finite", found=f"{logprobs[:8]}")
-        return Scores(prompt_token_ids=ids[:-num_scored], logprobs=logprobs)
+        output = await self._run(*scoring(prompt, response_token_ids))
+        return read_scores(output, len(response_token_ids))
 
     async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
         """Call a method of `SyncWorker` on every worker. Raises the first error that one of them answers."""
@@ -171,10 +135,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
 
     async def _run(self, prompt: Prompt, params: Any) -> Any:
-        engine_prompt: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
-        if prompt.images:
-            engine_prompt["multi_modal_data"] = {"image": prompt.images}
-        return await self._alive(self._last_output(engine_prompt, params))
+        return await self._alive(self._last_output(prompt.for_engine(), params))
 
     async def _last_output(self, engine_prompt: dict[str, Any], params: Any) -> Any:
         outputs = [output async for output in self._llm.generate(engine_prompt, params, str(next(self._ids)))]
@@ -193,7 +154,7 @@ class VllmEngine:
                 remedy="see the server's log, and restart it",
             ) from error
         except ValueError as error:  # what vLLM raises for a request that it does not take
-            if "model length" in str(error) or "max_model_len" in str(error):
+            if says_too_long(error):
                 raise self._too_long(str(error)) from error
             raise RequestError("the engine refuses the request", found=str(error)[:500]) from error
 
@@ -219,33 +180,6 @@ class VllmEngine:
                 remedy="serve the model that the learner trains",
             )
 
-    def _trimmed(self, token_ids: list[int], finish_reason: str | None) -> list[int]:
-        ended = finish_reason == "stop" and token_ids and token_ids[-1] in self._stop_ids
-        return token_ids[:-1] if ended else token_ids
-
-    def _stop_token_ids(self, model_config: Any) -> frozenset[int]:
-        eos = model_config.try_get_generation_config().get("eos_token_id", [])
-        ids = {eos} if isinstance(eos, int) else set(eos)
-        return frozenset(ids | {self._renderer.tokenizer.eos_token_id})
-
-
-def _local_model(model: str) -> str:
-    """The checkpoint's folder: the update's account of tensors reads their names there."""
-    if Path(model).is_dir():
-        return model
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(model))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"model: {model!r} is not to be had",
-            found=f"no such folder, and from the hub: {type(error).__name__}",
-            wanted="a checkpoint's folder, or a name on the Hugging Face hub",
-            remedy="check the path (relative to the working directory), or download the model first",
-        ) from error
-
 
 def _engine_args(path: str, config: ServerConfig) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -265,9 +199,7 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
-        # A prefill cut in two draws a token too many, which vLLM takes back on CUDA only: on CPU a seeded request that
-        # is cut ends the engine ("CPU Generator does not use offset").
-        settings["enable_chunked_prefill"] = False
+        settings |= CPU_ENGINE_ARGS
         if config.tensor_parallel_size == 1:
             # The worker inside the engine's process, as on CUDA: a third less to import at the start, and to keep in
             # memory. By its full name, for vLLM turns "uni" into "mp" on CPU, to choose OpenMP's threads per worker;

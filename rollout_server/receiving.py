@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from rollout_server.loading import WeightLoad
 from shared.communicator import Communicator
 from shared.errors import DeadlineError, DigestError
+from shared.loading import WeightLoad
 from shared.operation import Operation
 from shared.weights import digest, unpack
 from shared.wire import Bucket, UpdateWeightsCall

@@ -1,27 +1,19 @@
 """A request's messages and images to what the engine takes: prompt token ids, and decoded images (R03, R13).
 
-The ids hold one placeholder per image; vLLM widens it by the image's size, as the model's processor does. Trailing
-assistant turns are the learner's to drop: what comes is what is rendered. Blocking; `engine.py` calls it on threads.
+Trailing assistant turns are the learner's to drop: what comes is what is rendered. Blocking; `engine.py` calls it on
+threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
-
-from PIL import Image
 
 from rollout_server.config import ServerConfig
 from rollout_server.media import load_images
 from shared.errors import RequestError
+from shared.generation import Prompt
 from shared.prompt import render_messages
 from shared.wire import RolloutInferRequest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    token_ids: list[int]
-    images: list[Image.Image]
 
 
 class Renderer:

@@ -17,12 +17,13 @@ from typing import Any
 
 from rollout_server.answers import RecentAnswers
 from rollout_server.config import ServerConfig
-from rollout_server.engine import Engine, Generation
+from rollout_server.engine import Engine
 from rollout_server.gate import Gate
 from rollout_server.metrics import Metrics
 from rollout_server.sync import WeightSync
 from rollout_server.turnstile import Turnstile
 from shared.errors import ProjectError, ServerBusyError, ServerError
+from shared.generation import Generation
 from shared.seeds import offset_seed
 from shared.wire import (
     ChatCompletionResponse,

@@ -16,10 +16,10 @@ import torch
 
 from rollout_server.idle import sleep_when_idle
 from rollout_server.lifeline import end_with_server
-from rollout_server.loading import WeightLoad
 from rollout_server.receiving import Receiving
 from shared.communicator import Communicator, start_join
 from shared.errors import CommunicatorError, ProjectError, SyncError
+from shared.loading import WeightLoad
 from shared.operation import Operation
 from shared.weights import digest
 from shared.wire import ErrorBody, UpdateWeightsCall

@@ -22,12 +22,12 @@ MAX_LINES = 400
 VLLM_FILES = {
     "rollout_server/engine.py",  # the engine's API
     "rollout_server/idle.py",  # how a worker waits
-    "rollout_server/loading.py",  # loading weights into the served model
     "rollout_server/service.py",  # its version, for /status/
-    "learner/rollout/colocate.py",  # the engine inside the learner's job
+    "shared/generation.py",  # what both engines are asked, and their outputs
+    "shared/loading.py",  # loading weights into the served model
     "shared/communicator.py",  # PyNCCL
 }
-SHARED_TORCH_FILES = {"shared/weights.py", "shared/communicator.py"}
+SHARED_TORCH_FILES = {"shared/weights.py", "shared/communicator.py", "shared/loading.py"}
 HEAVY = {"torch", "vllm", "httpx", "transformers"}
 PURE = (
     "learner.tasks.detection.parse",
@@ -130,8 +130,7 @@ def test_the_programs_do_not_know_each_other(package: str, others: tuple[str, ..
 def test_vllm_is_imported_in_few_files_and_late() -> None:
     """Late: a process that does not generate never loads it, and settings reach its environment first."""
     assert importers("vllm", *PROGRAMS) <= VLLM_FILES
-    early = {path for path in VLLM_FILES if (ROOT / path).is_file() and _early(ROOT / path, "vllm")}
-    assert early <= {"learner/rollout/colocate.py"}
+    assert not {path for path in VLLM_FILES if _early(ROOT / path, "vllm")}
 
 
 def _early(path: Path, package: str) -> bool:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from rollout_server.engine import Generation, Scores
 from shared.errors import ProjectError
+from shared.generation import Generation, Scores
 from shared.wire import RequestConfig, RolloutInferRequest
 
 

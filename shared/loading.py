@@ -4,7 +4,7 @@ Two ways: in place, where the served tensors are the checkpoint's (unquantized d
 through vLLM's reload elsewhere (the CPU backend repacks linear weights and drops the originals). What vLLM accepts is
 not yet proof: a loader takes one of three fused tensors and reports the fused parameter as loaded. So coverage is
 checked twice: every tensor of the model's checkpoint has come, and every served parameter was written or shares memory
-with one that was. Called by `receiving.py`, on the worker's own thread.
+with one that was. Called where the model is: in the server's workers, and in a learner whose job the engine is in.
 """
 
 from __future__ import annotations

@@ -1,0 +1,118 @@
+"""What both programs ask of a vLLM engine, and how its outputs are read (R03, R09, R11).
+
+In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. Invariants: responses
+are stop-trimmed; a request is seeded where it draws, and only there. One engine is behind the rollout server
+(`rollout_server/engine.py`), one inside the learner's job (`learner/rollout/colocate_engine.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import RolloutError
+from shared.wire import RequestConfig
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# What a vLLM engine is told wherever it runs on CPU. A prefill cut in two draws a token too many, which vLLM takes back
+# on CUDA only: on CPU a seeded request that is cut ends the engine ("CPU Generator does not use offset").
+CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """Token ids with one placeholder per image, which vLLM widens by the image's size; and the images, RGB."""
+
+    token_ids: list[int]
+    images: list[Image.Image]
+
+    def for_engine(self) -> dict[str, Any]:
+        """As vLLM takes it."""
+        data = {"multi_modal_data": {"image": self.images}} if self.images else {}
+        return {"prompt_token_ids": self.token_ids, **data}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    prompt_token_ids: list[int]
+    response_token_ids: list[int]  # without the token that ended it
+    text: str
+    finish_reason: str  # "stop", "length"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    prompt_token_ids: list[int]
+    logprobs: list[float]  # one per response token
+
+
+def sampling_params(config: RequestConfig, seed: int | None) -> Any:
+    """vLLM's settings for one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=max(0, config.top_k),
+        repetition_penalty=config.repetition_penalty,
+        # Greedy decoding draws nothing, and a generator per request costs time.
+        seed=seed if config.temperature > 0 else None,
+        stop=list(config.stop),
+        skip_special_tokens=False,  # the text says what the tokens say
+        spaces_between_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]:
+    """The prompt and the settings that make vLLM score a response: read the output with `read_scores`."""
+    from vllm import SamplingParams
+
+    whole = Prompt(token_ids=prompt.token_ids + response_token_ids, images=prompt.images)
+    return whole, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+
+
+def read_generation(output: Any, stop_token_ids: Collection[int]) -> Generation:
+    completion = output.outputs[0]
+    token_ids = list(completion.token_ids)
+    if completion.finish_reason == "stop" and token_ids and token_ids[-1] in stop_token_ids:
+        token_ids = token_ids[:-1]
+    return Generation(
+        prompt_token_ids=list(output.prompt_token_ids),
+        response_token_ids=token_ids,
+        text=completion.text,
+        finish_reason=str(completion.finish_reason),
+    )
+
+
+def read_scores(output: Any, num_scored: int) -> Scores:
+    """Natural log-probabilities of the last `num_scored` tokens. Raises RolloutError where one is not finite."""
+    token_ids = list(output.prompt_token_ids)
+    rows = output.prompt_logprobs[-num_scored:]
+    logprobs = [float(row[i].logprob) for row, i in zip(rows, token_ids[-num_scored:], strict=True)]
+    if not all(math.isfinite(value) for value in logprobs):
+        raise RolloutError(
+            "the model gives log-probabilities that are not finite",
+            found=f"{logprobs[:8]}",
+            wanted="finite weights",
+            remedy="lower training.learning_rate, and go on from a checkpoint before the loss went wrong",
+        )
+    return Scores(prompt_token_ids=token_ids[:-num_scored], logprobs=logprobs)
+
+
+def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
+    """What ends an answer: the checkpoint's generation settings and the tokenizer say it."""
+    eos = model_config.try_get_generation_config().get("eos_token_id", [])
+    ids = {eos} if isinstance(eos, int) else set(eos)
+    return frozenset(ids | {tokenizer.eos_token_id})
+
+
+def says_too_long(error: ValueError) -> bool:
+    """Whether vLLM refuses a request for its length, for which it has no type."""
+    return any(words in str(error) for words in ("model length", "max_model_len", "context length"))
