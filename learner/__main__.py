@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 
 from learner.interface import GLOO_VARIABLE, gloo_interface
+from learner.rollout import vllm_environment
 from shared.errors import CollectiveError, ProjectError
 
 # A rank that lost another waits this long: torchrun then sees the one that failed first, and ends this one.
@@ -60,9 +61,12 @@ def _train_or_check(arguments: Sequence[str]) -> int:
     if args.probe or args.world_size is not None:
         parser.error("--probe and --world-size go with --check")
     from learner.config.load import load_config
+    from learner.config.rules import colocates
 
     # Mistakes are told before torch is loaded.
-    load_config(args.config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    config = load_config(args.config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    if colocates(config):
+        vllm_environment.prepare(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
     from learner.build import train

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from learner.checkpoint import CheckpointStore
-from learner.config.built import not_built
 from learner.config.load import load_config, write_resolved
 from learner.config.plan import Plan, resolve
 from learner.config.rules import learns_rollouts, needs_rollouts
@@ -23,12 +22,14 @@ from learner.console import Console
 from learner.data import Batches, load_samples
 from learner.data.window import WindowRepeater, steps_per_epoch
 from learner.metrics import MetricsLog
+from learner.offload import make_offload
 from learner.optim import Optimizer
 from learner.packing import PackingBuffer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.records import Sample
 from learner.rollout.backend import RolloutBackend
+from learner.rollout.colocate import ColocateBackend
 from learner.rollout.connect import connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
@@ -40,14 +41,14 @@ from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.stage2.driver import Stage2Driver
 from learner.stage2.wiring import make_driver, step_plan
 from learner.stopping import Stopped, StopRequest
-from learner.sync import WeightSync
+from learner.sync import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.timeline import Timeline
 from learner.trainer import Trainer
-from shared.config_errors import ConfigErrors
 from shared.errors import ConfigError
 
+Backend = ServerBackend | ColocateBackend | HfBackend
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 
@@ -56,8 +57,6 @@ def train(config_path: str, *, environment: Mapping[str, str]) -> int:
     world_size = int(environment.get("WORLD_SIZE", 1))
     config = load_config(config_path, world_size=world_size, env=environment)
     plan = resolve(config, world_size)
-    if refused := list(not_built(config)):
-        raise ConfigErrors(mistakes=refused)
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
@@ -79,7 +78,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     console = _console(config, ranks, total_steps, stack)
     timeline = Timeline(ranks.rank)
     after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
-    backend, sync = _rollouts(basis, token, log, timeline, stack)
+    optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
+    backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
     work = _work(basis, batches, backend, after_backend, stack)
     return Trainer(
         config=config,
@@ -87,7 +87,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         total_steps=total_steps,
         ranks=ranks,
         policy=basis.policy,
-        optimizer=Optimizer(basis.policy.trainable, config.training, total_steps=total_steps),
+        optimizer=optimizer,
         batches=work.cursor,
         rows=work.rows,
         task=basis.task,
@@ -214,14 +214,15 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
 
 
 def _rollouts(
-    basis: Basis, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
-) -> tuple[ServerBackend | HfBackend | None, WeightSync | None]:
+    basis: Basis, optimizer: Optimizer, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
+) -> tuple[Backend | None, Sync | None]:
     """Who generates, and how the weights get there; neither where nothing is rolled out, no sync where the trained
     model itself generates."""
     config, ranks, policy = basis.config, basis.ranks, basis.policy
     if not needs_rollouts(config):
         return None, None
-    backend = connect_backend(config, ranks, policy, token, log, timeline)
+    offload = make_offload(config.rollout_matching.offload, policy, optimizer)
+    backend = connect_backend(config, ranks, policy, offload, token, log, timeline)
     stack.callback(backend.close)
     if isinstance(backend, HfBackend):
         return backend, None
@@ -233,7 +234,7 @@ def _rollouts(
 def _work(
     basis: Basis,
     batches: Batches,
-    backend: ServerBackend | HfBackend | None,
+    backend: Backend | None,
     after_backend: ExitStack,
     stack: ExitStack,
 ) -> Work:

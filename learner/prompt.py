@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from learner.records import EncodedPrompt, Sample, VisionInputs
 from shared.errors import ConfigError, DataError, PromptMismatchError, RequestError
+from shared.generation import Prompt
 from shared.prompt import render_messages
 
 CONTEXT = 8  # tokens shown around a difference
@@ -47,13 +48,9 @@ class PromptEncoder:
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         """The prompt up to where the assistant begins. Raises DataError for a bad image or wrong turns."""
-        try:
-            turns = render_messages(sample.messages, len(sample.images))
-        except RequestError as error:
-            raise _data_error(sample, error.what, error.found, error.wanted) from error
+        text = self._text(sample)
         if self.processor is None:
-            return self._encode_text(sample, turns)
-        text = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            return EncodedPrompt(token_ids=tuple(self._token_ids(text)), vision=None)
         images = [open_image(sample, image) for image in sample.images]
         inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
         vision = None
@@ -61,11 +58,28 @@ class PromptEncoder:
             vision = VisionInputs(pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"])
         return EncodedPrompt(token_ids=tuple(inputs["input_ids"][0].tolist()), vision=vision)
 
-    def _encode_text(self, sample: Sample, turns: list[dict[str, Any]]) -> EncodedPrompt:
-        if sample.images:
+    def for_engine(self, sample: Sample) -> Prompt:
+        """The same prompt for a vLLM engine in this process, which does by itself what the processor does to images:
+        one placeholder each, and the pictures. Raises as `encode`."""
+        return Prompt(
+            token_ids=self._token_ids(self._text(sample)),
+            images=[open_image(sample, image) for image in sample.images],
+        )
+
+    def _text(self, sample: Sample) -> str:
+        if sample.images and self.processor is None:
             raise _data_error(sample, "a text-only model got images", f"{len(sample.images)} images", "none")
-        text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return EncodedPrompt(token_ids=tuple(self.tokenizer.encode(text, add_special_tokens=False)), vision=None)
+        try:
+            turns = render_messages(sample.messages, len(sample.images))
+        except RequestError as error:
+            raise _data_error(sample, error.what, error.found, error.wanted) from error
+        template = self.processor or self.tokenizer
+        text: str = template.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def _token_ids(self, text: str) -> list[int]:
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
 
 
 def open_image(sample: Sample, image: str) -> Image.Image:

@@ -15,7 +15,7 @@ import huggingface_hub.utils
 import transformers
 
 LATEST = "latest"
-_LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "torch", "py.warnings")
+_LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "torch", "vllm", "py.warnings")
 
 log = logging.getLogger(__name__)
 

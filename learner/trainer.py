@@ -33,7 +33,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.row_source import RowSource, empty_rows
 from learner.stage2.driver import Stage2Driver
 from learner.stopping import Stopped, StopRequest
-from learner.sync import WeightSync
+from learner.sync import Sync
 from learner.tasks.task import Task
 from learner.timeline import Timeline
 from learner.totals import StepTotals
@@ -65,7 +65,7 @@ class Trainer:
         task: Task,
         eval_samples: list[Sample],
         backend: RolloutBackend | None,
-        sync: WeightSync | None,
+        sync: Sync | None,
         checkpoints: CheckpointStore,
         stop: StopRequest,
         log: MetricsLog,
@@ -215,7 +215,7 @@ class Trainer:
                     fence = stack.enter_context(self.stage2.fence())
             yield fence
 
-    def _sync_behind(self, sync: WeightSync, fence: Fence) -> SyncReceipt:
+    def _sync_behind(self, sync: Sync, fence: Fence) -> SyncReceipt:
         with self.clock.phase("sync"):
             receipt = sync.sync()
         fence.synced(receipt.ver)

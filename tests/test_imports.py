@@ -23,6 +23,7 @@ VLLM_FILES = {
     "rollout_server/engine.py",  # the engine's API
     "rollout_server/idle.py",  # how a worker waits
     "rollout_server/service.py",  # its version, for /status/
+    "learner/rollout/colocate_engine.py",  # the engine inside the learner's job
     "shared/generation.py",  # what both engines are asked, and their outputs
     "shared/loading.py",  # loading weights into the served model
     "shared/communicator.py",  # PyNCCL

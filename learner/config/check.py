@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from learner.config.built import not_built
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
 from learner.config.schema import DataConfig
@@ -50,8 +49,6 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
         raise ConfigErrors(mistakes=[mistake])
     config = load_config(path, world_size=world_size, env=env)
     plan = resolve(config, world_size)
-    for mistake in not_built(config):
-        print(f"note: {mistake}", file=sys.stderr)
     report = plan.to_json()
     mistakes: list[Mistake] = []
     looks = [partial(_samples, config.data)] if read_data else []

@@ -30,6 +30,12 @@ def uses_servers(config: RunConfig) -> bool:
     return config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
 
 
+def colocates(config: RunConfig) -> bool:
+    """Whether vLLM runs inside the learner's job."""
+    rollout = config.rollout_matching
+    return rollout.rollout_backend == "vllm" and rollout.vllm.mode == "colocate" and needs_rollouts(config)
+
+
 def learns_rollouts(config: RunConfig) -> bool:
     """Whether any step trains on rollouts; `sft`, and a schedule without Channel-B, learn ground truth only."""
     if config.stage2_ab is not None:

@@ -219,6 +219,12 @@ class VllmConfig(Section):
         "`colocate`: devices per engine; divides the number of ranks (1 where there is one rank)", 4, req="R04", ge=1
     )
     max_model_len: int | None = key("`colocate`: longest prompt + answer; null: the model's", None, unit="tokens", ge=1)
+    enforce_eager: bool = key(
+        "`colocate`: no compilation, no CUDA graphs: starts sooner, decodes slower", False, req="R04"
+    )
+    cpu_kv_cache_gib: int = key(
+        "`colocate`: memory of each rank's KV cache where there is no GPU", 1, unit="GiB", req="R04", ge=1
+    )
     server: ServerClientConfig = key("`server`: where the servers are", ServerClientConfig(), req="R05")
     sync: SyncConfig = key("weight sync", SyncConfig(), req="R08")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from learner.config.rules import ROLLOUT, Rule, given, needs_rollouts
+from learner.config.rules import ROLLOUT, Rule, colocates, given
 from learner.config.schema import RunConfig
 from shared.config_errors import Mistake
 
@@ -63,15 +63,16 @@ def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 
 def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     """R04: colocated engines share out the learner's devices."""
-    rollout = config.rollout_matching
-    if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not needs_rollouts(config):
+    if not colocates(config):
         return
     size = tensor_parallel_size(config, world_size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         wanted, remedy = f"a divisor of the {world_size} ranks", f"set it to {' or '.join(fitting[:6])}"
         path = f"{ROLLOUT}.vllm.tensor_parallel_size"
-        yield Mistake(path=path, found=given(rollout.vllm, "tensor_parallel_size"), wanted=wanted, remedy=remedy)
+        yield Mistake(
+            path=path, found=given(config.rollout_matching.vllm, "tensor_parallel_size"), wanted=wanted, remedy=remedy
+        )
 
 
 def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:

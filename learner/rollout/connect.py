@@ -1,22 +1,30 @@
 """From a configuration to who generates and how weights get there: the backend, and its weight sync.
 
-Both reach the servers before they are given out, so that what is wrong with them is told before the first step. Called
-by `learner.build`, which closes them.
+Both reach the servers, or have started the colocated engine, before they are given out, so that what is wrong there is
+told before the first step. Called by `learner.build`, which closes them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+
+import torch
 
 from learner.config.schema import RunConfig
+from learner.config.topology import tensor_parallel_size
 from learner.metrics import MetricsLog
+from learner.offload import Offload
 from learner.policy.load import Policy
+from learner.policy.lora import base_model_path
 from learner.policy.parallel import Ranks
 from learner.records import Sample
 from learner.rollout.call_log import RolloutCallLog
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
+from learner.sync import CanaryItem, ColocateSync, Sync, WeightSync
 from learner.sync.handshake import check_servers
 from learner.target import ground_truth_target
 from learner.tasks.task import Task
@@ -25,9 +33,15 @@ from shared.architecture import signature
 
 
 def connect_backend(
-    config: RunConfig, ranks: Ranks, policy: Policy, token: str | None, log: MetricsLog, timeline: Timeline
-) -> ServerBackend | HfBackend:
-    """Ready to generate. Raises ServerError where a configured server can't."""
+    config: RunConfig,
+    ranks: Ranks,
+    policy: Policy,
+    offload: Offload,
+    token: str | None,
+    log: MetricsLog,
+    timeline: Timeline,
+) -> ServerBackend | ColocateBackend | HfBackend:
+    """Ready to generate. Raises ServerError where a configured server isn't, ConfigError where an engine can't be."""
 
     def on_call(record: RolloutCallLog) -> None:
         timeline.call(record)
@@ -38,6 +52,8 @@ def connect_backend(
     rollouts, seed = config.rollout_matching, config.training.seed
     if rollouts.rollout_backend == "hf":
         return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
+    if rollouts.vllm.mode == "colocate":
+        return _colocate(config, ranks, policy, offload, on_call)
     backend = ServerBackend(
         rollouts,
         run_seed=seed,
@@ -52,19 +68,32 @@ def connect_backend(
 
 
 def connect_sync(
-    config: RunConfig, ranks: Ranks, policy: Policy, backend: ServerBackend, task: Task, samples: list[Sample]
-) -> WeightSync:
-    """Joined with every server, which was found to serve the same model and to render the same prompts.
-
-    Raises ServerError or SyncError.
-    """
+    config: RunConfig,
+    ranks: Ranks,
+    policy: Policy,
+    backend: ServerBackend | ColocateBackend,
+    task: Task,
+    samples: list[Sample],
+) -> Sync:
+    """Into the colocated engine, or joined with every server, which was found to serve the same model and to render the
+    same prompts. Raises ServerError or SyncError."""
     num_canaries = config.rollout_matching.vllm.sync.canary_samples
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
-    check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
 
     def learner_logprobs(item: CanaryItem) -> list[float]:
         return policy.logprobs(item.prompt, item.response_token_ids)
 
+    if isinstance(backend, ColocateBackend):
+        return ColocateSync(
+            backend.engine,
+            policy,
+            policy.encoder,
+            config=config.rollout_matching.vllm,
+            canary=canary,
+            learner_logprobs=learner_logprobs,
+            ranks=ranks,
+        )
+    check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
     sync = WeightSync(
         backend,
         policy,
@@ -76,6 +105,23 @@ def connect_sync(
     )
     sync.connect()
     return sync
+
+
+def _colocate(
+    config: RunConfig, ranks: Ranks, policy: Policy, offload: Offload, on_call: Callable[[RolloutCallLog], None]
+) -> ColocateBackend:
+    rollouts = config.rollout_matching
+    engine = ColocatedEngine(
+        rollouts,
+        model=base_model_path(config.model) or config.model.path,
+        dtype=torch.bfloat16 if policy.bf16 else policy.model.dtype,  # what training computes in
+        ranks=ranks,
+        tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
+        offload=offload,
+    )
+    return ColocateBackend(
+        rollouts, engine, policy.encoder, run_seed=config.training.seed, ranks=ranks, on_call=on_call
+    )
 
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:

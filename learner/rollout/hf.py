@@ -26,6 +26,7 @@ from learner.records import EncodedPrompt, Rollout, Sample
 from learner.rollout.call_log import CallRecord, RolloutCallLog
 from learner.rollout.hf_decoding import logits_processors
 from learner.rollout.hf_inputs import pad_left, read_answer, stop_token_ids
+from learner.rollout.memory import is_out_of_memory
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.seeds import offset_seed, request_seed
 
@@ -165,7 +166,7 @@ class HfBackend:
             with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.bf16):
                 output = policy.model.generate(**inputs, generation_config=settings, logits_processor=processors)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
@@ -209,8 +210,3 @@ class HfBackend:
             remedy=f"lower {ROLLOUT}.decode_batch_size (or decoding.max_new_tokens, num_beams), or move rollouts to "
             f"devices of their own: rollout_backend: vllm, vllm.mode: server",
         )
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """On CPU torch has no type for it, only words."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,7 +1,8 @@
 """Samples into the server's requests, and its answers into rollouts (R03, R10, R11, R13).
 
 Pure. Every request gets a random uuid when it is built and keeps it through retries: a server that has answered it once
-answers the same again. Called by `server.py`; `infer_request` also by the canary of `learner/sync/`.
+answers the same again. Called by `server.py`; `infer_request` also by the canary of `learner/sync/`, `request_config`
+by `colocate.py`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def infer_request(sample: Sample) -> RolloutInferRequest:
 def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> RequestConfig:
     """How to decode, without a seed; `greedy` overrules the configuration (evaluation).
 
-    Raises ConfigError where the mode can't be had from a server.
+    Raises ConfigError where the mode can't be had from vLLM.
     """
     mode = decoding.mode
     if mode == "beam" or (mode == "sample" and decoding.temperature == 0):
         raise ConfigError(
-            f"{DECODING}.decode_mode: not possible with a rollout server",
+            f"{DECODING}.decode_mode: not possible with vLLM",
             found=f"decode_mode {mode!r}, temperature {decoding.temperature}",
             wanted="greedy, or sample with a temperature above 0",
             remedy=f"correct {DECODING}, or set rollout_backend: hf for beam search",

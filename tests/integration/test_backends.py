@@ -2,7 +2,7 @@
 
 The same samples, weights and greedy decoding give the same prompt and response tokens wherever they are generated, in
 float32; and what can go wrong is told alike. A backend joins by an entry in BACKENDS, and one in each table of faults.
-One server per family for the module.
+One server and one colocated engine per family for the module.
 """
 
 from __future__ import annotations
@@ -25,29 +25,41 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
 from shared.ports import free_port
+from tests.engines import colocate_sync, colocated_engine, start
 from tests.models import FAMILIES
 from tests.servers import RunningServer, descendants, running_server
 
 pytestmark = pytest.mark.integration
 
 CPU = torch.device("cpu")
+COLOCATED = RolloutMatchingConfig.model_validate(
+    {"decode_batch_size": 3, "vllm": {"enforce_eager": True, "max_model_len": 512}}
+)
 LONG = "name every digit " * 400  # more tokens than any of the models takes
 
 
 @dataclass(frozen=True)
 class World:
-    """A family's model on disk and as a policy with other weights, samples for it, and a server that has it."""
+    """A family's model on disk and as a policy with other weights, samples for it, and two engines that have it."""
 
     family: str
     policy: Policy
     samples: list[Sample]
     server: RunningServer
     group_port: int
+    engine: ColocatedEngine
+
+    @property
+    def canary(self) -> CanaryItem:
+        item = self.samples[0]
+        return CanaryItem(sample=item, prompt=self.policy.encoder.encode(item), response_token_ids=tuple(range(20, 40)))
 
     def config(self, *, max_new_tokens: int = 16, timeout_s: float = 120.0) -> RolloutMatchingConfig:
         server = {
@@ -71,8 +83,8 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             parameter += 0.05 * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator)
     samples = make_samples(folder / "images", with_images=policy.encoder.processor is not None)
     config = {"model": str(folder / "model"), "max_model_len": 512, "allowed_image_roots": [str(folder)]}
-    with running_server(config, folder) as server:
-        yield World(request.param, policy, samples, server, free_port())
+    with running_server(config, folder) as server, colocated_engine(COLOCATED, folder / "model") as engine:
+        yield World(request.param, policy, samples, server, free_port(), engine)
 
 
 def make_samples(folder: Path, *, with_images: bool) -> list[Sample]:
@@ -111,13 +123,12 @@ def hf(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBackend]:
 def server(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBackend]:
     backend = ServerBackend(config, run_seed=3)
     backend.connect()
-    policy, item = world.policy, world.samples[0]
-    canary = CanaryItem(sample=item, prompt=policy.encoder.encode(item), response_token_ids=tuple(range(20, 40)))
+    policy = world.policy
     sync = WeightSync(
         backend,
         policy,
         config=backend.config.vllm,
-        canary=[canary],
+        canary=[world.canary],
         learner_logprobs=lambda item: policy.logprobs(item.prompt, item.response_token_ids),
         fence=Ranks(),
         device=CPU,
@@ -131,8 +142,15 @@ def server(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBacke
         backend.close()
 
 
+@contextmanager
+def colocate(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBackend]:
+    backend = ColocateBackend(config, world.engine, world.policy.encoder, run_seed=3, ranks=Ranks())
+    colocate_sync(world.engine, world.policy, world.canary, config).sync()
+    yield backend
+
+
 Backend = Callable[[World, RolloutMatchingConfig], AbstractContextManager[RolloutBackend]]
-BACKENDS: dict[str, Backend] = {"hf": hf, "server": server}
+BACKENDS: dict[str, Backend] = {"hf": hf, "colocate": colocate, "server": server}
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -163,6 +181,12 @@ def start_hf_without_weights(folder: Path) -> None:
     load_policy(ModelConfig(path=str(folder)), device=CPU)
 
 
+def start_an_engine_without_weights(folder: Path) -> None:
+    FAMILIES["qwen3"](folder)
+    (folder / "model.safetensors").unlink()
+    start(COLOCATED, folder)
+
+
 def start_on_a_dead_server(folder: Path) -> None:
     server = {"servers": [{"base_url": f"http://127.0.0.1:{free_port()}", "group_port": free_port()}], "timeout_s": 1.0}
     config = RolloutMatchingConfig.model_validate({"vllm": {"mode": "server", "server": server}})
@@ -173,7 +197,11 @@ def start_on_a_dead_server(folder: Path) -> None:
         backend.close()
 
 
-FAILING_STARTS: dict[str, Callable[[Path], None]] = {"hf": start_hf_without_weights, "server": start_on_a_dead_server}
+FAILING_STARTS: dict[str, Callable[[Path], None]] = {
+    "hf": start_hf_without_weights,
+    "colocate": start_an_engine_without_weights,
+    "server": start_on_a_dead_server,
+}
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -214,13 +242,24 @@ def exhaust_memory_of_hf(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world.policy.model.get_output_embeddings(), "forward", fail)
 
 
+def exhaust_memory_of_the_engine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr(world.engine.model, "compute_logits", fail)
+
+
 def exhaust_memory_of_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel does it: the process that is too large is killed."""
     for pid in descendants(world.server.process.pid):
         os.kill(pid, signal.SIGKILL)
 
 
-EXHAUST = {"hf": exhaust_memory_of_hf, "server": exhaust_memory_of_the_server}
+EXHAUST = {
+    "hf": exhaust_memory_of_hf,
+    "colocate": exhaust_memory_of_the_engine,
+    "server": exhaust_memory_of_the_server,
+}
 
 
 @pytest.mark.parametrize("world", list(FAMILIES)[:1], indirect=True)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from learner.config.built import not_built
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
@@ -48,7 +47,6 @@ def test_rollouts_are_made_by_the_present_weights(
     config = hf_config(
         tiny_text, tmp_path / "a", max_steps=3, effective_batch_size=2, eval_on_start=True, eval_on_end=True
     )
-    assert not list(not_built(config))
     with trainer(config, Ranks(), monkeypatch, seen := Seen()) as made:
         assert isinstance(made.backend, HfBackend)
         assert made.sync is None

@@ -1,0 +1,225 @@
+"""vLLM inside the learner's own process, on its device: the only file of the learner that speaks vLLM's API (R02, R04).
+
+In: prompts with seeds, weights. Out: generations, scores, an account of a weight load, or an error of the project's
+tree. One engine per `tensor_parallel_size` ranks, each of which runs the same requests in the same order. Invariants:
+- whatever vLLM does is done `awake`: training state is offloaded, and on CUDA the engine sleeps before and afterwards
+  (vLLM for CPU knows no sleep, and shares no device memory with training);
+- training's random generators are as before;
+- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right.
+Used by `colocate.py` and `learner/sync/colocate.py`. Needs `vllm_environment.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from learner.config.rules import ROLLOUT
+from learner.config.schema import RolloutMatchingConfig
+from learner.offload import Offload
+from learner.policy.parallel import Ranks
+from learner.rollout.memory import is_out_of_memory
+from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
+from shared.generation import (
+    CPU_ENGINE_ARGS,
+    Generation,
+    Prompt,
+    Scores,
+    read_generation,
+    read_scores,
+    sampling_params,
+    says_too_long,
+    scoring,
+    stop_token_ids,
+)
+from shared.loading import WeightLoad
+from shared.model_folder import model_folder
+from shared.wire import RequestConfig
+
+ELSEWHERE = "or roll out elsewhere: vllm.mode: server, or rollout_backend: hf"
+
+
+class ColocatedEngine:
+    """`model` is a checkpoint with the architecture of the trained model; its weights are overwritten by each sync."""
+
+    def __init__(
+        self,
+        config: RolloutMatchingConfig,
+        *,
+        model: str,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        tensor_parallel_size: int,
+        offload: Offload,
+    ) -> None:
+        """Start the engine; collective. Raises ConfigError where vLLM can't with these settings and this memory."""
+        self.ver: int | None = None
+        self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
+        self._config, self._ranks, self._offload = config, ranks, offload
+        self._sleeps = ranks.device.type == "cuda"
+        folder = model_folder(model, "model.path")
+        with offload.away(), _keeping_random_state(ranks.device):
+            self._llm = self._start(folder)
+            self._sleep()
+        model_config = self._llm.llm_engine.model_config
+        self.max_model_len = int(model_config.max_model_len)
+        self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """As vLLM serves it."""
+        model: torch.nn.Module = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        return model
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Ready to load, generate and score."""
+        with self._offload.away():
+            if self._sleeps:
+                self._llm.wake_up()
+            try:
+                yield
+            finally:
+                self._sleep()
+
+    def generate(self, prompts: Sequence[Prompt], config: RequestConfig, seeds: Sequence[int]) -> list[Generation]:
+        """One response per prompt and seed, in order; at most `decode_batch_size` of them per device are decoded at
+        once. Raises PromptTooLongError, RolloutError."""
+        for prompt in prompts:
+            self._check_length(len(prompt.token_ids), config.max_tokens)
+        outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
+        for output in outputs:  # images are only widened inside vLLM
+            self._check_length(len(output.prompt_token_ids), config.max_tokens)
+        return [read_generation(output, self._stop_token_ids) for output in outputs]
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
+        """Natural log-probabilities of each response after its prompt. Raises as `generate`."""
+        asked = [scoring(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+        outputs = self._run([whole for whole, _ in asked], [params for _, params in asked])
+        return [read_scores(output, len(ids)) for output, ids in zip(outputs, responses, strict=True)]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite the served weights, account for every parameter, and forget what was computed with the old ones.
+
+        Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
+        """
+        self.ver = None
+        engine = self._llm.llm_engine
+        load = WeightLoad(self.model, engine.vllm_config, self._ranks.device)
+        try:
+            load.add(weights)
+            load.finish()
+        except ProjectError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:500]}"
+            raise SyncError("loading weights into the colocated engine failed", found=found) from error
+        finally:
+            load.close()
+        if not engine.reset_prefix_cache():
+            raise SyncError("the colocated engine's prefix cache can't be reset", found="blocks in use")
+        engine.reset_mm_cache()
+        engine.reset_encoder_cache()
+
+    def close(self) -> None:
+        """Give up the engine's memory, and the process group that it made where the job has none."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        if self._ranks.world_size == 1:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+    def _start(self, folder: str) -> Any:
+        from vllm import LLM
+
+        try:
+            return LLM(**self._engine_args(folder))
+        except Exception as error:  # vLLM raises what it likes
+            raise ConfigError(
+                f"{ROLLOUT}.vllm: the colocated engine does not start",
+                found=f"{type(error).__name__}: {str(error)[:500]}",
+                wanted="a model that vLLM loads, and memory for it and its KV cache beside the training state",
+                remedy="where memory is short: other gpu_memory_utilization (cpu_kv_cache_gib without a GPU), a lower "
+                f"max_model_len or decode_batch_size, offload.enabled: true, {ELSEWHERE}",
+            ) from error
+
+    def _engine_args(self, folder: str) -> dict[str, Any]:
+        vllm, on_cpu = self._config.vllm, self._ranks.device.type == "cpu"
+        args: dict[str, Any] = {
+            "model": folder,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seed": 0,  # requests bring their seeds
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher" if self._ranks.world_size > 1 else "uni",
+            "max_num_seqs": self._config.decode_batch_size * self.tensor_parallel_size,
+            "gpu_memory_utilization": vllm.gpu_memory_utilization,
+            "enforce_eager": vllm.enforce_eager,
+            "enable_sleep_mode": self._sleeps,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if vllm.max_model_len is not None:
+            args["max_model_len"] = vllm.max_model_len
+        if on_cpu:
+            args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": vllm.cpu_kv_cache_gib * 2**30}
+        return args
+
+    def _sleep(self) -> None:
+        """Weights go to host memory, the KV cache is given up."""
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
+        """vLLM's outputs in order, its errors as ours."""
+        try:
+            return self._llm.generate([prompt.for_engine() for prompt in prompts], list(params), use_tqdm=False)
+        except ValueError as error:  # what vLLM raises for a request that it does not take
+            if says_too_long(error):
+                raise self._too_long(str(error)) from error
+            raise RolloutError("the colocated engine refuses a request", found=str(error)[:500]) from error
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(len(prompts), error) from error
+            found = f"{type(error).__name__}: {str(error)[:500]}"
+            remedy = f"see the rank's log; start again, {ELSEWHERE}"
+            raise RolloutError("the colocated engine failed", found=found, remedy=remedy) from error
+
+    def _check_length(self, num_prompt: int, num_response: int) -> None:
+        if num_prompt + num_response > self.max_model_len:
+            raise self._too_long(f"{num_prompt} prompt tokens and {num_response} for the answer")
+
+    def _too_long(self, found: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            "the request is longer than the colocated engine's context",
+            found=found,
+            wanted=f"at most {self.max_model_len} tokens together",
+            remedy=f"raise {ROLLOUT}.vllm.max_model_len, or lower decoding.max_new_tokens or the images' size",
+        )
+
+    def _out_of_memory(self, num_requests: int, error: RuntimeError) -> RolloutError:
+        return RolloutError(
+            "the colocated engine is out of memory beside the training state",
+            found=f"{num_requests} requests; {str(error).splitlines()[0]}",
+            wanted=f"memory for {ROLLOUT}.decode_batch_size = {self._config.decode_batch_size} sequences per device",
+            remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
+            f"offload.enabled: true, {ELSEWHERE}",
+        )
+
+
+@contextmanager
+def _keeping_random_state(device: torch.device) -> Iterator[None]:
+    """vLLM seeds every generator of the process at its start; a resumed run must find its own."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,66 @@
+"""A colocated vLLM engine in the test's own process: started with vLLM's environment, its memory given up at the end.
+
+with colocated_engine(config, folder / "model") as engine:
+    backend = ColocateBackend(config, engine, encoder, run_seed=3, ranks=Ranks())
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.config.schema import RolloutMatchingConfig
+from learner.offload import Offload
+from learner.policy.load import Policy
+from learner.policy.parallel import Ranks
+from learner.rollout import vllm_environment
+from learner.rollout.colocate_engine import ColocatedEngine
+from learner.sync import CanaryItem, ColocateSync
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def colocated_engine(
+    config: RolloutMatchingConfig, model: Path, offload: Offload | None = None
+) -> Iterator[ColocatedEngine]:
+    """In float32, on one rank."""
+    engine = start(config, model, offload)
+    yield engine
+    engine.close()
+
+
+def start(config: RolloutMatchingConfig, model: Path, offload: Offload | None = None) -> ColocatedEngine:
+    environment: dict[str, str] = {}
+    vllm_environment.prepare(environment)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's own
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        return ColocatedEngine(
+            config,
+            model=str(model),
+            dtype=torch.float32,
+            ranks=Ranks(),
+            tensor_parallel_size=1,
+            offload=offload or Offload(device=CPU),
+        )
+
+
+def colocate_sync(
+    engine: ColocatedEngine, policy: Policy, item: CanaryItem, config: RolloutMatchingConfig
+) -> ColocateSync:
+    return ColocateSync(
+        engine,
+        policy,
+        policy.encoder,
+        config=config.vllm,
+        canary=[item],
+        learner_logprobs=lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+        ranks=Ranks(),
+    )
