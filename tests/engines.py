@@ -22,20 +22,22 @@ from learner.rollout import vllm_environment
 from learner.rollout.colocate_engine import ColocatedEngine
 from learner.sync import CanaryItem, ColocateSync
 
-CPU = torch.device("cpu")
+ONE_RANK = Ranks()  # on CPU
 
 
 @contextmanager
 def colocated_engine(
-    config: RolloutMatchingConfig, model: Path, offload: Offload | None = None
+    config: RolloutMatchingConfig, model: Path, offload: Offload | None = None, ranks: Ranks = ONE_RANK
 ) -> Iterator[ColocatedEngine]:
     """In float32, on one rank."""
-    engine = start(config, model, offload)
+    engine = start(config, model, offload, ranks)
     yield engine
     engine.close()
 
 
-def start(config: RolloutMatchingConfig, model: Path, offload: Offload | None = None) -> ColocatedEngine:
+def start(
+    config: RolloutMatchingConfig, model: Path, offload: Offload | None = None, ranks: Ranks = ONE_RANK
+) -> ColocatedEngine:
     environment: dict[str, str] = {}
     vllm_environment.prepare(environment)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -46,14 +48,18 @@ def start(config: RolloutMatchingConfig, model: Path, offload: Offload | None = 
             config,
             model=str(model),
             dtype=torch.float32,
-            ranks=Ranks(),
+            ranks=ranks,
             tensor_parallel_size=1,
-            offload=offload or Offload(device=CPU),
+            offload=offload or Offload(device=ranks.device),
         )
 
 
 def colocate_sync(
-    engine: ColocatedEngine, policy: Policy, item: CanaryItem, config: RolloutMatchingConfig
+    engine: ColocatedEngine,
+    policy: Policy,
+    item: CanaryItem,
+    config: RolloutMatchingConfig,
+    ranks: Ranks = ONE_RANK,
 ) -> ColocateSync:
     return ColocateSync(
         engine,
@@ -62,5 +68,5 @@ def colocate_sync(
         config=config.vllm,
         canary=[item],
         learner_logprobs=lambda item: policy.logprobs(item.prompt, item.response_token_ids),
-        ranks=Ranks(),
+        ranks=ranks,
     )

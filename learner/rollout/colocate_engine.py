@@ -79,7 +79,7 @@ class ColocatedEngine:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Ready to load, generate and score."""
-        with self._offload.away():
+        with self._offload.away(), _keeping_random_state(self._ranks.device):
             if self._sleeps:
                 self._llm.wake_up()
             try:
@@ -215,7 +215,7 @@ class ColocatedEngine:
 
 @contextmanager
 def _keeping_random_state(device: torch.device) -> Iterator[None]:
-    """vLLM seeds every generator of the process at its start; a resumed run must find its own."""
+    """vLLM seeds every generator of the process at its start, and draws from torch's now and then."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

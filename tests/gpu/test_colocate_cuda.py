@@ -1,0 +1,92 @@
+"""Colocated vLLM on CUDA: checked syncs on the device, and what it gives back while training has it (R04, R09, R20)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from deploy.demo.model import build
+from learner.config.schema import ModelConfig, OffloadConfig, RolloutMatchingConfig, TrainingConfig
+from learner.offload import make_offload
+from learner.optim import Optimizer
+from learner.policy.load import Policy, load_policy
+from learner.policy.parallel import Ranks
+from learner.records import Rollout
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocate_engine import ColocatedEngine
+from learner.sync import CanaryItem
+from tests.engines import colocate_sync, colocated_engine
+from tests.unit.learner.policy.rows import image, sample
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+CUDA = torch.device("cuda", 0)
+RANKS = Ranks(device=CUDA)
+GIB = 2**30
+CONFIG = RolloutMatchingConfig.model_validate(
+    {
+        "decode_batch_size": 4,
+        "decoding": {"max_new_tokens": 16, "repetition_penalty": 1.2},
+        "vllm": {"gpu_memory_utilization": 0.2, "max_model_len": 512, "enforce_eager": True},
+    }
+)
+
+
+@dataclass(frozen=True)
+class World:
+    policy: Policy
+    engine: ColocatedEngine
+
+    def sync(self) -> float:
+        """The canary's gap."""
+        scene = sample([image(128, 128, seed=0)])
+        prompt = self.policy.encoder.encode(scene)
+        item = CanaryItem(sample=scene, prompt=prompt, response_token_ids=tuple(range(20, 40)))
+        return colocate_sync(self.engine, self.policy, item, CONFIG, RANKS).sync().canary_gap
+
+    def generate(self) -> list[Rollout]:
+        samples = [sample([image(128, 128, seed=i)]) for i in range(5)]
+        backend = ColocateBackend(CONFIG, self.engine, self.policy.encoder, run_seed=3, ranks=RANKS)
+        return backend.generate(samples, global_step=1, micro_step_idx=0, first_req_idx=0)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["stays", "offloaded"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    path = tmp_path_factory.mktemp("models") / "demo"
+    build(path, "demo", seed=0)
+    policy = load_policy(ModelConfig(path=str(path)), device=CUDA)
+    optimizer = Optimizer(policy.trainable, TrainingConfig(output_dir="run", max_steps=1), total_steps=1)
+    away = OffloadConfig(enabled=request.param, offload_model=True, offload_optimizer=True)
+    with colocated_engine(CONFIG, path, make_offload(away, policy, optimizer), RANKS) as engine:
+        yield World(policy, engine)
+
+
+def test_syncs_are_checked_and_change_the_answers(world: World) -> None:
+    """R09: also past the caches that the old weights had filled; the trained weights are as before."""
+    assert world.sync() < 0.01
+    first = world.generate()
+    with torch.no_grad():
+        for parameter in world.policy.model.parameters():
+            parameter += 0.05 * parameter.abs().mean() * torch.randn_like(parameter)
+    before = {name: parameter.detach().clone() for name, parameter in world.policy.model.named_parameters()}
+    assert [r.response_token_ids for r in world.generate()] == [r.response_token_ids for r in first]
+    assert world.sync() < 0.01
+    second = world.generate()
+    assert [r.response_token_ids for r in second] != [r.response_token_ids for r in first]
+    assert [r.prompt_token_ids for r in second] == [world.policy.encoder.encode(r.sample).token_ids for r in second]
+    for name, parameter in world.policy.model.named_parameters():
+        assert parameter.device == CUDA
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_the_engine_sleeps_while_training_has_the_device(world: World) -> None:
+    """R04: its KV cache (most of a fifth of the device) is there during rollouts only."""
+    world.sync()
+    asleep, total = torch.cuda.mem_get_info()
+    with world.engine.awake():
+        awake, _ = torch.cuda.mem_get_info()
+    assert asleep - awake > 0.1 * total
+    assert abs(torch.cuda.mem_get_info()[0] - asleep) < GIB // 2

@@ -1,0 +1,75 @@
+"""Offloading on CUDA: the device is empty meanwhile, and training goes on as if nothing had been moved (R20)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.demo.model import build
+from learner.config.schema import LoraConfig, ModelConfig, OffloadConfig, TrainingConfig
+from learner.offload import make_offload
+from learner.optim import Optimizer
+from learner.policy.load import Policy, load_policy
+from tests.unit.learner.policy.rows import image, row, sample, segment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+CUDA = torch.device("cuda", 0)
+BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "demo"
+    build(path, "demo", seed=0)
+    return path
+
+
+def learner(path: Path, lora: LoraConfig | None) -> tuple[Policy, Optimizer]:
+    torch.manual_seed(0)
+    policy = load_policy(ModelConfig(path=str(path), lora=lora), device=CUDA)
+    config = TrainingConfig(output_dir="run", max_steps=4, learning_rate=1e-3)
+    return policy, Optimizer(policy.trainable, config, total_steps=4)
+
+
+def state(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Weights, buffers, gradients and moments."""
+    named = {**dict(policy.model.named_parameters()), **dict(policy.model.named_buffers())}
+    gradients = {f"{name}.grad": p.grad for name, p in policy.trainable if p.grad is not None}
+    return {**named, **gradients, **optimizer.state()}
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4, alpha=8, dropout=0.0)])
+def test_everything_comes_back_bit_for_bit(path: Path, lora: LoraConfig | None) -> None:
+    """Between the micro-steps of a window too, where gradients wait; and training goes on with it."""
+    policy, optimizer = learner(path, lora)
+    prompt = policy.encoder.encode(sample([image(128, 128, seed=0)]))
+    away = make_offload(BOTH, policy, optimizer).away
+    for step in range(2):
+        for micro_step in range(2):
+            policy.backward(row(segment(prompt, 20, seed=2 * step + micro_step)))
+            before = {name: tensor.detach().clone() for name, tensor in state(policy, optimizer).items()}
+            with away():
+                assert {tensor.device.type for tensor in state(policy, optimizer).values()} == {"cpu"}
+            after = state(policy, optimizer)
+            assert after.keys() == before.keys()
+            for name, tensor in after.items():
+                assert tensor.device == CUDA, name
+                assert torch.equal(tensor, before[name]), name
+        optimizer.update(step)
+        assert any(not torch.equal(p, before[name]) for name, p in policy.trainable)
+
+
+def test_the_device_is_empty_meanwhile(path: Path) -> None:
+    policy, optimizer = learner(path, None)
+    prompt = policy.encoder.encode(sample([image(128, 128, seed=0)]))
+    policy.backward(row(segment(prompt, 20, seed=0)))
+    optimizer.update(0)
+    num_bytes = sum(p.numel() * 4 for _, p in policy.trainable)
+    before = torch.cuda.memory_allocated()
+    with make_offload(BOTH, policy, optimizer).away():
+        assert before - torch.cuda.memory_allocated() >= 3 * num_bytes  # the weights and two moments
+    tied = policy.model.get_output_embeddings().weight is policy.model.get_input_embeddings().weight
+    assert tied == policy.model.config.tie_word_embeddings
+    assert torch.cuda.memory_allocated() <= before

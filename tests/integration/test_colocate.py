@@ -1,0 +1,241 @@
+"""vLLM inside the learner's process, real, on one rank: what a sync changes, what nothing may change, what is refused.
+
+One engine for the module. That all backends answer alike: test_backends.py; whole runs: test_colocate_run.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.policy.load import Policy, load_policy
+from learner.policy.parallel import Ranks
+from learner.records import Rollout, Sample
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocate_engine import ColocatedEngine
+from learner.rollout.hf import HfBackend
+from learner.sync import CanaryItem
+from shared.errors import CanaryError, ConfigError, CoverageError, SyncError
+from shared.seeds import offset_seed, request_seed
+from tests.engines import colocate_sync, colocated_engine, start
+from tests.models import build_qwen3_vl
+
+pytestmark = pytest.mark.integration
+
+CPU = torch.device("cpu")
+RUN_SEED = 3
+DECODE_BATCH_SIZE = 3
+VLLM = {"enforce_eager": True, "max_model_len": 512}
+
+
+def config(temperature: float = 0.0, **vllm: Any) -> RolloutMatchingConfig:
+    decoding = {"max_new_tokens": 12, "repetition_penalty": 1.2, "temperature": temperature}
+    keys = {"decode_batch_size": DECODE_BATCH_SIZE, "decoding": decoding, "vllm": {**VLLM, **vllm}}
+    return RolloutMatchingConfig.model_validate(keys)
+
+
+def random_state() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+@dataclass(frozen=True)
+class World:
+    folder: Path
+    policy: Policy
+    samples: list[Sample]
+    engine: ColocatedEngine
+    generators_at_start: tuple[Any, Any]  # before and after the engine started
+
+    def backend(self, temperature: float = 0.0) -> ColocateBackend:
+        return ColocateBackend(config(temperature), self.engine, self.policy.encoder, run_seed=RUN_SEED, ranks=Ranks())
+
+    def canary(self, policy: Policy) -> CanaryItem:
+        prompt = policy.encoder.encode(self.samples[0])
+        return CanaryItem(sample=self.samples[0], prompt=prompt, response_token_ids=tuple(range(20, 40)))
+
+    def sync(self, policy: Policy | None = None) -> float:
+        """The canary's gap."""
+        policy = policy or self.policy
+        return colocate_sync(self.engine, policy, self.canary(policy), config()).sync().canary_gap
+
+    def generate(self, temperature: float = 0.0, first: int = 0) -> list[Rollout]:
+        return rolled_out(self.backend(temperature), self.samples[first:], first)
+
+    def by_hf(self) -> list[tuple[int, ...]]:
+        return answers(rolled_out(HfBackend(config(), self.policy, run_seed=RUN_SEED), self.samples))
+
+
+def rolled_out(backend: Any, samples: list[Sample], first_req_idx: int = 0) -> list[Rollout]:
+    return backend.generate(samples, global_step=1, micro_step_idx=0, first_req_idx=first_req_idx)
+
+
+def answers(rollouts: list[Rollout]) -> list[tuple[int, ...]]:
+    return [rollout.response_token_ids for rollout in rollouts]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("colocate")
+    build_qwen3_vl(folder / "model")
+    policy = load_policy(ModelConfig(path=str(folder / "model")), device=CPU)
+    samples = [sample(folder, i) for i in range(5)]
+    before = random_state()
+    with colocated_engine(config(), folder / "model") as engine:
+        yield World(folder, policy, samples, engine, (before, random_state()))
+
+
+def sample(folder: Path, number: int) -> Sample:
+    pixels = np.random.default_rng(number).integers(0, 256, (64 + 16 * number, 96, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / f"{number}.png")
+    turn = {"role": "user", "content": "<image>" + "name every digit " * (number + 1)}
+    images = (str(folder / f"{number}.png"),)
+    return Sample(sample_id=f"s{number}", messages=(turn,), images=images, objects=(), width=96, height=64)
+
+
+@pytest.fixture
+def trained(world: World) -> Callable[[], None]:
+    """An update of all weights."""
+
+    def train() -> None:
+        with torch.no_grad():
+            for parameter in world.policy.model.parameters():
+                parameter += 0.05 * parameter.abs().mean() * torch.randn_like(parameter)
+
+    return train
+
+
+def test_no_rollout_before_the_first_sync(world: World) -> None:
+    """R10. First in the file, while the engine has what lies on the disk."""
+    with pytest.raises(SyncError, match="not known to be right"):
+        world.generate()
+
+
+def test_rollouts_are_made_by_the_weights_last_synced(world: World, trained: Callable[[], None]) -> None:
+    """R09, R10: training after a sync does not reach the engine (nothing is shared); after the next sync it does, past
+    prompts and images whose caches the old weights had filled."""
+    assert world.sync() < 1e-5
+    first, ver = answers(world.generate()), world.engine.ver
+    assert first == world.by_hf()
+    trained()
+    assert answers(world.generate()) == first != world.by_hf()
+    assert world.sync() < 1e-5
+    rollouts = world.generate()
+    assert answers(rollouts) == world.by_hf() != first
+    assert ver == 1
+    assert {rollout.server_id for rollout in rollouts} == {"colocate"}
+
+
+def test_training_does_not_notice(world: World) -> None:
+    """Weights bit for bit, gradients and random generators, through a start, a sync and rollouts."""
+    before_start, after_start = world.generators_at_start
+    assert before_start == after_start
+    parameters = dict(world.policy.model.named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    generators = random_state()
+    world.sync()
+    world.generate(temperature=1.0)
+    assert random_state() == generators
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, weights[name])
+        assert parameter.grad is not None
+        assert bool((parameter.grad == 1).all())
+        parameter.grad = None
+
+
+def test_sampling_follows_the_seeds(world: World) -> None:
+    """R11, R29: request i draws by base + i, whoever is beside it."""
+    world.sync()
+    rollouts = world.generate(temperature=1.0)
+    place = {"run_seed": RUN_SEED, "global_step": 1, "micro_step_idx": 0}
+    assert [r.seed for r in rollouts] == [request_seed(**place, req_idx=i) for i in range(5)]
+    assert offset_seed(rollouts[0].seed or 0, 4) == rollouts[4].seed
+    assert answers(rollouts) == answers(world.generate(temperature=1.0))
+    assert answers(rollouts)[3:] == answers(world.generate(temperature=1.0, first=3))
+    assert answers(rollouts) != answers(world.generate())
+
+
+def test_decode_batch_size_bounds_what_is_decoded_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R21: five requests, three at a time."""
+    world.sync()
+    core = world.engine._llm.llm_engine.engine_core.engine_core
+    step, running = core.scheduler.schedule, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        scheduled = step(*args, **kwargs)
+        running.append(len(core.scheduler.running))
+        return scheduled
+
+    monkeypatch.setattr(core.scheduler, "schedule", counted)
+    assert len(world.generate()) == 5
+    assert max(running) == DECODE_BATCH_SIZE
+
+
+def test_lora_is_served_merged(world: World) -> None:
+    """R09: the learner scores with its adapter, the engine with merged weights; the trained base stays as it was."""
+    lora = LoraConfig(r=4, alpha=64, dropout=0.0)
+    policy = load_policy(ModelConfig(path=str(world.folder / "model"), lora=lora), device=CPU)
+    with torch.no_grad():
+        for name, parameter in policy.trainable:
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    before = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
+    plain = load_policy(ModelConfig(path=str(world.folder / "model")), device=CPU)
+    item = world.canary(policy)
+    moved = np.abs(np.subtract(*(p.logprobs(item.prompt, item.response_token_ids) for p in (policy, plain))))
+    assert moved.mean() > 0.01, "the adapter changes nothing"
+    assert world.sync(policy) < 1e-4
+    assert all(torch.equal(parameter, before[name]) for name, parameter in policy.model.named_parameters())
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+def refused_then_mended(world: World) -> None:
+    """R09, R10: no rollout by weights that were not checked, until a complete sync."""
+    with pytest.raises(SyncError, match="not known to be right"):
+        world.generate()
+    world.sync()
+    assert answers(world.generate()) == world.by_hf()
+
+
+def test_a_canary_that_fails_stops_rollouts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner's model gives other probabilities than the weights that it handed over."""
+    honest = world.policy.logprobs
+    monkeypatch.setattr(world.policy, "logprobs", lambda *args: [value - 0.5 for value in honest(*args)])
+    with pytest.raises(CanaryError, match="the colocated engine") as caught:
+        world.sync()
+    assert "mean gap 0.5" in caught.value.found
+    monkeypatch.undo()
+    refused_then_mended(world)
+
+
+def test_a_tensor_that_does_not_come_stops_rollouts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = world.policy.named_weights
+    monkeypatch.setattr(
+        world.policy, "named_weights", lambda dtype: (pair for pair in named(dtype) if "layers.1.mlp" not in pair[0])
+    )
+    with pytest.raises(CoverageError, match="does not cover") as caught:
+        world.sync()
+    assert "layers.1.mlp" in caught.value.found
+    monkeypatch.undo()
+    refused_then_mended(world)
+
+
+def test_an_engine_without_enough_memory(world: World) -> None:
+    """R16, R20: told at the start, with the keys that help."""
+    with pytest.raises(ConfigError, match="does not start") as caught:
+        start(config(cpu_kv_cache_gib=1_000_000), world.folder / "model")
+    assert "GiB" in caught.value.found
+    for way_out in ("gpu_memory_utilization", "cpu_kv_cache_gib", "offload.enabled", "rollout_backend: hf"):
+        assert way_out in caught.value.remedy

@@ -1,0 +1,143 @@
+"""Whole runs of the learner under torchrun with vLLM in the same processes: no server, one rank and two (R02, R04).
+
+Each run learns two steps and evaluates. What it learns does not depend on how many ranks there are, nor on how many of
+them share an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from deploy.demo import build_data
+from deploy.demo.model import build
+from shared.seeds import request_seed
+from tests.runs import events
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+SEED = 11
+TIMEOUT_S = 200.0
+COLOCATED = {"mode": "colocate", "enforce_eager": True, "max_model_len": 1024}
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    exit_code: int
+    printed: str
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return events(self.folder, event)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "checkpoint-2" / "model.safetensors")
+
+
+def learn(folder: Path, name: str, *, nproc: int, **vllm: Any) -> Run:
+    """Two steps of four samples, over `nproc` ranks."""
+    settings = {"seed": SEED, "effective_batch_size": 4, "per_device_train_batch_size": 4 // nproc, "max_steps": 2}
+    rollouts = {
+        "decode_batch_size": 8,
+        "decoding": {"temperature": 1.0, "max_new_tokens": 24},
+        "vllm": {**COLOCATED, **vllm},
+        "offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},  # nothing moves without a GPU
+    }
+    config = {
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")},
+        "training": {"output_dir": str(folder / name), "learning_rate": 1e-2, "eval_on_end": True, **settings},
+        "logging": {"tensorboard": False},
+        "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
+        "global_max_length": 1024,
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--", "-m", "learner"]
+    done = subprocess.run(
+        [*command, "--config", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return Run(folder / name, done.returncode, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    build(folder / "model", "tiny", seed=0)
+    build_data.build(build_data.Build(train=24, val=0, test=1), folder)  # of two ranks, one evaluates nothing
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    run = learn(folder, "alone", nproc=1)
+    assert run.exit_code == 0, run.printed[-3000:]
+    return run
+
+
+def test_every_step_learns_from_checked_weights(alone: Run) -> None:
+    """R09, R10, R15: a sync before each step and the evaluation, each one higher; calls name seed and version."""
+    syncs = alone.events("sync")
+    assert [(sync["global_step"], sync["ver"], sync["mode"]) for sync in syncs] == [
+        (0, 1, "full"),
+        (1, 2, "full"),
+        (2, 3, "full"),
+    ]
+    assert all(0 < sync["canary_gap"] < 1e-4 for sync in syncs), syncs
+    assert [step["ver"] for step in alone.events("step")] == [1, 2]
+    calls = alone.events("rollout_call")
+    assert [(call["ver"], call["num_requests"], call["chunk"]) for call in calls] == [(1, 4, 8), (2, 4, 8), (3, 1, 8)]
+    for call in calls[:2]:
+        place = {"run_seed": SEED, "global_step": call["global_step"], "micro_step_idx": 0}
+        assert [part["seed"] for part in call["calls"]] == [request_seed(**place, req_idx=0)]
+    assert alone.events("plan")[0]["tensor_parallel_size"] == 1
+
+
+def test_the_console_is_the_runs_own(alone: Run) -> None:
+    """vLLM's hundreds of lines go to the log file."""
+    assert "INFO" not in alone.printed
+    assert "vllm" in (alone.folder / "learner_rank0.log").read_text()
+    assert len(alone.printed.splitlines()) < 12, alone.printed
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_two_ranks_learn_what_one_would(folder: Path, alone: Run, tensor_parallel_size: int) -> None:
+    """R04, R11, R24: with an engine each, and with one engine over both."""
+    name = f"two-{tensor_parallel_size}"
+    run = learn(folder, name, nproc=2, tensor_parallel_size=tensor_parallel_size)
+    assert run.exit_code == 0, run.printed[-3000:]
+    assert all(0 < sync["canary_gap"] < 1e-4 for sync in run.events("sync"))
+    for mine, wanted in zip(run.events("step"), alone.events("step"), strict=True):
+        assert mine["num_tokens"] == wanted["num_tokens"]
+        assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    for tensor_name, tensor in alone.weights.items():
+        torch.testing.assert_close(run.weights[tensor_name], tensor, atol=2e-3, rtol=0)
+    log = (run.folder / "learner_rank1.log").read_text()
+    seeds = [request_seed(run_seed=SEED, global_step=step, micro_step_idx=0, req_idx=2) for step in (0, 1)]
+    assert [int(seed) for seed in re.findall(r"CallRecord\(.*?seed=(\d+), first_req_idx=2", log)][:2] == seeds
+
+
+def test_an_engine_that_does_not_start_is_a_message(folder: Path) -> None:
+    """R16: exit code 2 through torchrun, with the keys that help."""
+    run = learn(folder, "full", nproc=1, cpu_kv_cache_gib=1_000_000)
+    assert run.exit_code == 2, run.printed
+    assert "Traceback" not in run.printed
+    assert "the colocated engine does not start" in run.printed
+    assert "cpu_kv_cache_gib" in run.printed
