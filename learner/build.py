@@ -22,17 +22,14 @@ from learner.console import Console
 from learner.data import Batches, load_samples
 from learner.data.window import WindowRepeater, steps_per_epoch
 from learner.metrics import MetricsLog
-from learner.offload import make_offload
 from learner.optim import Optimizer
 from learner.packing import PackingBuffer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.records import Sample
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.colocate import ColocateBackend
-from learner.rollout.connect import connect_backend, connect_sync
+from learner.rollout.connect import Backend, connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
-from learner.rollout.server import ServerBackend
 from learner.rollout_buffer import RolloutBuffer
 from learner.row_source import FreshRows, RowSource
 from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
@@ -48,7 +45,6 @@ from learner.timeline import Timeline
 from learner.trainer import Trainer
 from shared.errors import ConfigError
 
-Backend = ServerBackend | ColocateBackend | HfBackend
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 
@@ -221,8 +217,7 @@ def _rollouts(
     config, ranks, policy = basis.config, basis.ranks, basis.policy
     if not needs_rollouts(config):
         return None, None
-    offload = make_offload(config.rollout_matching.offload, policy, optimizer)
-    backend = connect_backend(config, ranks, policy, offload, token, log, timeline)
+    backend = connect_backend(config, ranks, policy, optimizer, token, log, timeline)
     stack.callback(backend.close)
     if isinstance(backend, HfBackend):
         return backend, None
@@ -231,13 +226,7 @@ def _rollouts(
     return backend, sync
 
 
-def _work(
-    basis: Basis,
-    batches: Batches,
-    backend: Backend | None,
-    after_backend: ExitStack,
-    stack: ExitStack,
-) -> Work:
+def _work(basis: Basis, batches: Batches, backend: Backend | None, after_backend: ExitStack, stack: ExitStack) -> Work:
     config, samples, encoder = basis.config, basis.data.train, basis.policy.encoder
     source, row_maker = _segment_source(basis, backend), _row_maker(config)
     capacity = config.global_max_length

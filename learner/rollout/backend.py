@@ -12,7 +12,7 @@ class RolloutBackend(Protocol):
     """`generate` returns one rollout per sample, in order, made by the weights of one version.
 
     `global_step`, `micro_step_idx` and `first_req_idx` (this rank's first request, counted over all ranks) derive the
-    seeds (R11). Raises ServerError, RolloutError or DeadlineError; never returns fewer rollouts than samples.
+    seeds (R11). Raises ServerError, SyncError, RolloutError or DeadlineError; never fewer rollouts than samples.
     """
 
     def generate(

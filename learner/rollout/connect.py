@@ -14,7 +14,8 @@ import torch
 from learner.config.schema import RunConfig
 from learner.config.topology import tensor_parallel_size
 from learner.metrics import MetricsLog
-from learner.offload import Offload
+from learner.offload import make_offload
+from learner.optim import Optimizer
 from learner.policy.load import Policy
 from learner.policy.lora import base_model_path
 from learner.policy.parallel import Ranks
@@ -31,16 +32,18 @@ from learner.tasks.task import Task
 from learner.timeline import Timeline
 from shared.architecture import signature
 
+Backend = ServerBackend | ColocateBackend | HfBackend
+
 
 def connect_backend(
     config: RunConfig,
     ranks: Ranks,
     policy: Policy,
-    offload: Offload,
+    optimizer: Optimizer,
     token: str | None,
     log: MetricsLog,
     timeline: Timeline,
-) -> ServerBackend | ColocateBackend | HfBackend:
+) -> Backend:
     """Ready to generate. Raises ServerError where a configured server isn't, ConfigError where an engine can't be."""
 
     def on_call(record: RolloutCallLog) -> None:
@@ -53,7 +56,7 @@ def connect_backend(
     if rollouts.rollout_backend == "hf":
         return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
     if rollouts.vllm.mode == "colocate":
-        return _colocate(config, ranks, policy, offload, on_call)
+        return _colocate(config, ranks, policy, optimizer, on_call)
     backend = ServerBackend(
         rollouts,
         run_seed=seed,
@@ -108,7 +111,7 @@ def connect_sync(
 
 
 def _colocate(
-    config: RunConfig, ranks: Ranks, policy: Policy, offload: Offload, on_call: Callable[[RolloutCallLog], None]
+    config: RunConfig, ranks: Ranks, policy: Policy, optimizer: Optimizer, on_call: Callable[[RolloutCallLog], None]
 ) -> ColocateBackend:
     rollouts = config.rollout_matching
     engine = ColocatedEngine(
@@ -117,7 +120,7 @@ def _colocate(
         dtype=torch.bfloat16 if policy.bf16 else policy.model.dtype,  # what training computes in
         ranks=ranks,
         tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
-        offload=offload,
+        offload=make_offload(rollouts.offload, policy, optimizer),
     )
     return ColocateBackend(
         rollouts, engine, policy.encoder, run_seed=config.training.seed, ranks=ranks, on_call=on_call

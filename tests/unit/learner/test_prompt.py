@@ -42,6 +42,16 @@ def test_ids_are_those_of_the_processors_own_tokenization(encoder: PromptEncoder
     assert found.vision.image_grid_thw.tolist() == [[1, 16, 16], [1, 12, 8]]
 
 
+def test_a_prompt_for_an_engine_leaves_the_images_to_it(encoder: PromptEncoder) -> None:
+    """R03: one placeholder each where `encode` has as many as the image takes; everything else is the same."""
+    one = sample([image(128, 128), image(64, 96)])
+    placeholder = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    widened, asked = encoder.encode(one).token_ids, encoder.for_engine(one)
+    assert asked.token_ids.count(placeholder) == 2
+    assert [t for t in asked.token_ids if t != placeholder] == [t for t in widened if t != placeholder]
+    assert [picture.size for picture in asked.images] == [(128, 128), (64, 96)]
+
+
 def test_paths_base64_and_data_urls_give_the_same_pixels(encoder: PromptEncoder, tmp_path: Path) -> None:
     """R13: images are strings."""
     encoded = image(64, 64)

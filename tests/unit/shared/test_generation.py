@@ -1,0 +1,59 @@
+"""How a vLLM output is read (R03, R09), on outputs of its shape; real ones: tests/integration/test_backends.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shared.errors import RolloutError
+from shared.generation import Prompt, read_generation, read_scores
+
+STOPS = {7, 8}
+
+
+def output(token_ids: list[int], finish_reason: str) -> Any:
+    completion = SimpleNamespace(token_ids=token_ids, finish_reason=finish_reason, text="text")
+    return SimpleNamespace(prompt_token_ids=[1, 2], outputs=[completion])
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "finish_reason", "kept"),
+    [
+        ([3, 4, 7], "stop", [3, 4]),
+        ([8], "stop", []),
+        ([3, 4], "stop", [3, 4]),  # by a stop string: no token ended it
+        ([3, 4, 7], "length", [3, 4, 7]),  # cut at a token that would have ended it
+        ([], "length", []),
+    ],
+)
+def test_responses_are_stop_trimmed(token_ids: list[int], finish_reason: str, kept: list[int]) -> None:
+    read = read_generation(output(token_ids, finish_reason), STOPS)
+    assert (read.response_token_ids, read.finish_reason, read.prompt_token_ids) == (kept, finish_reason, [1, 2])
+
+
+def scored(*logprobs: float) -> Any:
+    """A prompt of two tokens, a response of tokens 10, 11, ...; at each position vLLM gives more than its token."""
+    response = list(range(10, 10 + len(logprobs)))
+    rows = [
+        {i: SimpleNamespace(logprob=p), 99: SimpleNamespace(logprob=-0.1)}
+        for i, p in zip(response, logprobs, strict=True)
+    ]
+    return SimpleNamespace(prompt_token_ids=[1, 2, *response], prompt_logprobs=[None, {2: None}, *rows])
+
+
+def test_scores_are_those_of_the_response() -> None:
+    scores = read_scores(scored(-1.0, -2.0, -3.0), 3)
+    assert (scores.logprobs, scores.prompt_token_ids) == ([-1.0, -2.0, -3.0], [1, 2])
+
+
+def test_scores_that_are_not_finite_are_an_error() -> None:
+    with pytest.raises(RolloutError, match="not finite") as caught:
+        read_scores(scored(-1.0, float("nan")), 2)
+    assert "learning_rate" in caught.value.remedy
+
+
+def test_a_prompt_without_images_brings_no_images() -> None:
+    """An empty list would make vLLM look for a processor that a text-only model does not have."""
+    assert Prompt(token_ids=[1], images=[]).for_engine() == {"prompt_token_ids": [1]}
