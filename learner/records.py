@@ -202,3 +202,4 @@ class SyncReceipt:
     num_tensors: int
     canary_gap: float  # mean |learner logprob - served logprob|, nats
     canary_gap_max: float
+    fallback: str = ""  # why adapter syncs ended with this one; empty: they did not

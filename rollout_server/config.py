@@ -17,6 +17,7 @@ from shared.config_io import load_yaml, parse
 from shared.config_section import Section, key
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
 # What this configuration has a key for, or what the server must decide itself.
@@ -26,8 +27,11 @@ RESERVED_ENGINE_ARGS = frozenset(
         "disable_log_stats",
         "dtype",
         "enable_log_requests",
+        "enable_lora",
         "enforce_eager",
         "gpu_memory_utilization",
+        "max_lora_rank",
+        "max_loras",
         "max_model_len",
         "max_num_seqs",
         "model",
@@ -53,6 +57,10 @@ class ServerConfig(Section):
     gpu_memory_utilization: float = key("share of each device that vLLM may use", 0.9, unit="share", gt=0.0, le=1.0)
     max_num_seqs: int = key("decoded at once by one replica, at most", 128, unit="sequences", ge=1)
     enforce_eager: bool = key("no compilation, no CUDA graphs: starts sooner, decodes slower", False)
+    enable_lora: bool = key(
+        "take adapters too (a learner's `sync.mode: adapter`); decodes a little slower", False, req="R08"
+    )
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] = key("rank of an adapter, at most", 16, req="R08")
     cpu_kv_cache_gib: int = key("memory of the KV cache where there is no GPU", 1, unit="GiB", ge=1)
     cpu_threads: int | None = key("where there is no GPU; null: one per core", None, unit="threads", ge=1)
     engine_args: dict[str, Any] = key("further arguments of vLLM's `AsyncEngineArgs`", {})

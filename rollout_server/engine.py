@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from rollout_server.config import ServerConfig
+from rollout_server.config import ADAPTER_ID, ServerConfig
 from rollout_server.rendering import Renderer
 from shared.architecture import signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
@@ -53,6 +53,7 @@ class Engine(Protocol):
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores: ...
     async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]: ...
     async def reset_caches(self) -> None: ...
+    def serve_adapter(self, name: str | None) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -72,6 +73,7 @@ class VllmEngine:
         self.max_model_len = int(model_config.max_model_len)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
+        self._adapter: Any = None  # a LoRARequest
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
 
     @property
@@ -126,6 +128,13 @@ class VllmEngine:
         await self._alive(self._llm.reset_mm_cache())
         await self._alive(self._llm.reset_encoder_cache())
 
+    def serve_adapter(self, name: str | None) -> None:
+        """From now on requests are answered with the adapter that the workers hold; None: without. A new name each
+        time: vLLM's cached prefixes belong to a name."""
+        from vllm.lora.request import LoRARequest
+
+        self._adapter = name and LoRARequest(name, ADAPTER_ID, "in the workers' memory")
+
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -138,8 +147,8 @@ class VllmEngine:
         return await self._alive(self._last_output(prompt.for_engine(), params))
 
     async def _last_output(self, engine_prompt: dict[str, Any], params: Any) -> Any:
-        outputs = [output async for output in self._llm.generate(engine_prompt, params, str(next(self._ids)))]
-        return outputs[-1]
+        answers = self._llm.generate(engine_prompt, params, str(next(self._ids)), lora_request=self._adapter)
+        return [output async for output in answers][-1]
 
     async def _alive(self, call: Awaitable[T]) -> T:
         """vLLM's errors, as ours."""
@@ -205,6 +214,8 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
             # memory. By its full name, for vLLM turns "uni" into "mp" on CPU, to choose OpenMP's threads per worker;
             # here `cpu_threads` says how many, and where it does not, torch takes one per core.
             settings["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    if config.enable_lora:
+        settings |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": 1}
     if config.max_model_len is not None:
         settings["max_model_len"] = config.max_model_len
     try:

@@ -8,20 +8,30 @@ within about its slice plus one load; `close` may be called at any time, and lea
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 
 from shared.communicator import Communicator
 from shared.errors import DeadlineError, DigestError
-from shared.loading import WeightLoad
 from shared.operation import Operation
 from shared.weights import digest, unpack
 from shared.wire import Bucket, UpdateWeightsCall
 
 
+class Load(Protocol):
+    """Where the tensors go: `add` per bucket, then `finish`; `close` whatever happened."""
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+
+    def finish(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
 class Receiving:
-    def __init__(self, update: UpdateWeightsCall, communicator: Communicator, load: WeightLoad) -> None:
+    def __init__(self, update: UpdateWeightsCall, communicator: Communicator, load: Load) -> None:
         self._update = update
         self._communicator = communicator
         self._load = load

@@ -69,12 +69,12 @@ class WeightSync:
         """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError or
         DeadlineError; the gate is poisoned then, unless it had refused the update to begin with."""
         self._turnstile.gate.check_update(call.incarnation, call.ver, call.mode)
-        if call.mode != "full":
+        if call.mode == "adapter" and not self._config.enable_lora:
             raise SyncError(
-                "this server takes full syncs only",
-                found=f"mode {call.mode}",
-                wanted="mode full",
-                remedy="set sync.mode: full",
+                "this server takes no adapters",
+                found="enable_lora: false",
+                wanted="enable_lora: true in the server's configuration, or full syncs",
+                remedy="set it and restart the server, or set sync.mode: full",
             )
         async with self._alone():
             start = time.monotonic()
@@ -83,6 +83,7 @@ class WeightSync:
                     drained = time.monotonic()
                     result = await self._transfer(call)
                     transferred = time.monotonic()
+                    self._engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
                     await self._engine.reset_caches()
             except BaseException:
                 self.totals.failed += 1

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from rollout_server.adapter import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
 from rollout_server.idle import sleep_when_idle
 from rollout_server.lifeline import end_with_server
-from rollout_server.receiving import Receiving
+from rollout_server.receiving import Load, Receiving
 from shared.communicator import Communicator, start_join
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.loading import WeightLoad
@@ -27,6 +28,7 @@ from shared.wire import ErrorBody, UpdateWeightsCall
 # At import, for the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
 sleep_when_idle()
+adapt_linear_layers_only()
 
 
 class SyncWorker:
@@ -76,9 +78,16 @@ class SyncWorker:
 
     def _start(self, update: UpdateWeightsCall) -> dict[str, Any]:
         self._end_receiving()
-        load = WeightLoad(self.model_runner.model, self.vllm_config, self.device)
-        self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), load)
+        self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), self._load(update.mode))
         return {}
+
+    def _load(self, mode: str) -> Load:
+        model, loras = self.model_runner.model, getattr(self.model_runner, "lora_manager", None)
+        if mode == "adapter":
+            return AdapterLoad(loras)
+        if loras is not None:
+            return BaseWeightLoad(model, self.vllm_config, self.device, loras)
+        return WeightLoad(model, self.vllm_config, self.device)
 
     def _poll(self, slice_s: float) -> dict[str, Any]:
         receiving: Receiving | None = getattr(self, "_sync_receiving", None)

@@ -86,7 +86,7 @@ class WeightLoad:
         tied = getattr(self._vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
         missing = {name for name in missing if not (tied and name.endswith("lm_head.weight"))}
         if missing:
-            raise _uncovered(
+            raise uncovered(
                 f"{len(missing)} tensors of the checkpoint did not come", missing, "every tensor of the checkpoint"
             )
 
@@ -97,14 +97,14 @@ class WeightLoad:
     def _check_written(self) -> None:
         unwritten = [names for names in self._served.values() if not names & self._written]
         if unwritten:
-            raise _uncovered(
+            raise uncovered(
                 f"{len(unwritten)} served parameters were not written",
                 {min(names) for names in unwritten},
                 "every parameter written, or tied to one that was",
             )
 
 
-def _uncovered(found: str, names: set[str], wanted: str) -> CoverageError:
+def uncovered(found: str, names: set[str], wanted: str) -> CoverageError:
     shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return CoverageError(
         "the update does not cover the served model",

@@ -144,7 +144,7 @@ class InitCommunicatorCall(WireModel):
 
 
 class TensorSpec(WireModel):
-    name: str  # as in the checkpoint (Hugging Face name)
+    name: str  # as in the checkpoint (Hugging Face name); an adapter's: `{module}.lora_A.weight`, `.lora_B.weight`
     dtype: str  # "bfloat16", "float32", ...
     shape: list[int]
 
@@ -160,7 +160,7 @@ class Bucket(WireModel):
 class UpdateWeightsCall(WireModel):
     incarnation: str
     ver: int = Field(ge=0)  # the version served once this call returned
-    mode: Literal["full", "adapter"] = "full"
+    mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
     buckets: list[Bucket]
     timeout_s: float = Field(gt=0)
 
@@ -216,6 +216,7 @@ class ServerStatus(WireModel):
     ver: int
     incarnation: str = ""
     world_size: int
+    max_lora_rank: int = 0  # of an adapter that the server takes; 0: it takes none
     in_flight: int
     waiting: int
     versions: dict[str, str]  # python, torch, vllm, transformers, cuda, nccl

@@ -20,6 +20,7 @@ PROGRAMS = ("shared", "rollout_server", "learner", "deploy")
 MAX_LINES = 400
 
 VLLM_FILES = {
+    "rollout_server/adapter.py",  # adapters into the served model
     "rollout_server/engine.py",  # the engine's API
     "rollout_server/idle.py",  # how a worker waits
     "rollout_server/service.py",  # its version, for /status/

@@ -8,6 +8,7 @@ that is wrong. `RULES` is all of them, in the order of the file's sections; thos
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from learner.config.schema import RunConfig
 from learner.config.servers import SERVER, server_mistakes
@@ -181,7 +182,8 @@ def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
 
 
 def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
-    """Adapter sync needs `vllm.enable_lora` and `model.lora`; DoRA also needs `sync.fallback_to_full` (R08)."""
+    """Adapter sync needs `vllm.enable_lora` and `model.lora` (or an adapter's folder as `model.path`); DoRA also needs
+    `sync.fallback_to_full` (R08)."""
     vllm, lora = config.rollout_matching.vllm, config.model.lora
     if config.rollout_matching.rollout_backend != "vllm" or sync_mode(config) != "adapter":
         return
@@ -189,10 +191,10 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
     if not vllm.enable_lora:
         remedy = f"set {ROLLOUT}.vllm.enable_lora: true, or sync.mode: full"
         yield Mistake(path=path, found="adapter with enable_lora: false", wanted="enable_lora: true", remedy=remedy)
-    if lora is None:
+    if lora is None and not (Path(config.model.path) / "adapter_config.json").is_file():
         remedy = "add model.lora, or set sync.mode: full"
         yield Mistake(path=path, found="adapter sync of a model without adapter", wanted="model.lora", remedy=remedy)
-    elif lora.type == "dora" and not vllm.sync.fallback_to_full:
+    elif lora is not None and lora.type == "dora" and not vllm.sync.fallback_to_full:
         remedy = "set sync.mode: full, or fallback_to_full: true"
         found = "adapter sync of a DoRA adapter, with fallback_to_full: false"
         yield Mistake(path=path, found=found, wanted="plain LoRA: vLLM does not apply DoRA", remedy=remedy)

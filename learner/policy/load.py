@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from learner.config.schema import ModelConfig
 from learner.policy import lora, weights
+from learner.policy.adapter import AdapterWeights
 from learner.policy.attention import use_segment_attention
 from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
@@ -109,6 +110,10 @@ class Policy:
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
         """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
         return weights.weight_specs(self.model, dtype)
+
+    def adapter_weights(self) -> AdapterWeights | None:
+        """The adapter by itself, and the weights below it; None without one. See `adapter.py`."""
+        return AdapterWeights(self.model) if self.adapter is not None else None
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)

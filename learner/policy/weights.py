@@ -23,13 +23,19 @@ _BASE = ".base_layer."
 
 
 @torch.no_grad()
-def checkpoint_weights(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.
+def checkpoint_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, *, merge: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached. Without
+    `merge`: the weights below the adapter.
 
     Tensors may share memory with the model: use or copy each before the next optimizer step.
     """
     weights = (
-        (name.replace(_BASE, "."), _cast(merged_weight(model, name, tensor), dtype or tensor.dtype))
+        (
+            name.replace(_BASE, "."),
+            _cast(merged_weight(model, name, tensor) if merge else tensor, dtype or tensor.dtype),
+        )
         for name, tensor in _own_state(model).items()
     )
     if _is_stored_as_is(model):

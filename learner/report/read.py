@@ -214,6 +214,7 @@ def _sync(event: Mapping[str, Any]) -> SyncReceipt:
         num_tensors=_count(event, "num_tensors"),
         canary_gap=_number(event, "canary_gap"),
         canary_gap_max=_number(event, "canary_gap_max"),
+        fallback=str(event.get("fallback", "")),
     )
 
 

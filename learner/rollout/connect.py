@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from learner.config.rules import sync_mode
 from learner.config.schema import RunConfig
 from learner.config.topology import tensor_parallel_size
 from learner.metrics import MetricsLog
@@ -79,7 +80,7 @@ def connect_sync(
     samples: list[Sample],
 ) -> Sync:
     """Into the colocated engine, or joined with every server, which was found to serve the same model and to render the
-    same prompts. Raises ServerError or SyncError."""
+    same prompts. Adapters are synced to servers where the configuration says so. Raises ServerError or SyncError."""
     num_canaries = config.rollout_matching.vllm.sync.canary_samples
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
 
@@ -100,6 +101,7 @@ def connect_sync(
     sync = WeightSync(
         backend,
         policy,
+        adapter=policy.adapter_weights() if sync_mode(config) == "adapter" else None,
         config=config.rollout_matching.vllm,
         canary=canary,
         learner_logprobs=learner_logprobs,

@@ -2,7 +2,7 @@
 
 In: canary items with the learner's own log-probabilities, and a server's `/score/` reply. Out: the gap, or a
 CanaryError. A sync that returned 200 with wrong tokens behind it is the worst failure this system can have; bytes and
-coverage are checked by the server, this is the check of the whole. Pure. Called by `weight_sync.py`.
+coverage are checked by the server, this is the check of the whole. Pure. Called by `fleet.py`.
 """
 
 from __future__ import annotations

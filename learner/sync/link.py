@@ -2,7 +2,7 @@
 
 In: a client, the server's group port and world size. Out: futures; nothing here blocks. Invariants: the learner is the
 group's last rank and the source of every broadcast; each future ends by its own deadline; every error that leaves this
-module names the server. Called by `weight_sync.py`, from one thread.
+module names the server. Called by `fleet.py`, from one thread.
 """
 
 from __future__ import annotations

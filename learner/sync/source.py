@@ -1,7 +1,7 @@
 """Where the weights come from, and how they become buckets (R09).
 
 In: a `WeightSource` (the policy). Out: packed buckets, one at a time, so that never more than one of them is in memory
-beside the model. Called by `weight_sync.py`.
+beside the model. Called by `fleet.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,21 @@ class WeightSource(Protocol):
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]: ...
+
+
+class AdapterSource(WeightSource, Protocol):
+    """Only an adapter: of each adapted layer `lora_A` and `lora_B`, which has the scaling in it."""
+
+    @property
+    def base(self) -> WeightSource:
+        """The weights below it, which never change."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def obstacle(self) -> str:
+        """Why no server can apply it; empty where that is not known."""
 
 
 def check_specs(specs: Sequence[TensorSpec]) -> None:

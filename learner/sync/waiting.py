@@ -2,7 +2,7 @@
 
 In: futures by server, some on the wire (joins, broadcasts), some over HTTP (posts). Out: all done, or the first cause.
 Invariant: adds no wait of its own beyond CAUSE_GRACE_S; every future ends by its own deadline. Called by
-`weight_sync.py`.
+`fleet.py`.
 """
 
 from __future__ import annotations

@@ -1,38 +1,37 @@
-"""Full weight sync from the learner to every rollout server, in memory and checked (R09, R10, R24; D1).
+"""Weight sync from the learner to every rollout server, in memory and checked (R08, R09, R10, R24; D1).
 
-In: the policy's weights. Out: a `SyncReceipt` on every rank. Invariants:
+In: the policy's weights, and its adapter where adapters are synced. Out: a `SyncReceipt` on every rank. Invariants:
 - only rank 0 talks to servers; all ranks do `barrier -> sync -> barrier`, and all learn rank 0's outcome, good or bad;
-- `ver` rises by one with a completed sync and never otherwise; the backend accepts rollouts of that version only;
+- `ver` rises with a completed sync and never otherwise; the backend accepts rollouts of that version only;
 - complete means: every server has checked bytes and coverage, and its canary gap is within the tolerance;
 - after a failed sync the first cause is raised with the server named, every group is aborted, and the next `sync` opens
   new ones under a new incarnation.
-Buckets are packed twice, first for the digests and then to be sent: the first pass costs the servers no pause, and no
-more than one bucket is in memory. Called by the trainer.
+
+Adapter syncs send the adapter only. The first one after servers were joined sends them the weights below it before,
+once, as a full update of its own version: nothing else is known about what a server holds, and it heals a poisoned one.
+Where an adapter sync fails, `fallback_to_full` decides: full syncs for the rest of the process, the first of them at
+once, or the error. A resumed run begins with adapters again. Called by the trainer.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from learner.config.schema import VllmConfig
 from learner.records import SyncReceipt
-from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
-from learner.sync.canary import CanaryGap, CanaryItem, compare, score_call
-from learner.sync.link import Group, Join, ServerLink
-from learner.sync.source import WeightSource, check_specs, packed_buckets
-from learner.sync.waiting import await_all, cancel
+from learner.sync.canary import CanaryItem
+from learner.sync.fleet import Fleet, Mode
+from learner.sync.link import Join
+from learner.sync.source import AdapterSource, WeightSource
 from shared import communicator
-from shared.errors import ConfigError, ProjectError, SyncError
-from shared.weights import DTYPES, plan_buckets, seal
-from shared.wire import Bucket, TensorSpec, UpdateWeightsCall, UpdateWeightsReply
+from shared.errors import ProjectError, ServerMismatchError, SyncError
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
@@ -52,13 +51,15 @@ class Fence(Protocol):
 
 
 class WeightSync:
-    """`canary` and `learner_logprobs` are used on rank 0 only; `device` is where the policy's weights are."""
+    """`canary` and `learner_logprobs` are used on rank 0 only; `device` is where the policy's weights are. `adapter`:
+    sync it alone, as long as that works; None: full syncs."""
 
     def __init__(
         self,
         backend: ServerBackend,
         weights: WeightSource,
         *,
+        adapter: AdapterSource | None = None,
         config: VllmConfig,
         canary: Sequence[CanaryItem],
         learner_logprobs: Logprobs,
@@ -66,21 +67,22 @@ class WeightSync:
         device: torch.device,
         join: Join = communicator.join,
     ) -> None:
-        _require_full(config)
         assert canary or not fence.is_main, "a sync without a canary is not checked"
         self.ver = 0
         self.receipts: list[SyncReceipt] = []
-        self._backend, self._weights, self._config = backend, weights, config
+        self._backend, self._weights, self._adapter = backend, weights, adapter
+        self._falls_back = config.sync.fallback_to_full
         self._canary, self._learner_logprobs = tuple(canary), learner_logprobs
-        self._fence, self._device, self._join = fence, device, join
-        self._links: tuple[ServerLink, ...] = ()  # empty: not connected
-        self._incarnation = ""
-        self._dtype: torch.dtype | None = None
+        self._fence = fence
+        self._fleet = Fleet(backend, config, device, join)
+        self._base_is_served = False
+        self._fallback = ""  # why, until a receipt has told it
 
     def connect(self) -> None:
         """Join a group with every server; on all ranks, after the backend's `connect`. `sync` does it where needed.
 
-        Raises CommunicatorError, DeadlineError or the server's own error.
+        Raises CommunicatorError, DeadlineError or the server's own error; SyncError or ServerMismatchError where the
+        adapter can't be served and there is no falling back.
         """
         self.ver = self._on_main(self._connect)
 
@@ -96,7 +98,7 @@ class WeightSync:
 
     def close(self) -> None:
         """Leave the groups; bounded in time. A server that no longer answers is only logged."""
-        self._leave(abort=False)
+        self._fleet.leave(abort=False)
 
     def _on_main(self, work: Callable[[], T]) -> T:
         self._fence.barrier()
@@ -118,142 +120,90 @@ class WeightSync:
 
     def _connect(self) -> int:
         """The version to count from: above all that the servers have seen, so that no old rollout passes for new."""
-        statuses = self._backend.statuses()
-        dtypes = {status.dtype for status in statuses}
-        self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
-        check_specs(self._weights.weight_specs(self._dtype))
-        self._incarnation = uuid.uuid4().hex
-        links = self._make_links()
-        posts = {link: link.post_init(self._incarnation) for link in links}
-        joins = {link: link.join() for link in links}
-        try:
-            await_all(joins, posts)
-            await_all(posts, {})
-        except BaseException:
-            for future in joins.values():
-                future.add_done_callback(_abort_late)
-            cancel(posts)
-            raise
-        for link in links:
-            link.adopt(joins[link].result())
-        self._links = tuple(links)
-        log.info("joined %d servers, sync mode full, weights travel in %s", len(links), self._dtype or "their own type")
-        return max(self.ver, *(status.ver for status in statuses))
-
-    def _make_links(self) -> list[ServerLink]:
-        backend = self._backend
-        return [
-            ServerLink(
-                client,
-                loop=backend.loop,
-                group_port=entry.group_port,
-                world_size=world_size,
-                device=self._device,
-                timeout_s=self._config.server.timeout_s,
-                join=self._join,
-            )
-            for client, entry, world_size in zip(backend.clients, backend.servers, backend.world_sizes, strict=True)
-        ]
+        ver = max(self.ver, self._fleet.connect())
+        self._base_is_served = False
+        if self._adapter is not None:
+            try:
+                self._check_adapter(self._adapter)
+            except ProjectError as error:
+                self._fall_back(error)
+        log.info("sync mode %s", "full" if self._adapter is None else "adapter")
+        return ver
 
     def _sync(self) -> SyncReceipt:
-        if not self._links:
+        if not self._fleet.connected:
             self.ver = self._connect()
         begin = time.monotonic()
-        try:
-            plan = plan_buckets(self._weights.weight_specs(self._dtype), self._config.sync.bucket_bytes)
-            buckets = [seal(specs, buffer) for specs, buffer in zip(plan, self._packed(plan), strict=True)]
-            gap = self._check_canary(self._send(buckets))
-        except BaseException:
-            self._leave(abort=True)
-            raise
+        if self._adapter is not None:
+            try:
+                return self._deliver_adapter(self._adapter, begin)
+            except ProjectError as error:
+                self._fall_back(error)
+            self.ver = self._connect()
+        return self._deliver(self._weights, "full", begin)
+
+    def _deliver_adapter(self, adapter: AdapterSource, begin: float) -> SyncReceipt:
+        if not self._base_is_served:
+            with self._leaving_on_failure():
+                self._fleet.send(adapter.base, mode="full", ver=self.ver + 1, meanwhile=lambda: None)
+            self.ver += 1
+            self._base_is_served = True
+            log.info("the weights below the adapter were sent, as version %d", self.ver)
+        return self._deliver(adapter, "adapter", begin)
+
+    def _deliver(self, source: WeightSource, mode: Mode, begin: float) -> SyncReceipt:
+        with self._leaving_on_failure():
+            ver = self.ver + 1
+            buckets, logprobs = self._fleet.send(source, mode=mode, ver=ver, meanwhile=self._canary_logprobs)
+            gap = self._fleet.check_canary(self._canary, logprobs)
         receipt = SyncReceipt(
-            ver=self.ver + 1,
-            mode="full",
+            ver=ver,
+            mode=mode,
             seconds=time.monotonic() - begin,
             num_bytes=sum(bucket.num_bytes for bucket in buckets),
             num_tensors=sum(len(bucket.tensors) for bucket in buckets),
             canary_gap=gap.mean,
             canary_gap_max=gap.max,
+            fallback=self._fallback,
         )
+        self._fallback = ""
         log.info("weights synced: %s", receipt)
         return receipt
 
-    def _packed(self, plan: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor]:
-        return packed_buckets(self._weights, plan, dtype=self._dtype, device=self._device)
+    def _canary_logprobs(self) -> list[list[float]]:
+        return [list(self._learner_logprobs(item)) for item in self._canary]
 
-    def _send(self, buckets: Sequence[Bucket]) -> list[list[float]]:
-        """Done when all servers serve the buckets. The learner's own canary answers, computed while they load."""
-        call = UpdateWeightsCall(
-            incarnation=self._incarnation,
-            ver=self.ver + 1,
-            buckets=list(buckets),
-            timeout_s=self._config.server.timeout_s,
-        )
-        posts = {link: link.post_update(call) for link in self._links}
+    @contextmanager
+    def _leaving_on_failure(self) -> Iterator[None]:
         try:
-            for i, buffer in enumerate(self._packed([bucket.tensors for bucket in buckets]), start=1):
-                sent = {link: link.broadcast(buffer) for link in self._links}
-                await_all(sent, posts, may_reply=i == len(buckets))
-            learner = [list(self._learner_logprobs(item)) for item in self._canary]
-            await_all(posts, {})
+            yield
         except BaseException:
-            cancel(posts)
+            self._fleet.leave(abort=True)
             raise
-        for link, post in posts.items():
-            _check_reply(call, post.result(), link.base_url)
-        return learner
 
-    def _leave(self, *, abort: bool) -> None:
-        links, self._links = self._links, ()
-        for link in links:
-            link.leave(abort=abort)
-        goodbyes = {link: link.post_close(self._incarnation) for link in links}
-        wait(goodbyes.values(), timeout=REPLY_GRACE_S)
-        for link, goodbye in goodbyes.items():
-            if not goodbye.done() or goodbye.exception() is not None:
-                log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
-            goodbye.cancel()
+    def _fall_back(self, error: ProjectError) -> None:
+        """Full syncs from now on. Raises `error` where the configuration does not want that."""
+        if not self._falls_back:
+            self._fleet.leave(abort=True)
+            raise error
+        self._adapter, self._fallback = None, str(error)
+        log.warning("adapter sync failed, full syncs from here on: %s", error)
 
-    def _check_canary(self, learner: Sequence[Sequence[float]]) -> CanaryGap:
-        """The worst gap over servers; `learner` holds this side's log-probabilities."""
-        call = score_call(self._canary)
-        replies = {link: self._backend.loop.submit(link.client.score(call)) for link in self._links}
-        await_all(replies, {})
-        gaps = [
-            compare(
-                self._canary,
-                learner,
-                replies[link].result(),
-                tolerance=self._config.sync.canary_tolerance,
-                base_url=link.base_url,
+    def _check_adapter(self, adapter: AdapterSource) -> None:
+        """Raises SyncError where no server could apply it, ServerMismatchError where one of these does not."""
+        if adapter.obstacle:
+            raise SyncError(
+                "the adapter can't be synced by itself",
+                found=adapter.obstacle,
+                wanted="plain LoRA on linear layers, and nothing else trained",
+                remedy="set sync.mode: full (merged weights)",
             )
-            for link in self._links
-        ]
-        return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
-
-
-def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: str) -> None:
-    wanted = (call.ver, sum(b.num_bytes for b in call.buckets), sum(len(b.tensors) for b in call.buckets))
-    found = (reply.ver, reply.num_bytes, reply.num_tensors)
-    if found != wanted:
-        raise SyncError(
-            f"{base_url}: the server confirmed another update than the one that was sent",
-            found=f"(ver, bytes, tensors) {found}",
-            wanted=str(wanted),
-            remedy="run the same version of this project on both sides",
-        )
-
-
-def _abort_late(joined: Future[Group]) -> None:
-    if joined.exception() is None:
-        joined.result().abort()
-
-
-def _require_full(config: VllmConfig) -> None:
-    if config.sync.mode == "adapter" or (config.sync.mode == "auto" and config.enable_lora):
-        raise ConfigError(
-            "custom.extra.rollout_matching.vllm.sync.mode: adapters can't be synced to a rollout server",
-            found=f"mode {config.sync.mode!r}, enable_lora {config.enable_lora}",
-            wanted="full (merged weights)",
-            remedy="set sync.mode: full",
-        )
+        for base_url, status in self._fleet.statuses.items():
+            if status.max_lora_rank < adapter.rank:
+                raise ServerMismatchError(
+                    f"{base_url}: the server does not take the adapter",
+                    found=f"max_lora_rank: {status.max_lora_rank}" if status.max_lora_rank else "enable_lora: false",
+                    wanted=f"adapters of rank {adapter.rank}",
+                    remedy="set enable_lora and max_lora_rank in the server's configuration and start it anew, or set "
+                    "sync.mode: full",
+                )

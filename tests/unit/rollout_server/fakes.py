@@ -24,6 +24,7 @@ class FakeEngine:
         self.calls: list[tuple[Any, ...]] = []
         self.replies: dict[str, Callable[[], dict[str, Any]]] = {}  # by worker method
         self.num_resets = 0
+        self.adapter: str | None = None
 
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
         text = str(request.messages[0].content)
@@ -53,6 +54,9 @@ class FakeEngine:
 
     async def reset_caches(self) -> None:
         self.num_resets += 1
+
+    def serve_adapter(self, name: str | None) -> None:
+        self.adapter = name
 
     def shutdown(self) -> None:
         self.dead = True

@@ -10,14 +10,12 @@ import pytest
 import respx
 import torch
 
-from learner.config.schema import VllmConfig
 from learner.rollout.server import ServerBackend
 from learner.sync import WeightSync
 from learner.sync.canary import CanaryItem
 from shared.errors import (
     CanaryError,
     CommunicatorError,
-    ConfigError,
     CoverageError,
     DigestError,
     ProjectError,
@@ -192,31 +190,6 @@ def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
     assert [server.log[-1] for server in servers] == ["close", "close"]
     assert [server.log.count("close") for server in servers] == [1, 1]
     assert all(server.groups[0].closed for server in servers)
-
-
-@pytest.mark.parametrize(("mode", "enable_lora", "ok"), [("auto", False, True), ("auto", True, False),
-                                                          ("adapter", True, False)])  # fmt: skip
-def test_only_full_syncs(backends: list[ServerBackend], mode: str, enable_lora: bool, ok: bool) -> None:
-    backend = ServerBackend(config(URLS), run_seed=1)
-    backends.append(backend)
-    vllm = VllmConfig.model_validate({"sync": {"mode": mode}, "enable_lora": enable_lora})
-
-    def make() -> None:
-        WeightSync(
-            backend,
-            Weights(),
-            config=vllm,
-            canary=canary_items(),
-            learner_logprobs=lambda item: [],
-            fence=Alone(),
-            device=torch.device("cpu"),
-        )
-
-    if ok:
-        make()
-    else:
-        with pytest.raises(ConfigError, match=r"sync\.mode"):
-            make()
 
 
 class ThreadFence:

@@ -1,0 +1,272 @@
+"""Adapter syncs to a real server that takes adapters: vLLM, HTTP, gloo, prefix cache on (R08, R09, R10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.demo import build_data
+from deploy.demo.model import build
+from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.policy.load import Policy, load_policy
+from learner.policy.parallel import Ranks
+from learner.records import Sample
+from learner.rollout.server import ServerBackend
+from learner.sync import CanaryItem, WeightSync
+from learner.sync.canary import score_call
+from shared.errors import CoverageError, ServerPoisonedError
+from shared.ports import free_port
+from tests.integration.test_training import ROLLOUTS, World
+from tests.servers import running_server
+
+pytestmark = pytest.mark.integration
+
+RANK = 8
+LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+NUM_LAYERS = 14  # of the tiny model: 7 in each of its two
+
+
+@dataclass(frozen=True)
+class Place:
+    """A server that takes adapters, started on the model of `folder`."""
+
+    folder: Path
+    base_url: str
+    group_port: int
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("adapters")
+    build(folder / "model", "tiny", seed=0)
+    build_data.build(build_data.Build(train=24, val=0, test=8), folder)
+    config = {"model": str(folder / "model"), "allowed_image_roots": [str(folder)]}
+    with running_server({**config, "enable_lora": True, "max_lora_rank": RANK}, folder) as server:
+        yield Place(folder, server.base_url, free_port())
+
+
+@pytest.fixture
+def policy_of(place: Place) -> Callable[..., Policy]:
+    def make(target_modules: str = LANGUAGE, freeze: list[str] | None = None, kind: str = "lora") -> Policy:
+        lora = LoraConfig(type=kind, r=4, alpha=32, target_modules=target_modules)
+        config = ModelConfig(path=str(place.folder / "model"), lora=lora, freeze=freeze or [])
+        return load_policy(config, device=torch.device("cpu"))
+
+    return make
+
+
+@pytest.fixture
+def sample() -> Sample:
+    """Text of several cache blocks (128 tokens each on CPU), so that a second request finds its beginning cached."""
+    messages = ({"role": "user", "content": "Detect every digit. " * 60},)
+    return Sample(sample_id="long", messages=messages, images=(), objects=(), width=64, height=64)
+
+
+@pytest.fixture
+def connect(place: Place) -> Iterator[Callable[..., ServerBackend]]:
+    made: list[ServerBackend] = []
+
+    def make(**sync: Any) -> ServerBackend:
+        server = {"servers": [{"base_url": place.base_url, "group_port": place.group_port}], "timeout_s": 60.0}
+        vllm = {"mode": "server", "enable_lora": True, "server": server, "sync": {"mode": "adapter", **sync}}
+        decoding = {"temperature": 0.0, "max_new_tokens": 12}
+        config = RolloutMatchingConfig.model_validate({"decode_batch_size": 8, "decoding": decoding, "vllm": vllm})
+        made.append(ServerBackend(config, run_seed=3))
+        made[-1].connect()
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+@pytest.fixture
+def start(sample: Sample) -> Iterator[Callable[..., WeightSync]]:
+    made: list[WeightSync] = []
+
+    def make(backend: ServerBackend, policy: Policy, **changes: Any) -> WeightSync:
+        canary = CanaryItem(
+            sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=tuple(range(20, 60))
+        )
+        arguments: dict[str, Any] = {
+            "adapter": policy.adapter_weights(),
+            "config": backend.config.vllm,
+            "canary": [canary],
+            "learner_logprobs": lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+            "fence": Ranks(),
+            "device": torch.device("cpu"),
+        }
+        made.append(WeightSync(backend, policy, **(arguments | changes)))
+        return made[-1]
+
+    yield make
+    for sync in made:
+        sync.close()
+
+
+def train(policy: Policy, seed: int) -> None:
+    """Clearly another adapter, of clearly another effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in policy.trainable:
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def answer(backend: ServerBackend, sample: Sample) -> tuple[int, ...]:
+    (rollout,) = backend.generate([sample], global_step=1, micro_step_idx=0, first_req_idx=0)
+    return rollout.response_token_ids
+
+
+def gap(sync: WeightSync) -> float:
+    return sync.receipts[-1].canary_gap
+
+
+def test_only_the_adapter_travels_and_it_is_what_is_served(
+    connect: Callable[..., ServerBackend],
+    start: Callable[..., WeightSync],
+    policy_of: Callable[..., Policy],
+    sample: Sample,
+) -> None:
+    """R08, R09, R10: one adapter after the other under the same name, the prompt cached in between; answers change
+    with each, and the served probabilities are the learner's."""
+    policy, backend = policy_of(), connect()
+    sync, answers = start(backend, policy), []
+    for seed in range(3):
+        train(policy, seed)
+        receipt = sync.sync()
+        assert (receipt.mode, receipt.num_tensors, receipt.fallback) == ("adapter", 2 * NUM_LAYERS, "")
+        assert receipt.canary_gap < 1e-3
+        answers += [answer(backend, sample), answer(backend, sample)]
+    assert answers[0::2] == answers[1::2]
+    assert len(set(answers)) == 3
+    assert [receipt.ver - sync.receipts[0].ver for receipt in sync.receipts] == [0, 1, 2]
+    full = sum(weight.numel() for _, weight in policy.named_weights()) * 4
+    assert sync.receipts[0].num_bytes < full / 4
+
+
+def test_a_full_sync_takes_the_adapter_off_and_the_other_way_round(
+    connect: Callable[..., ServerBackend],
+    start: Callable[..., WeightSync],
+    policy_of: Callable[..., Policy],
+    sample: Sample,
+) -> None:
+    """R08, R09: merged weights are not adapted once more, and an adapter is not put on merged weights: the same
+    answers either way."""
+    policy = policy_of()
+    train(policy, 5)
+    backend = connect()
+    start(backend, policy).sync()
+    adapted = answer(backend, sample)
+    merged = start(backend, policy, adapter=None)
+    assert (merged.sync().mode, gap(merged) < 1e-3) == ("full", True)
+    assert answer(backend, sample) == adapted
+    again = start(backend, policy)
+    assert (again.sync().mode, gap(again) < 1e-3) == ("adapter", True)
+    assert answer(backend, sample) == adapted
+
+
+def test_several_answers_are_scored_at_once(
+    connect: Callable[..., ServerBackend],
+    start: Callable[..., WeightSync],
+    policy_of: Callable[..., Policy],
+    sample: Sample,
+) -> None:
+    """Under an adapter, each as the learner scores it; vLLM's adapted output head can't do that."""
+    policy, backend = policy_of(), connect()
+    train(policy, 4)
+    start(backend, policy).sync()
+    prompt = policy.encoder.encode(sample)
+    items = [
+        CanaryItem(sample=sample, prompt=prompt, response_token_ids=tuple(range(20 + i, 60 + i))) for i in range(4)
+    ]
+    reply = backend.loop.run(backend.clients[0].score(score_call(items)))
+    for item, served in zip(items, reply.logprobs, strict=True):
+        assert served == pytest.approx(policy.logprobs(item.prompt, item.response_token_ids), abs=1e-3)
+
+
+def test_what_the_server_can_t_adapt_is_named_and_poisons(
+    connect: Callable[..., ServerBackend],
+    start: Callable[..., WeightSync],
+    policy_of: Callable[..., Policy],
+    sample: Sample,
+) -> None:
+    """R08: an adapter on the vision tower, without falling back: the run stops, and nothing is served."""
+    policy, backend = policy_of("all-linear"), connect(fallback_to_full=False)
+    with pytest.raises(CoverageError, match="does not cover") as caught:
+        start(backend, policy).sync()
+    assert "visual" in caught.value.found
+    assert "target_modules" in caught.value.wanted
+    with pytest.raises(ServerPoisonedError):
+        answer(backend, sample)
+
+
+def test_falling_back_heals_at_once_and_stays(
+    connect: Callable[..., ServerBackend],
+    start: Callable[..., WeightSync],
+    policy_of: Callable[..., Policy],
+    sample: Sample,
+) -> None:
+    """R08: the same adapter; the first sync ends as a full one, which says why, and so do all after it."""
+    policy, backend = policy_of("all-linear"), connect()
+    sync = start(backend, policy)
+    for seed in range(2):
+        train(policy, seed)
+        assert sync.sync().mode == "full"
+        assert gap(sync) < 1e-3
+        assert answer(backend, sample)
+    first, second = sync.receipts
+    assert "visual" in first.fallback
+    assert (second.fallback, second.ver) == ("", first.ver + 1)
+
+
+def test_a_dora_goes_in_full_from_the_start(
+    connect: Callable[..., ServerBackend], start: Callable[..., WeightSync], policy_of: Callable[..., Policy]
+) -> None:
+    """R08, R09: no adapter is tried, no server poisoned; what is served is the merged DoRA."""
+    policy = policy_of(kind="dora")
+    train(policy, 2)
+    sync = start(connect(), policy)
+    sync.connect()
+    receipt = sync.sync()
+    assert (receipt.mode, gap(sync) < 1e-3) == ("full", True)
+    assert "DoRA" in receipt.fallback
+
+
+def test_a_frozen_vision_tower_needs_no_adapter(
+    connect: Callable[..., ServerBackend], start: Callable[..., WeightSync], policy_of: Callable[..., Policy]
+) -> None:
+    """`target_modules: all-linear` with `freeze: [model.visual.]`: the idle adapters there are not sent."""
+    policy = policy_of("all-linear", freeze=["model.visual."])
+    train(policy, 1)
+    receipt = start(connect(fallback_to_full=False), policy).sync()
+    assert (receipt.mode, receipt.num_tensors) == ("adapter", 2 * NUM_LAYERS)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_on_adapters(place: Place, nproc: int) -> None:
+    """R08, R24: `sync.mode: auto` on one rank and on two; each step's rollouts are of its own version."""
+    world = World(place.folder, place.base_url, place.group_port)
+    server = {"servers": [{"base_url": place.base_url, "group_port": place.group_port}], "timeout_s": 60.0}
+    run = world.run(
+        f"run{nproc}",
+        ROLLOUTS,
+        nproc=nproc,
+        model={"lora": {"r": 4, "alpha": 64, "target_modules": LANGUAGE}},
+        rollouts={"vllm": {"mode": "server", "enable_lora": True, "server": server, "sync": {"mode": "auto"}}},
+        per_device_train_batch_size=2,
+        max_steps=3,
+        eval_on_end=True,
+    )
+    syncs = run.events("sync")
+    first = syncs[0]["ver"]
+    assert [(sync["mode"], sync["fallback"], sync["ver"]) for sync in syncs] == [
+        ("adapter", "", first + i) for i in range(4)
+    ]
+    assert all(sync["canary_gap"] < 0.01 for sync in syncs), syncs
+    assert [step["ver"] for step in run.events("step")] == [first, first + 1, first + 2]
+    assert run.events("plan")[0]["sync_mode"] == "adapter"
