@@ -158,8 +158,8 @@ async def open_group(http: httpx.AsyncClient, incarnation: str = "a") -> None:
     assert (await http.post("/init_communicator/", json=body)).status_code == 200
 
 
-def update(incarnation: str = "a", ver: int = 1) -> dict[str, Any]:
-    return {"incarnation": incarnation, "ver": ver, "buckets": [], "timeout_s": 5}
+def update(incarnation: str = "a", ver: int = 1, mode: str = "full") -> dict[str, Any]:
+    return {"incarnation": incarnation, "ver": ver, "mode": mode, "buckets": [], "timeout_s": 5}
 
 
 def test_one_call_is_one_update() -> None:
@@ -178,6 +178,51 @@ def test_one_call_is_one_update() -> None:
         assert engine.called().count("sync_start") == 1
 
     serve(check, communicator_host="10.0.0.7", tensor_parallel_size=4)
+
+
+def test_an_adapter_is_attached_to_requests_until_the_next_full_update() -> None:
+    """R08: under another name each time, so that no cached prefix of the last one is found."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        assert (await http.get("/status/")).json()["max_lora_rank"] == 32
+        await open_group(http)
+        for ver, mode, adapter in ((1, "adapter", "policy-1"), (2, "adapter", "policy-2"), (3, "full", None)):
+            assert (await http.post("/update_weights/", json=update(ver=ver, mode=mode))).status_code == 200
+            assert (engine.adapter, engine.num_resets) == (adapter, ver)
+
+    serve(check, enable_lora=True, max_lora_rank=32)
+
+
+def test_an_adapter_is_refused_where_none_is_taken_and_nothing_is_poisoned() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        assert (await http.get("/status/")).json()["max_lora_rank"] == 0
+        await open_group(http)
+        reply = await http.post("/update_weights/", json=update(mode="adapter"))
+        assert error(reply) == (500, "SyncError")
+        assert "enable_lora" in reply.json()["found"]
+        assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
+
+    serve(check)
+
+
+def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
+    """Only a full update says what all weights are."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        def fail() -> dict[str, Any]:
+            raise DigestError("other bytes")
+
+        await open_group(http)
+        engine.replies["sync_poll"] = fail
+        assert error(await http.post("/update_weights/", json=update(mode="adapter"))) == (500, "DigestError")
+        del engine.replies["sync_poll"]
+        await open_group(http, "b")
+        assert error(await http.post("/update_weights/", json=update("b", 2, "adapter"))) == (500, "SyncError")
+        assert service.gate.state == "poisoned"
+        assert (await http.post("/update_weights/", json=update("b", 2))).status_code == 200
+        assert (await http.post("/update_weights/", json=update("b", 3, "adapter"))).status_code == 200
+
+    serve(check, enable_lora=True)
 
 
 def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:

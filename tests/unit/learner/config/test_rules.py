@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,12 @@ def test_r08_adapter_needs_enable_lora() -> None:
 def test_r08_adapter_needs_an_adapter(mode: str) -> None:
     mistake = only_mistake(minimal(), {f"{VLLM}.sync.mode": mode, f"{VLLM}.enable_lora": True})
     assert mistake.wanted == "model.lora"
+
+
+def test_r08_an_adapter_s_folder_is_an_adapter(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    config = valid(minimal(), {"model.path": str(tmp_path), f"{VLLM}.sync.mode": "auto", f"{VLLM}.enable_lora": True})
+    assert sync_mode(config) == "adapter"
 
 
 def test_r08_auto_resolves_both_ways() -> None:

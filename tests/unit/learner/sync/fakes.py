@@ -51,6 +51,32 @@ class Weights:
         return [spec_of(name, _cast(tensor, dtype)) for name, tensor in self.tensors.items()]
 
 
+class Adapter:
+    """An `AdapterSource` on one layer of some `Weights`, whose sum is that of what it adds when merged."""
+
+    rank = 8
+
+    def __init__(self, base: Weights) -> None:
+        self.base, self.obstacle = base, ""
+        self._added = torch.zeros(8, 8)
+
+    def step(self) -> None:
+        self._added = self._added + 0.5
+
+    @property
+    def merged(self) -> Weights:
+        merged = Weights()
+        merged.tensors = self.base.tensors | {"layer.weight": self.base.tensors["layer.weight"] + self._added}
+        return merged
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "layer.lora_A.weight", self._added
+        yield "layer.lora_B.weight", torch.zeros(8, 8)
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        return [spec_of(name, tensor) for name, tensor in self.named_weights(dtype)]
+
+
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor
 
@@ -102,6 +128,8 @@ class FakeServer:
     world_size: int = 2
     ver: int = 0
     dtype: str = ""
+    max_lora_rank: int = 0
+    refuses_adapter: ProjectError | None = None
     refuses_init: ProjectError | None = None
     refuses_update: ProjectError | None = None
     fails_after_bucket: tuple[int, ProjectError] | None = None
@@ -127,7 +155,11 @@ class FakeServer:
         post(f"{url}/close_communicator/").mock(side_effect=self._close)
 
     def _status(self, request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json=fakes.status(ver=self.ver, world_size=self.world_size, dtype=self.dtype))
+        return httpx.Response(200, json=self._state())
+
+    def _state(self) -> dict[str, Any]:
+        state = {"ver": self.ver, "world_size": self.world_size, "dtype": self.dtype}
+        return fakes.status(**state, max_lora_rank=self.max_lora_rank)
 
     async def _init(self, request: httpx.Request) -> httpx.Response:
         call = json.loads(request.content)
@@ -147,10 +179,14 @@ class FakeServer:
         self.log.append(f"update {call.ver}")
         if self.refuses_update:
             return fakes.error(self.refuses_update)
+        if call.mode == "adapter" and self.refuses_adapter:
+            return fakes.error(self.refuses_adapter)
         try:
             received = await asyncio.to_thread(self._receive, call)
         except ProjectError as error:
             return fakes.error(error)
+        if call.mode == "full":  # takes the adapter off
+            self.tensors = {name: tensor for name, tensor in self.tensors.items() if ".lora_" not in name}
         self.tensors |= {name: tensor for name, tensor in received.items() if name != self.misses}
         self.ver = call.ver
         reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
