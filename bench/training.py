@@ -35,7 +35,7 @@ def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 15, batch
     server_config, learner_config = folder / "server.yaml", folder / "run.yaml"
     write_yaml(server_config, {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)]}, "bench")
     steps = WARM_UP_STEPS + num_steps
-    config = _learner_config(model, data, folder, http_port, group_port, steps=steps, batch_size=batch_size)
+    config = learner_config(model, data, folder, http_port, group_port, steps=steps, batch_size=batch_size)
     write_yaml(learner_config, config, "bench")
     with supervised() as processes:
         server, url = start_server(processes, str(server_config), log=folder / "server.out")
@@ -133,7 +133,7 @@ def resident_bytes(pid: int) -> int:
     return total + sum(resident_bytes(int(child)) for children in lists for child in children)
 
 
-def _learner_config(
+def learner_config(
     model: Path, data: Path, folder: Path, http_port: int, group_port: int, *, steps: int, batch_size: int
 ) -> dict[str, Any]:
     servers = [{"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}]

@@ -50,6 +50,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("servers", servers.reachable),
     ("ready", servers.ready),
     ("model", servers.same_model),
+    ("adapters", servers.adapters),
     ("cuda, nccl", servers.same_libraries),
     ("image", servers.image),
     ("prompt", servers.prompt),

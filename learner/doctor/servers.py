@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from transformers import AutoConfig
 
+from learner.config.rules import sync_mode
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
-from learner.sync.handshake import check_architecture, check_prompt
+from learner.sync.handshake import check_adapter, check_architecture, check_prompt
 from shared.architecture import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.wire import PROTOCOL_VERSION, ServerStatus
@@ -63,6 +64,22 @@ def same_model(situation: Situation) -> Finding:
         except ProjectError as error:
             return failed(error)
     return _of_all(situation, lambda status: f"{status.model} in {status.dtype}")
+
+
+def adapters(situation: Situation) -> Finding:
+    """R08: where the run syncs its adapter alone, every server takes one of its rank."""
+    config = situation.config
+    if sync_mode(config) != "adapter":
+        return skipped("the run syncs all weights")
+    rank = config.model.lora.r if config.model.lora else 1
+    for server, status in situation.statuses:
+        try:
+            check_adapter(server.base_url, status, rank=rank)
+        except ProjectError as error:
+            if not config.rollout_matching.vllm.sync.fallback_to_full:
+                return failed(error)
+            return warn(f"{error.what}: {error.found}; the run will sync all weights", error.remedy)
+    return _of_all(situation, lambda status: f"up to rank {status.max_lora_rank}")
 
 
 def same_libraries(situation: Situation) -> Finding:

@@ -2,7 +2,7 @@
 
 In: the servers' status and one sample as the learner encodes it. Out: nothing, or the first mismatch with the server
 named, on every rank. A first sync would find most of it too, but after it has overwritten the server's weights. Called
-by `build`, and in parts by the doctor.
+by `build`, and in parts by the sync and the doctor.
 """
 
 from __future__ import annotations
@@ -40,6 +40,18 @@ def check_architecture(base_url: str, status: ServerStatus, architecture: Mappin
             found=f"{'; '.join(found[:5])} ({status.model})",
             wanted="the architecture of model.path",
             remedy="start the server with the model that the learner starts from",
+        )
+
+
+def check_adapter(base_url: str, status: ServerStatus, *, rank: int) -> None:
+    """Raises ServerMismatchError where the server does not take adapters of this rank (R08)."""
+    if status.max_lora_rank < rank:
+        raise ServerMismatchError(
+            f"{base_url}: the server does not take the adapter",
+            found=f"max_lora_rank: {status.max_lora_rank}" if status.max_lora_rank else "enable_lora: false",
+            wanted=f"adapters of rank {rank}",
+            remedy="set enable_lora and max_lora_rank in the server's configuration and start it anew, or set "
+            "sync.mode: full",
         )
 
 

@@ -28,10 +28,11 @@ from learner.records import SyncReceipt
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryItem
 from learner.sync.fleet import Fleet, Mode
+from learner.sync.handshake import check_adapter
 from learner.sync.link import Join
 from learner.sync.source import AdapterSource, WeightSource
 from shared import communicator
-from shared.errors import ProjectError, ServerMismatchError, SyncError
+from shared.errors import ProjectError, SyncError
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
@@ -199,11 +200,4 @@ class WeightSync:
                 remedy="set sync.mode: full (merged weights)",
             )
         for base_url, status in self._fleet.statuses.items():
-            if status.max_lora_rank < adapter.rank:
-                raise ServerMismatchError(
-                    f"{base_url}: the server does not take the adapter",
-                    found=f"max_lora_rank: {status.max_lora_rank}" if status.max_lora_rank else "enable_lora: false",
-                    wanted=f"adapters of rank {adapter.rank}",
-                    remedy="set enable_lora and max_lora_rank in the server's configuration and start it anew, or set "
-                    "sync.mode: full",
-                )
+            check_adapter(base_url, status, rank=adapter.rank)

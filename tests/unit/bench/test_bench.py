@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 from rich.console import Console
 
-from bench import ahead, straight_line, training
+from bench import adapters, ahead, straight_line, training
 from bench.figures import Figure, save, show
-from learner.records import Channel
+from learner.records import Channel, SyncReceipt
 
 
 def test_the_straight_line_is_measured_in_every_format() -> None:
@@ -76,3 +76,19 @@ def test_ratios_of_overlap_are_of_the_steps_that_ran_on_rollouts() -> None:
     assert found["x: learner busy, ahead"] == pytest.approx(1.0)
     assert found["x: Channel-B share, ahead"] == 0.75
     assert found["x: steps/s, ahead against in turn"] == pytest.approx(1.5)
+
+
+def test_both_kinds_of_sync_stand_side_by_side() -> None:
+    """R08: bytes and seconds of each, and what the adapter saves."""
+
+    def receipt(mode: Literal["full", "adapter"], seconds: float, num_bytes: int) -> SyncReceipt:
+        sizes = {"num_bytes": num_bytes, "num_tensors": 2}
+        return SyncReceipt(ver=1, mode=mode, seconds=seconds, canary_gap=seconds / 10, canary_gap_max=0.1, **sizes)
+
+    full = [receipt("full", s, 40 << 20) for s in (0.3, 0.5, 0.4)]
+    adapter = [receipt("adapter", s, 1 << 20) for s in (0.1, 0.3, 0.2)]
+    found = {figure.name: figure.value for figure in adapters.figures(full, adapter)}
+    assert (found["full sync, merged"], found["adapter sync, rank 16"]) == (0.4, 0.2)
+    assert (found["full sync, merged: bytes"], found["adapter sync, rank 16: bytes"]) == (40.0, 1.0)
+    assert found["bytes of an adapter sync against a full one"] == pytest.approx(1 / 40)
+    assert found["largest canary gap of an adapter sync"] == pytest.approx(0.03)

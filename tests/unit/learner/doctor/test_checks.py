@@ -22,10 +22,11 @@ from learner.sync.canary import CanaryItem
 from shared.config_io import dump_yaml
 from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ScoreReply, ServerStatus
-from tests.unit.learner.config.examples import SERVER, changed, minimal
+from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal
 from tests.unit.learner.sync.fakes import PROMPT_IDS, canary_items
 
 URL = "http://127.0.0.1:8000"
+VLLM = f"{ROLLOUT}.vllm"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -181,6 +182,18 @@ def test_another_model(tiny_text: Path) -> None:
     assert servers.same_model(situation(here, servers=[same])).verdict == "ok"
     found = servers.same_model(situation(here, servers=[same, other]))
     assert (found.verdict, "hidden_size 128, not 64" in found.text) == ("fail", True)
+
+
+@pytest.mark.parametrize(("max_lora_rank", "verdict"), [(16, "ok"), (8, "warn"), (0, "warn")])
+def test_adapters(max_lora_rank: int, verdict: str) -> None:
+    """R08: of the run's own rank (16); a warning, as the run would sync all weights instead."""
+    lora = {"model.lora": {}, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "auto"}
+    server = seen(status=status(max_lora_rank=max_lora_rank))
+    assert servers.adapters(situation(lora, servers=[server])).verdict == verdict
+    assert servers.adapters(situation(servers=[server])).verdict == "skipped"
+    if verdict == "warn":
+        strict = lora | {f"{VLLM}.sync.fallback_to_full": False}
+        assert servers.adapters(situation(strict, servers=[server])).verdict == "fail"
 
 
 def test_one_side_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
