@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from rich.console import Console as RichConsole
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from learner.records import StepResult, SyncReceipt
@@ -40,13 +41,18 @@ class Console:
     def note(self, text: str) -> None:
         """One line about something that happened besides the steps."""
         if self._enabled:
-            self._rich.print(f"[dim]{self._name}[/] {text}")
+            self._rich.print(f"[dim]{escape(self._name)}[/] {escape(text)}")
 
     def step(self, result: StepResult, sync: SyncReceipt | None) -> None:
         if self._enabled:
             self._rich.print(step_line(result, sync, self._total_steps))
         if self._progress is not None:
             self._progress.update(self._bar, completed=result.global_step)
+
+    def sync(self, receipt: SyncReceipt) -> None:
+        """Where adapter syncs ended with this one, that they did; the step's line tells of the others."""
+        if receipt.fallback:
+            self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
 
     def evaluation(self, global_step: int, metrics: Mapping[str, float]) -> None:
         shown = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate")

@@ -221,8 +221,7 @@ class Trainer:
         fence.synced(receipt.ver)
         self._synced_at = self.state.global_step
         self.log.write("sync", receipt, step=self.state.global_step)
-        if receipt.fallback:
-            self.console.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
+        self.console.sync(receipt)
         return receipt
 
     def evaluate(self) -> None:

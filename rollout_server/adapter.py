@@ -8,6 +8,7 @@ scaling, so none is applied here. Called by `worker.py`, on the worker's own thr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -98,9 +99,10 @@ class AdapterLoad:
         mapper: Any = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
-        if hasattr(mapper, "get_rename_mapper"):  # the whole one also fuses layers, which the LoRA manager does itself
-            mapper = mapper.get_rename_mapper()
-        return [name.removesuffix(".weight") for name in mapper.apply_list([f"{module}.weight" for module in modules])]
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # the LoRA manager itself fuses q, k and v
+        return [
+            name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
+        ]
 
     def _places(self) -> set[str]:
         """The layers that can be adapted, fused ones by their parts."""

@@ -197,7 +197,11 @@ class SyncConfig(Section):
     mode: Literal["full", "adapter", "auto"] = key(
         "merged weights, adapters only, or `auto`: adapters where `enable_lora` is true", "full", req="R08"
     )
-    fallback_to_full: bool = key("a failed adapter sync: warn and stay on full; false: stop the run", True, req="R08")
+    fallback_to_full: bool = key(
+        "a failed adapter sync: warn and stay on full until the run ends (a resumed one tries again); false: stop the run",
+        True,
+        req="R08",
+    )
     bucket_bytes: int = key("tensors travel in pieces of this size", 512 * 2**20, unit="bytes", req="R09", ge=1)
     canary_samples: int = key("prompts scored on both sides after a sync", 2, req="R09", ge=1)
     canary_tolerance: float = key(
@@ -211,7 +215,7 @@ class VllmConfig(Section):
     mode: Literal["colocate", "server"] = key(
         "on the training devices, or on servers of their own", "colocate", req="R02"
     )
-    enable_lora: bool = key("the generator takes adapters", False, req="R08")
+    enable_lora: bool = key("the generator takes adapters; `server`: its own `enable_lora` too", False, req="R08")
     gpu_memory_utilization: float = key(
         "`colocate`: share of each device that vLLM may use", 0.45, unit="share", req="R04", gt=0.0, le=1.0
     )

@@ -1,4 +1,4 @@
-"""What the page can't show, or should warn of: files that are absent or damaged, evaluations that are missing.
+"""What the page can't show, or should warn of: files absent or damaged, evaluations missing, syncs that fell back.
 
 In: the runs and their standings. Out: a list for the top of the page, or None when all is there.
 """
@@ -36,6 +36,9 @@ def _missing(standing: Standing, main: Run) -> list[str]:
         said.append("The scenes of an evaluation were not kept; its F1 has no interval.")
     if standing.borrowed:
         said.append(f"“Before” is {main.name}'s evaluation at step 0: both began from the same model.")
+    said += [
+        f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in run.syncs if s.fallback
+    ]
     return said
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from learner.records import Sample
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
 from learner.sync.canary import score_call
+from rollout_server.adapter import AdapterLoad
 from shared.errors import CoverageError, ServerPoisonedError
 from shared.ports import free_port
-from tests.integration.test_training import ROLLOUTS, World
+from shared.wire import TensorSpec
+from tests.integration.test_training import ROLLOUTS, World, learn
 from tests.servers import running_server
 
 pytestmark = pytest.mark.integration
@@ -89,7 +92,7 @@ def connect(place: Place) -> Iterator[Callable[..., ServerBackend]]:
 def start(sample: Sample) -> Iterator[Callable[..., WeightSync]]:
     made: list[WeightSync] = []
 
-    def make(backend: ServerBackend, policy: Policy, **changes: Any) -> WeightSync:
+    def make(backend: ServerBackend, policy: Policy, weights: Any = None, **changes: Any) -> WeightSync:
         canary = CanaryItem(
             sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=tuple(range(20, 60))
         )
@@ -101,7 +104,7 @@ def start(sample: Sample) -> Iterator[Callable[..., WeightSync]]:
             "fence": Ranks(),
             "device": torch.device("cpu"),
         }
-        made.append(WeightSync(backend, policy, **(arguments | changes)))
+        made.append(WeightSync(backend, weights or policy, **(arguments | changes)))
         return made[-1]
 
     yield make
@@ -205,6 +208,32 @@ def test_what_the_server_can_t_adapt_is_named_and_poisons(
         answer(backend, sample)
 
 
+class Incomplete:
+    """The policy's merged weights, but for one."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._name = policy.weight_specs()[1].name
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in self._policy.named_weights(dtype) if name != self._name)
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        return [spec for spec in self._policy.weight_specs(dtype) if spec.name != self._name]
+
+
+def test_layers_take_adapters_again_after_a_full_sync_that_failed(
+    connect: Callable[..., ServerBackend], start: Callable[..., WeightSync], policy_of: Callable[..., Policy]
+) -> None:
+    policy, backend = policy_of(), connect(fallback_to_full=False)
+    train(policy, 6)
+    incomplete = start(backend, policy, Incomplete(policy), adapter=None)
+    with pytest.raises(CoverageError, match="does not cover"):
+        incomplete.sync()
+    sync = start(backend, policy)
+    assert (sync.sync().mode, gap(sync) < 1e-3) == ("adapter", True)
+
+
 def test_falling_back_heals_at_once_and_stays(
     connect: Callable[..., ServerBackend],
     start: Callable[..., WeightSync],
@@ -247,21 +276,46 @@ def test_a_frozen_vision_tower_needs_no_adapter(
     assert (receipt.mode, receipt.num_tensors) == ("adapter", 2 * NUM_LAYERS)
 
 
+@pytest.mark.parametrize(
+    ("family", "module", "served"),
+    [
+        ("Qwen3ForCausalLM", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        (
+            "Qwen3VLForConditionalGeneration",
+            "model.language_model.layers.0.mlp.up_proj",
+            "language_model.model.layers.0.mlp.up_proj",
+        ),
+    ],
+)
+def test_layers_that_vllm_fuses_keep_the_names_of_their_parts(family: str, module: str, served: str) -> None:
+    """With vLLM's own mappings: they rename, and would also make one name of q, k and v."""
+    from vllm import ModelRegistry
+
+    model = ModelRegistry._try_load_model_cls(family)
+    manager = SimpleNamespace(model=model)
+    load = AdapterLoad(SimpleNamespace(_adapter_manager=manager, lora_config=SimpleNamespace(lora_dtype=None)))
+    assert load._served_names([module]) == [served]
+
+
+def configured(place: Place, name: str, targets: str, *, fallback_to_full: bool = True, **training: Any) -> Path:
+    """A run that syncs its adapter where it can."""
+    server = {"servers": [{"base_url": place.base_url, "group_port": place.group_port}], "timeout_s": 60.0}
+    sync = {"mode": "auto", "fallback_to_full": fallback_to_full}
+    return World(place.folder, place.base_url, place.group_port).config(
+        name,
+        ROLLOUTS,
+        model={"lora": {"r": 4, "alpha": 64, "target_modules": targets}},
+        rollouts={"vllm": {"mode": "server", "enable_lora": True, "server": server, "sync": sync}},
+        **training,
+    )
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_run_on_adapters(place: Place, nproc: int) -> None:
     """R08, R24: `sync.mode: auto` on one rank and on two; each step's rollouts are of its own version."""
-    world = World(place.folder, place.base_url, place.group_port)
-    server = {"servers": [{"base_url": place.base_url, "group_port": place.group_port}], "timeout_s": 60.0}
-    run = world.run(
-        f"run{nproc}",
-        ROLLOUTS,
-        nproc=nproc,
-        model={"lora": {"r": 4, "alpha": 64, "target_modules": LANGUAGE}},
-        rollouts={"vllm": {"mode": "server", "enable_lora": True, "server": server, "sync": {"mode": "auto"}}},
-        per_device_train_batch_size=2,
-        max_steps=3,
-        eval_on_end=True,
-    )
+    config = configured(place, f"run{nproc}", LANGUAGE, per_device_train_batch_size=2, max_steps=3, eval_on_end=True)
+    run = learn(config, "deploy.torchrun", "--nproc", str(nproc), "--")
+    assert run.exit_code == 0, run.err[-3000:] + run.out[-2000:]
     syncs = run.events("sync")
     first = syncs[0]["ver"]
     assert [(sync["mode"], sync["fallback"], sync["ver"]) for sync in syncs] == [
@@ -270,3 +324,27 @@ def test_a_run_on_adapters(place: Place, nproc: int) -> None:
     assert all(sync["canary_gap"] < 0.01 for sync in syncs), syncs
     assert [step["ver"] for step in run.events("step")] == [first, first + 1, first + 2]
     assert run.events("plan")[0]["sync_mode"] == "adapter"
+
+
+def test_a_run_that_falls_back_says_so_once(place: Place) -> None:
+    """R08, R15: a warning, the reason in the first sync's event, full syncs to the end."""
+    run = learn(configured(place, "fallen", "all-linear", max_steps=2, per_device_train_batch_size=4))
+    assert run.exit_code == 0, run.err
+    first, second = run.events("sync")
+    assert [(sync["mode"], "visual" in sync["fallback"]) for sync in (first, second)] == [
+        ("full", True),
+        ("full", False),
+    ]
+    assert run.out.replace("\n", " ").count("full weight syncs from here on") == 1
+    log = (run.folder / "learner_rank0.log").read_text()
+    assert log.count("WARNING learner.sync: adapter sync failed, full syncs from here on") == 1
+
+
+def test_a_run_that_may_not_fall_back_stops_before_its_first_step(place: Place) -> None:
+    """R08: with what is wrong and what to do, on the console."""
+    run = learn(configured(place, "stopped", "all-linear", fallback_to_full=False, max_steps=2))
+    assert run.exit_code == 1
+    assert "CoverageError" in run.err
+    assert "model.lora.target_modules" in run.err
+    assert "Traceback" not in run.err
+    assert run.events("step") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,16 @@ def test_a_step_ahead_of_which_rollouts_run() -> None:
     assert "  A (no packs for B)  " in line
     assert "age" not in line
     assert "queue" not in step_line(result(), None, 9)
+
+
+def test_the_end_of_adapter_syncs_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """R08: an error's words may look like rich's markup."""
+    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False)
+    console.sync(SYNC)
+    assert capsys.readouterr().out == ""
+    console.sync(replace(SYNC, fallback="found ['q_proj'], not [/proj]"))
+    assert "full weight syncs from here on" in (out := capsys.readouterr().out)
+    assert out.endswith("found ['q_proj'], not [/proj]\n")
 
 
 def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,17 @@ def test_metrics_without_scenes_have_no_interval(tmp_path: Path) -> None:
     assert "no scenes, no interval" in page
 
 
+def test_a_sync_that_fell_back_is_told(tmp_path: Path) -> None:
+    """R15."""
+    path = write_run(tmp_path / "run")
+    event = {"event": "sync", "ver": 7, "mode": "full", "fallback": "the adapter is a <DoRA>"}
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    assert "From ver 7 on all weights were synced, not the adapter: the adapter is a &lt;DoRA&gt;" in render(
+        read_runs(path)
+    )
+
+
 def test_scores_that_contradict_the_scenes_are_pointed_out(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", steps=1, quality=((0, 0.4),), num_scenes=6)
     assert "the recorded F1@0.5 is" not in render(read_runs(path))
