@@ -47,7 +47,7 @@ class AdapterLoad:
 
     def __init__(self, loras: Any) -> None:
         self._manager = loras._adapter_manager
-        self._dtype = loras.lora_config.lora_dtype
+        self._dtype, self._max_rank = loras.lora_config.lora_dtype, loras.lora_config.max_lora_rank
         self._tensors: dict[str, torch.Tensor] = {}
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -56,18 +56,18 @@ class AdapterLoad:
 
     def finish(self) -> dict[str, Any]:
         """Counts of what is now served. Raises CoverageError, SyncError."""
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.lora_weights import LoRALayerWeights
-
         pairs = self._pairs()
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
-        if rank > self._manager.lora_config.max_lora_rank:
+        if rank > self._max_rank:
             raise SyncError(
                 "the adapter is larger than the server takes",
                 found=f"rank {rank}",
-                wanted=f"at most {self._manager.lora_config.max_lora_rank}",
+                wanted=f"at most {self._max_rank}",
                 remedy="raise the server's max_lora_rank",
             )
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
         layers = {
             name: LoRALayerWeights(name, lora_a.shape[0], lora_a.shape[0], lora_a, lora_b)
             for name, (lora_a, lora_b) in pairs.items()

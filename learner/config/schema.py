@@ -198,7 +198,7 @@ class SyncConfig(Section):
         "merged weights, adapters only, or `auto`: adapters where `enable_lora` is true", "full", req="R08"
     )
     fallback_to_full: bool = key(
-        "a failed adapter sync: warn and stay on full until the run ends (a resumed one tries again); false: stop the run",
+        "a failed adapter sync: warn, full syncs from then on (a resumed run tries again); false: stop the run",
         True,
         req="R08",
     )

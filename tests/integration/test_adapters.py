@@ -293,7 +293,8 @@ def test_layers_that_vllm_fuses_keep_the_names_of_their_parts(family: str, modul
 
     model = ModelRegistry._try_load_model_cls(family)
     manager = SimpleNamespace(model=model)
-    load = AdapterLoad(SimpleNamespace(_adapter_manager=manager, lora_config=SimpleNamespace(lora_dtype=None)))
+    settings = SimpleNamespace(lora_dtype=None, max_lora_rank=8)
+    load = AdapterLoad(SimpleNamespace(_adapter_manager=manager, lora_config=settings))
     assert load._served_names([module]) == [served]
 
 
