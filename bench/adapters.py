@@ -89,7 +89,7 @@ def _syncs(config: RunConfig, policy: Policy, num_syncs: int) -> list[SyncReceip
 @torch.no_grad()
 def _change(policy: Policy) -> None:
     for _, parameter in policy.trainable:
-        parameter += 1e-3 * torch.randn_like(parameter)
+        parameter.add_(torch.randn_like(parameter), alpha=1e-3)
 
 
 def _config(mode: str, model: Path, data: Path, folder: Path, ports: Sequence[int]) -> RunConfig:

@@ -32,16 +32,16 @@ _BUSY = ("rollout_s", "target_s", "pack_s", "learn_s")
 def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 15, batch_size: int = 16) -> list[Figure]:
     """Figures of one run of `num_steps` steps after the warm-up; its files go into `folder`."""
     http_port, group_port = free_ports(2)
-    server_config, learner_config = folder / "server.yaml", folder / "run.yaml"
+    server_config, run_config = folder / "server.yaml", folder / "run.yaml"
     write_yaml(server_config, {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)]}, "bench")
     steps = WARM_UP_STEPS + num_steps
     config = learner_config(model, data, folder, http_port, group_port, steps=steps, batch_size=batch_size)
-    write_yaml(learner_config, config, "bench")
+    write_yaml(run_config, config, "bench")
     with supervised() as processes:
         server, url = start_server(processes, str(server_config), log=folder / "server.out")
         wait_ready(server, url, _READY_TIMEOUT_S)
         log = folder / "learner.out"
-        learner = processes.start("learner", learner_argv(str(learner_config), nproc=1), log=log)
+        learner = processes.start("learner", learner_argv(str(run_config), nproc=1), log=log)
         with _PeakMemory({"server": server.popen.pid, "learner": learner.popen.pid}) as memory:
             code = learner.popen.wait()
     if code != 0:
