@@ -87,7 +87,8 @@ class AdapterLoad:
         if alone := paired ^ self._tensors.keys():
             raise uncovered(f"{len(alone)} tensors without the other half", alone, "lora_A and lora_B of every layer")
         served = dict(zip(modules, self._served_names(modules), strict=True))
-        if homeless := {module for module in modules if served[module] not in self._places()}:
+        places = self._places()
+        if homeless := {module for module in modules if served[module] not in places}:
             raise uncovered(
                 f"{len(homeless)} adapted layers that this server can't adapt",
                 homeless,

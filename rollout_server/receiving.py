@@ -38,7 +38,12 @@ class Receiving:
         self._deadline = time.monotonic() + update.timeout_s
         self._num_loaded = 0
         self._result: dict[str, Any] | None = None
-        self._incoming: tuple[torch.Tensor, Operation[None]] | None = self._receive(0)
+        self._incoming: tuple[torch.Tensor, Operation[None]] | None = None
+        try:
+            self._incoming = self._receive(0)
+        except BaseException:
+            load.close()  # nobody else will: this object is not handed out
+            raise
 
     def advance(self, slice_s: float) -> dict[str, Any]:
         """`{"done": False}`, or the counts once all is loaded and every parameter accounted for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ class RememberingLoad:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.loaded |= {name: tensor.clone() for name, tensor in tensors}
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, Any]:
         return {"num_tensors": len(self.loaded)}
 
     def close(self) -> None:
@@ -66,7 +67,7 @@ def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Commun
     worker, learner = pair
     assert len(PLAN) == 3
     load = RememberingLoad()
-    receiving = Receiving(update(buckets()), worker, load)  # type: ignore[arg-type]
+    receiving = Receiving(update(buckets()), worker, load)
     assert receiving.advance(0.01) == {"done": False}
     sending = in_turn(learner, BUFFERS)
     while not (result := receiving.advance(0.5))["done"]:
@@ -83,7 +84,7 @@ def test_nothing_is_loaded_whose_digest_is_wrong(pair: tuple[Communicator, Commu
     worker, learner = pair
     load = RememberingLoad()
     wrong = [bucket.model_copy(update={"digest": "0" * 32}) if i == 1 else bucket for i, bucket in enumerate(buckets())]
-    receiving = Receiving(update(wrong), worker, load)  # type: ignore[arg-type]
+    receiving = Receiving(update(wrong), worker, load)
     sending = in_turn(learner, BUFFERS[:2])
     with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
         receiving.advance(5.0)
@@ -96,10 +97,19 @@ def test_nothing_is_loaded_whose_digest_is_wrong(pair: tuple[Communicator, Commu
 
 def test_a_learner_that_stops_ends_at_the_deadline(pair: tuple[Communicator, Communicator]) -> None:
     worker, learner = pair
-    receiving = Receiving(update(buckets(), timeout_s=0.3), worker, RememberingLoad())  # type: ignore[arg-type]
+    receiving = Receiving(update(buckets(), timeout_s=0.3), worker, RememberingLoad())
     sending = learner.start_broadcast(BUFFERS[0], src=1)
     with pytest.raises((DeadlineError, CommunicatorError), match="broadcasting"):
         receiving.advance(10.0)
     assert sending.done(1.0)
     receiving.close()
     receiving.close()
+
+
+def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communicator, Communicator]) -> None:
+    worker, _ = pair
+    worker.abort()
+    load = RememberingLoad()
+    with pytest.raises(CommunicatorError):
+        Receiving(update(buckets()), worker, load)
+    assert load.closed
