@@ -77,13 +77,14 @@ def _syncs(config: RunConfig, policy: Policy, num_syncs: int) -> list[SyncReceip
     try:
         backend.connect()
         sync = connect_sync(config, Ranks(), policy, backend, task, samples)
+        receipts = []
         for _ in range(WARM_UP_SYNCS + num_syncs):
             _change(policy)
-            sync.sync()
+            receipts.append(sync.sync())
         sync.close()
     finally:
         backend.close()
-    return sync.receipts[WARM_UP_SYNCS:]
+    return receipts[WARM_UP_SYNCS:]
 
 
 @torch.no_grad()
