@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from bench.figures import Figure, median
+from bench.runs import serve
 from bench.training import learner_config
-from deploy.launch import start_server, supervised, wait_ready
+from deploy.launch import supervised
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
 from learner.data import load_samples
@@ -30,7 +31,6 @@ from shared.ports import free_ports
 
 WARM_UP_SYNCS = 2
 RANK = 16
-_READY_TIMEOUT_S = 240.0
 # What the server can adapt: the language model, not the vision tower.
 _TARGETS = r".*language_model.*_proj"
 
@@ -39,13 +39,10 @@ def measure(model: Path, data: Path, folder: Path, *, num_syncs: int = 15) -> li
     """Figures of `num_syncs` syncs of each kind; the files of server and learner go into `folder`."""
     ports = free_ports(2)
     server = {"model": str(model), "port": ports[0], "enable_lora": True, "max_lora_rank": RANK}
-    server_config = folder / "adapters-server.yaml"
-    write_yaml(server_config, {**server, "allowed_image_roots": [str(data)]}, "bench")
     configs = {mode: _config(mode, model, data, folder, ports) for mode in ("full", "adapter")}
     policy = load_policy(configs["full"].model, device=torch.device("cpu"), bf16=True)
     with supervised() as processes:
-        process, url = start_server(processes, str(server_config), log=folder / "adapters-server.out")
-        wait_ready(process, url, _READY_TIMEOUT_S)
+        serve(processes, {**server, "allowed_image_roots": [str(data)]}, folder, "adapters-server")
         receipts = {mode: _syncs(config, policy, num_syncs) for mode, config in configs.items()}
     return figures(receipts["full"], receipts["adapter"])
 

@@ -11,9 +11,8 @@ Each is meant for rollouts that take as long as learning: how long they took sta
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -21,7 +20,8 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from bench.figures import Figure, median
-from deploy.launch import learner_argv, start_server, supervised, wait_ready
+from bench.runs import serve, start_learner
+from deploy.launch import supervised
 from learner.data import Batches, MicroBatch
 from learner.data.encoding import LocalPool
 from learner.metrics import PhaseClock
@@ -33,8 +33,6 @@ from learner.stage2.ahead import AheadB, Sizes
 from learner.stage2.channel_b import BufferedB, OverlappedB
 from learner.stage2.driver import ChannelB, Stage2Driver
 from learner.stage2.stream import SampleStream
-from shared.config_io import write_yaml
-from shared.errors import ServerError
 from shared.ports import free_ports
 
 Way = Literal["in turn", "within the step", "ahead"]
@@ -44,7 +42,6 @@ SAMPLES_PER_ROW = 4
 ROWS_PER_STEP = SAMPLES_PER_STEP // SAMPLES_PER_ROW
 REAL_SAMPLES_PER_STEP = 32  # a sync before each step has to be small beside it
 WARM_UP_STEPS = 3
-_READY_TIMEOUT_S = 240.0
 _DEADLINE_S = 60.0
 
 
@@ -221,30 +218,21 @@ def _segment(sample: Sample, ver: int | None) -> Segment:
 def _real(model: Path, data: Path, folder: Path, num_steps: int) -> dict[Way, list[Step]]:
     """The three ways one after the other against one server."""
     (http_port,) = free_ports(1)
-    server_config = folder / "stage2_server.yaml"
-    settings = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)], "cpu_threads": 1}
-    write_yaml(server_config, settings, "bench")
+    server_config = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)], "cpu_threads": 1}
     runs: dict[Way, list[Step]] = {}
     with supervised() as processes:
-        server, url = start_server(processes, str(server_config), log=folder / "stage2_server.out")
-        wait_ready(server, url, _READY_TIMEOUT_S)
+        serve(processes, server_config, folder, "stage2_server")
         for way in get_args(Way):
             name = way.replace(" ", "_")
-            path = folder / f"{name}.yaml"
-            write_yaml(path, _config(way, model, data, folder / name, http_port, num_steps), "bench")
-            log = folder / f"{name}.out"
+            config = _config(way, model, data, folder / name, http_port, num_steps)
             # One thread: with the server's one, a machine of two cores holds both.
-            argv = ["env", "OMP_NUM_THREADS=1", *learner_argv(str(path), nproc=1)]
-            learner = processes.start(f"learner {name}", argv, log=log)
-            if learner.popen.wait() != 0:
-                raise ServerError("the benchmark's run failed", found=log.read_text()[-500:], remedy=f"see {folder}")
-            runs[way] = _steps(folder / name / "metrics.jsonl")
+            learner = start_learner(processes, config, folder, name, command=("env", "OMP_NUM_THREADS=1"))
+            runs[way] = _steps(learner.events())
     return runs
 
 
-def _steps(metrics: Path) -> list[Step]:
+def _steps(events: Sequence[Mapping[str, Any]]) -> list[Step]:
     """After the warm-up; rollouts beside learning are told apart from those that the learner waited for."""
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
     found = []
     for event in [event for event in events if event["event"] == "step"][WARM_UP_STEPS:]:
         seconds = event["metrics"]

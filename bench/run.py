@@ -1,4 +1,4 @@
-"""Every benchmark, in one run: `python -m bench.run --name NAME [--part line|serving|training|adapters|ahead]`.
+"""Every benchmark, in one run: `python -m bench.run --name NAME [--part PART]`.
 
 Prints a table, and writes `bench/results/NAME.json`. Builds what it needs (a model of the demo's size, unless the
 demo's trained checkpoint is there; a hundred scenes) in a temporary folder. Exit code 1 where a figure is not what
@@ -17,13 +17,13 @@ from typing import Annotated, Literal, get_args
 import typer
 from rich.console import Console
 
-from bench import adapters, ahead, serving, straight_line, training
+from bench import adapters, ahead, first_token, serving, straight_line, training
 from bench.figures import RESULTS, Figure, save, show
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 from deploy.demo.model import build as build_model
 
-Part = Literal["line", "serving", "training", "adapters", "ahead"]
+Part = Literal["line", "serving", "training", "first_token", "adapters", "ahead"]
 CHECKPOINT = Path("deploy/demo/checkpoint")
 
 
@@ -55,6 +55,9 @@ def _measure(parts: Set[Part], folder: Path) -> list[Figure]:
     if "training" in parts:  # before an engine lives in this process
         say("bench: a short real run, server and learner as processes, two minutes or more")
         figures += training.measure(model, folder / "data", folder)
+    if "first_token" in parts:
+        say("bench: from step end to first rollout token, one run per backend, about two minutes")
+        figures += first_token.measure(model, folder / "data", folder)
     if "adapters" in parts:
         say("bench: adapter sync against full sync, about a minute")
         figures += adapters.measure(model, folder / "data", folder)

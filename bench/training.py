@@ -9,22 +9,19 @@ steps warm up and do not count. Called by `run.py`.
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.figures import Figure, median
-from deploy.launch import learner_argv, start_server, supervised, wait_ready
-from shared.config_io import write_yaml
-from shared.errors import ServerError
+from bench.runs import serve, start_learner
+from deploy.launch import supervised
 from shared.ports import free_ports
 
 WANTED_SYNC_S = 0.5
 WANTED_IDLE = 0.05
 WARM_UP_STEPS = 3
-_READY_TIMEOUT_S = 240.0
 _SAMPLE_EVERY_S = 0.25
 _BUSY = ("rollout_s", "target_s", "pack_s", "learn_s")
 
@@ -32,30 +29,19 @@ _BUSY = ("rollout_s", "target_s", "pack_s", "learn_s")
 def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 15, batch_size: int = 16) -> list[Figure]:
     """Figures of one run of `num_steps` steps after the warm-up; its files go into `folder`."""
     http_port, group_port = free_ports(2)
-    server_config, run_config = folder / "server.yaml", folder / "run.yaml"
-    write_yaml(server_config, {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)]}, "bench")
+    server_config = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)]}
     steps = WARM_UP_STEPS + num_steps
     config = learner_config(model, data, folder, http_port, group_port, steps=steps, batch_size=batch_size)
-    write_yaml(run_config, config, "bench")
     with supervised() as processes:
-        server, url = start_server(processes, str(server_config), log=folder / "server.out")
-        wait_ready(server, url, _READY_TIMEOUT_S)
-        log = folder / "learner.out"
-        learner = processes.start("learner", learner_argv(str(run_config), nproc=1), log=log)
-        with _PeakMemory({"server": server.popen.pid, "learner": learner.popen.pid}) as memory:
-            code = learner.popen.wait()
-    if code != 0:
-        raise ServerError(
-            "the benchmark's run failed",
-            found=f"exit code {code}: {log.read_text()[-500:]}",
-            wanted="0",
-            remedy=f"see {folder}",
-        )
-    return [*_figures(folder / "run" / "metrics.jsonl"), *memory.figures()]
+        server = serve(processes, server_config, folder, "server")
+        learner = start_learner(processes, config, folder, "run")
+        with _PeakMemory({"server": server.popen.pid, "learner": learner.pid}) as memory:
+            events = learner.events()
+    return [*figures(events), *memory.figures()]
 
 
-def _figures(metrics: Path) -> list[Figure]:
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+def figures(events: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Of a run's events, after the warm-up."""
     steps = [event["metrics"] | event for event in events if event["event"] == "step"][WARM_UP_STEPS:]
     syncs = [event["seconds"] for event in events if event["event"] == "sync"][WARM_UP_STEPS:]
     seconds = [_seconds_of(step) for step in steps]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from rich.console import Console
 
-from bench import adapters, ahead, straight_line, training
+from bench import adapters, ahead, first_token, straight_line, training
 from bench.figures import Figure, save, show
 from learner.records import Channel, SyncReceipt
 
@@ -40,12 +41,11 @@ def test_a_run_is_written_with_its_circumstances_and_shown(tmp_path: Path) -> No
     assert "1 to 3" in console.export_text()
 
 
-def test_idle_is_what_is_neither_rollout_nor_computing_nor_sync(tmp_path: Path) -> None:
+def test_idle_is_what_is_neither_rollout_nor_computing_nor_sync() -> None:
     step = {"event": "step", "metrics": {"step_s": 2.0, "rollout_s": 1.0, "learn_s": 0.5, "sync_s": 0.3, "data_s": 0.2}}
     sync = {"event": "sync", "seconds": 0.25}
-    lines = [json.dumps(event) for event in [sync, step] * (training.WARM_UP_STEPS + 1)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    found = {figure.name: figure.value for figure in training._figures(tmp_path / "metrics.jsonl")}
+    events: list[Mapping[str, Any]] = [sync, step] * (training.WARM_UP_STEPS + 1)
+    found = {figure.name: figure.value for figure in training.figures(events)}
     assert found["sync, all checks included"] == 0.25
     assert found["idle share of a step (not rollout, not computing, not sync)"] == pytest.approx(0.1)
     assert found["sync's share of a step"] == pytest.approx(0.15)
@@ -92,3 +92,11 @@ def test_both_kinds_of_sync_stand_side_by_side() -> None:
     assert (found["full sync, merged: bytes"], found["adapter sync, rank 16: bytes"]) == (40.0, 1.0)
     assert found["bytes of an adapter sync against a full one"] == pytest.approx(1 / 40)
     assert found["largest canary gap of an adapter sync"] == pytest.approx(0.03)
+
+
+def test_the_first_token_comes_after_data_sync_and_rollout() -> None:
+    """R02: what follows the token is no part of it, nor are the first steps."""
+    step = {"event": "step", "metrics": {"step_s": 2.0, "data_s": 0.1, "sync_s": 0.3, "rollout_s": 0.2, "learn_s": 1.0}}
+    slow = {"event": "step", "metrics": {"rollout_s": 9.0}}
+    events: list[Mapping[str, Any]] = [slow] * first_token.WARM_UP_STEPS + [step, {"event": "sync", "seconds": 5.0}]
+    assert first_token.figure("server", events).samples == [pytest.approx(0.6)]
