@@ -100,16 +100,19 @@ class VllmEngine:
             stop=list(config.stop),
             skip_special_tokens=False,  # the text says what the tokens say
             spaces_between_special_tokens=False,
+            # Only stop strings need the text of every token as it comes; one pass over all of them costs far less.
+            detokenize=bool(config.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._run(prompt, params)
         prompt_ids = list(output.prompt_token_ids)
         self._check_length(len(prompt_ids), config.max_tokens)  # images are only widened inside vLLM
         completion = output.outputs[0]
+        response_ids = self._trimmed(list(completion.token_ids), completion.finish_reason)
         return Generation(
             prompt_token_ids=prompt_ids,
-            response_token_ids=self._trimmed(list(completion.token_ids), completion.finish_reason),
-            text=completion.text,
+            response_token_ids=response_ids,
+            text=completion.text if config.stop else self._renderer.text_of(response_ids),
             finish_reason=str(completion.finish_reason),
         )
 

@@ -24,21 +24,27 @@ _SHOWN = 5
 
 
 class WeightLoad:
-    """One update: `add` per bucket, then `finish`; `close` whatever happened."""
+    """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self._model = model
         self._vllm_config = vllm_config
-        self._in_place = device.type == "cuda" and _is_plain(model, vllm_config)
-        self._served = _names_by_storage(model)
+        self._device = device
+        self._in_place = False
+        self._served: dict[int, set[str]] = {}
         self._received: set[str] = set()
         self._written: set[str] = set()
         self._open = False
+
+    def open(self) -> None:
+        """Make the model ready to be overwritten."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._in_place = self._device.type == "cuda" and _is_plain(self._model, self._vllm_config)
+        self._served = _names_by_storage(self._model)
         if not self._in_place:
             with self._context():
-                initialize_layerwise_reload(model)
+                initialize_layerwise_reload(self._model)
             self._open = True
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

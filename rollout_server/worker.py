@@ -19,9 +19,9 @@ from rollout_server.lifeline import end_with_server
 from rollout_server.loading import WeightLoad
 from rollout_server.receiving import Receiving
 from shared.communicator import Communicator, start_join
+from shared.digest import digest
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.operation import Operation
-from shared.weights import digest
 from shared.wire import ErrorBody, UpdateWeightsCall
 
 # At import, for the engine takes seconds to start, and the server may die meanwhile.

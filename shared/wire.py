@@ -150,11 +150,10 @@ class TensorSpec(WireModel):
 
 
 class Bucket(WireModel):
-    """Tensors that travel as one contiguous byte string, in order; `digest` is that of the bytes (`weights.py`)."""
+    """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`weights.py`)."""
 
     tensors: list[TensorSpec]
-    num_bytes: int
-    digest: str
+    num_bytes: int  # without the seal
 
 
 class UpdateWeightsCall(WireModel):
@@ -171,8 +170,7 @@ class UpdateWeightsReply(WireModel):
     num_tensors: int
     seconds: float
     drain_s: float  # waiting for calls in flight
-    transfer_s: float  # receive, digest, load
-    check_s: float  # coverage, caches
+    transfer_s: float  # caches, receive, digest, load, coverage
 
 
 class ScoreItem(WireModel):

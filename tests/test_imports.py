@@ -25,9 +25,11 @@ VLLM_FILES = {
     "rollout_server/loading.py",  # loading weights into the served model
     "rollout_server/service.py",  # its version, for /status/
     "learner/rollout/colocate.py",  # the engine inside the learner's job
-    "shared/communicator.py",  # PyNCCL
+    "shared/nccl.py",  # PyNCCL
 }
-SHARED_TORCH_FILES = {"shared/weights.py", "shared/communicator.py"}
+SHARED_TORCH_FILES = {
+    f"shared/{name}.py" for name in ("communicator", "digest", "digest_cuda", "nccl", "rendezvous", "weights")
+}
 HEAVY = {"torch", "vllm", "httpx", "transformers"}
 PURE = (
     "learner.tasks.detection.parse",

@@ -7,6 +7,7 @@ by `learner.build`, which closes them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from learner.config.schema import RunConfig
 from learner.metrics import MetricsLog
@@ -62,8 +63,8 @@ def connect_sync(
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
     check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
 
-    def learner_logprobs(item: CanaryItem) -> list[float]:
-        return policy.logprobs(item.prompt, item.response_token_ids)
+    def learner_logprobs(items: Sequence[CanaryItem]) -> list[list[float]]:
+        return policy.logprobs([(item.prompt, item.response_token_ids) for item in items])
 
     sync = WeightSync(
         backend,

@@ -6,8 +6,7 @@ In: the policy's weights. Out: a `SyncReceipt` on every rank. Invariants:
 - complete means: every server has checked bytes and coverage, and its canary gap is within the tolerance;
 - after a failed sync the first cause is raised with the server named, every group is aborted, and the next `sync` opens
   new ones under a new incarnation.
-Buckets are packed twice, first for the digests and then to be sent: the first pass costs the servers no pause, and no
-more than one bucket is in memory. Called by the trainer.
+One bucket is packed and sealed while those before it travel, at most AHEAD of them. Called by the trainer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
@@ -26,18 +26,19 @@ from learner.records import SyncReceipt
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryGap, CanaryItem, compare, score_call
-from learner.sync.link import Group, Join, ServerLink
-from learner.sync.source import WeightSource, check_specs, packed_buckets
-from learner.sync.waiting import await_all, cancel
+from learner.sync.link import Group, Join, ServerLink, in_thread
+from learner.sync.source import WeightSource, check_specs, sealed_buckets
+from learner.sync.waiting import Futures, await_all, cancel
 from shared import communicator
 from shared.errors import ConfigError, ProjectError, SyncError
-from shared.weights import DTYPES, plan_buckets, seal
-from shared.wire import Bucket, TensorSpec, UpdateWeightsCall, UpdateWeightsReply
+from shared.weights import DTYPES, num_bucket_bytes, plan_buckets
+from shared.wire import Bucket, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
 
-Logprobs = Callable[[CanaryItem], Sequence[float]]
+Logprobs = Callable[[Sequence[CanaryItem]], Sequence[Sequence[float]]]
+AHEAD = 2  # buckets under way while another is packed: fewer, and the wire waits; more, and memory is spent
 
 
 class Fence(Protocol):
@@ -76,6 +77,7 @@ class WeightSync:
         self._links: tuple[ServerLink, ...] = ()  # empty: not connected
         self._incarnation = ""
         self._dtype: torch.dtype | None = None
+        self._buckets: list[Bucket] = []
 
     def connect(self) -> None:
         """Join a group with every server; on all ranks, after the backend's `connect`. `sync` does it where needed.
@@ -121,7 +123,12 @@ class WeightSync:
         statuses = self._backend.statuses()
         dtypes = {status.dtype for status in statuses}
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
-        check_specs(self._weights.weight_specs(self._dtype))
+        specs = self._weights.weight_specs(self._dtype)
+        check_specs(specs)
+        self._buckets = [
+            Bucket(tensors=part, num_bytes=num_bucket_bytes(part))
+            for part in plan_buckets(specs, self._config.sync.bucket_bytes)
+        ]
         self._incarnation = uuid.uuid4().hex
         links = self._make_links()
         posts = {link: link.post_init(self._incarnation) for link in links}
@@ -160,9 +167,7 @@ class WeightSync:
             self.ver = self._connect()
         begin = time.monotonic()
         try:
-            plan = plan_buckets(self._weights.weight_specs(self._dtype), self._config.sync.bucket_bytes)
-            buckets = [seal(specs, buffer) for specs, buffer in zip(plan, self._packed(plan), strict=True)]
-            gap = self._check_canary(self._send(buckets))
+            gap = self._check_canary(self._send())
         except BaseException:
             self._leave(abort=True)
             raise
@@ -170,38 +175,45 @@ class WeightSync:
             ver=self.ver + 1,
             mode="full",
             seconds=time.monotonic() - begin,
-            num_bytes=sum(bucket.num_bytes for bucket in buckets),
-            num_tensors=sum(len(bucket.tensors) for bucket in buckets),
+            num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
+            num_tensors=sum(len(bucket.tensors) for bucket in self._buckets),
             canary_gap=gap.mean,
             canary_gap_max=gap.max,
         )
         log.info("weights synced: %s", receipt)
         return receipt
 
-    def _packed(self, plan: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor]:
-        return packed_buckets(self._weights, plan, dtype=self._dtype, device=self._device)
-
-    def _send(self, buckets: Sequence[Bucket]) -> list[list[float]]:
-        """Done when all servers serve the buckets. The learner's own canary answers, computed while they load."""
+    def _send(self) -> Sequence[Sequence[float]]:
+        """Done when all servers serve the weights. The learner's own canary answers, computed meanwhile."""
         call = UpdateWeightsCall(
             incarnation=self._incarnation,
             ver=self.ver + 1,
-            buckets=list(buckets),
+            buckets=self._buckets,
             timeout_s=self._config.server.timeout_s,
         )
         posts = {link: link.post_update(call) for link in self._links}
+        learner = in_thread("canary", lambda: self._learner_logprobs(self._canary))
         try:
-            for i, buffer in enumerate(self._packed([bucket.tensors for bucket in buckets]), start=1):
-                sent = {link: link.broadcast(buffer) for link in self._links}
-                await_all(sent, posts, may_reply=i == len(buckets))
-            learner = [list(self._learner_logprobs(item)) for item in self._canary]
+            self._broadcast(call.ver, posts)
             await_all(posts, {})
         except BaseException:
             cancel(posts)
             raise
+        finally:
+            wait([learner])  # the next to use the model must not meet it there
         for link, post in posts.items():
             _check_reply(call, post.result(), link.base_url)
-        return learner
+        return learner.result()
+
+    def _broadcast(self, ver: int, posts: Futures) -> None:
+        """Every bucket to every server; returns when the last one is there."""
+        plan = [bucket.tensors for bucket in self._buckets]
+        under_way: deque[Futures] = deque()
+        buffers = sealed_buckets(self._weights, plan, ver=ver, dtype=self._dtype, device=self._device)
+        for i, buffer in enumerate(buffers, start=1):
+            under_way.append({link: link.broadcast(buffer) for link in self._links})
+            while len(under_way) > (AHEAD if i < len(plan) else 0):
+                await_all(under_way.popleft(), posts, may_reply=i == len(plan))
 
     def _leave(self, *, abort: bool) -> None:
         links, self._links = self._links, ()

@@ -118,7 +118,7 @@ def server(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBacke
         policy,
         config=backend.config.vllm,
         canary=[canary],
-        learner_logprobs=lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+        learner_logprobs=lambda items: policy.logprobs([(item.prompt, item.response_token_ids) for item in items]),
         fence=Ranks(),
         device=CPU,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def start_sync(
         arguments: dict[str, Any] = {
             "config": backend.config.vllm,
             "canary": canary,
-            "learner_logprobs": lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+            "learner_logprobs": lambda items: logprobs(policy, items),
             "fence": Ranks(),
             "device": CPU,
         }
@@ -129,6 +130,10 @@ def start_sync(
     yield make
     for sync in made:
         sync.close()
+
+
+def logprobs(policy: Policy, items: Sequence[CanaryItem]) -> list[list[float]]:
+    return policy.logprobs([(item.prompt, item.response_token_ids) for item in items])
 
 
 def perturb(policy: Policy, scale: float = 0.05) -> None:
@@ -212,12 +217,10 @@ def test_the_canary_tells_a_model_that_is_not_the_learner_s(
 ) -> None:
     """The check can fail: the same sync, judged by a policy that has moved on, is refused."""
 
-    def moved_on(item: CanaryItem) -> list[float]:
-        perturb(policy, 0.5)
-        return policy.logprobs(item.prompt, item.response_token_ids)
-
+    other = copy.deepcopy(policy)
+    perturb(other, 0.5)
     with pytest.raises(CanaryError, match="not the learner's"):
-        start_sync(connect(), learner_logprobs=moved_on).sync()
+        start_sync(connect(), learner_logprobs=lambda items: logprobs(other, items)).sync()
 
 
 class Misnamed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -64,8 +64,8 @@ def weights() -> Weights:
 
 @pytest.fixture
 def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Weights) -> Build:
-    def learner_logprobs(item: CanaryItem) -> list[float]:
-        return logprobs(weights.tensors, item.response_token_ids)
+    def learner_logprobs(items: Sequence[CanaryItem]) -> list[list[float]]:
+        return [logprobs(weights.tensors, item.response_token_ids) for item in items]
 
     def make(*, fence: Any = None, **sync: Any) -> WeightSync:
         backend = ServerBackend(config(URLS, decode_batch_size=4), run_seed=1)
@@ -207,7 +207,7 @@ def test_only_full_syncs(backends: list[ServerBackend], mode: str, enable_lora: 
             Weights(),
             config=vllm,
             canary=canary_items(),
-            learner_logprobs=lambda item: [],
+            learner_logprobs=lambda items: [],
             fence=Alone(),
             device=torch.device("cpu"),
         )
