@@ -6,6 +6,8 @@ block: Horner's rule down the columns, so that no keys but one per column are re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,9 +30,9 @@ def _sum_block(
     words: torch.Tensor,
     column_keys: torch.Tensor,
     sums: torch.Tensor,
-    num_words: int,
-    first: int,
-    second: int,
+    num_words: Any,
+    first: Any,
+    second: Any,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
