@@ -6,7 +6,6 @@ block: Horner's rule down the columns, so that no keys but one per column are re
 
 from __future__ import annotations
 
-from typing import Any
 
 import torch
 import triton
@@ -26,13 +25,13 @@ def block_sums(words: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _sum_block(
+def _sum_block(  # type: ignore[no-untyped-def]
     words: torch.Tensor,
     column_keys: torch.Tensor,
     sums: torch.Tensor,
-    num_words: Any,
-    first: Any,
-    second: Any,
+    num_words,
+    first,
+    second,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
