@@ -155,15 +155,16 @@ class VllmEngine:
 
     async def reset_caches(self) -> None:
         """Forget what was computed with other weights. Raises SyncError where something still uses it."""
-        if not await self._alive(self._llm.reset_prefix_cache()):
+        prefix_reset, *_ = await self._alive(
+            asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache())
+        )
+        if not prefix_reset:
             raise SyncError(
                 "the prefix cache can't be reset",
                 found="blocks in use",
                 wanted="no request running",
                 remedy="try again",
             )
-        await self._alive(self._llm.reset_mm_cache())
-        await self._alive(self._llm.reset_encoder_cache())
 
     def shutdown(self) -> None:
         """Stop the engine's processes."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rollout_server.repeating import CopyMemory
 from shared.errors import CoverageError
 
 _SHOWN = 5
@@ -26,8 +27,9 @@ _SHOWN = 5
 class WeightLoad:
     """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory) -> None:
         self._model = model
+        self._memory = memory
         self._vllm_config = vllm_config
         self._device = device
         self._in_place = False
@@ -42,7 +44,9 @@ class WeightLoad:
 
         self._in_place = self._device.type == "cuda" and _is_plain(self._model, self._vllm_config)
         self._served = _names_by_storage(self._model)
-        if not self._in_place:
+        if self._in_place:
+            self._memory.begin(self._model.parameters())
+        else:
             with self._context():
                 initialize_layerwise_reload(self._model)
             self._open = True
@@ -50,8 +54,10 @@ class WeightLoad:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load these checkpoint tensors. Raises whatever the model's loader raises."""
         with self._context(), torch.no_grad():
-            written = self._model.load_weights(self._counted(tensors))
-        self._written |= set(written or ())
+            if self._in_place:
+                self._written |= self._memory.load(list(self._counted(tensors)), self._model.load_weights)
+            else:
+                self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
 
     def finish(self) -> dict[str, Any]:
         """Counts of what was loaded. Raises CoverageError."""

@@ -1,9 +1,10 @@
 """Weight syncs as the server conducts them: one call is one update (R09, R10).
 
 In: the bodies of `/init_communicator/`, `/update_weights/`, `/close_communicator/`. Out: replies, once the workers have
-done and checked everything. Invariants: one sync call runs at a time; a new learner's group ends whatever the old one
-had under way; an update that fails, times out or loses its caller leaves the gate poisoned and the group closed; no
-call into the workers lasts longer than a short slice, so the engine never waits for a peer. Called by `app.py`.
+done and checked everything and the canary was scored. Invariants: one sync call runs at a time; a new learner's group
+ends whatever the old one had under way; an update that fails, times out or loses its caller leaves the gate poisoned and
+the group closed; no call into the workers lasts longer than a short slice, so the engine never waits for a peer. Called
+by `app.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
+from rollout_server.scoring import score
 from rollout_server.turnstile import Turnstile
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeightsCall, UpdateWeightsReply
@@ -82,6 +84,8 @@ class WeightSync:
                 async with self._turnstile.update(call.incarnation, call.ver, call.mode):
                     drained = time.monotonic()
                     result = await self._transfer(call)
+                    transferred = time.monotonic()
+                    scores = await score(self._engine, call.canary, call.ver)
             except BaseException:
                 self.totals.failed += 1
                 raise
@@ -92,7 +96,9 @@ class WeightSync:
                 num_tensors=result["num_tensors"],
                 seconds=end - start,
                 drain_s=drained - start,
-                transfer_s=end - drained,
+                transfer_s=transferred - drained,
+                score_s=end - transferred,
+                scores=scores,
             )
             self._count(reply)
             return reply

@@ -18,6 +18,7 @@ from rollout_server.idle import sleep_when_idle
 from rollout_server.lifeline import end_with_server
 from rollout_server.loading import WeightLoad
 from rollout_server.receiving import Receiving
+from rollout_server.repeating import CopyMemory
 from shared.communicator import Communicator, start_join
 from shared.digest import digest
 from shared.errors import CommunicatorError, ProjectError, SyncError
@@ -76,7 +77,8 @@ class SyncWorker:
 
     def _start(self, update: UpdateWeightsCall) -> dict[str, Any]:
         self._end_receiving()
-        load = WeightLoad(self.model_runner.model, self.vllm_config, self.device)
+        self._sync_memory: CopyMemory = getattr(self, "_sync_memory", None) or CopyMemory()
+        load = WeightLoad(self.model_runner.model, self.vllm_config, self.device, self._sync_memory)
         self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), load)
         return {}
 

@@ -6,7 +6,6 @@ block: Horner's rule down the columns, so that no keys but one per column are re
 
 from __future__ import annotations
 
-
 import torch
 import triton
 import triton.language as tl

@@ -131,6 +131,23 @@ class RolloutOutput(WireModel):
 # ---- weight sync ---------------------------------------------------------------------------------------------------
 
 
+class ScoreItem(WireModel):
+    request: RolloutInferRequest
+    response_token_ids: list[int] = Field(min_length=1)
+
+
+class ScoreCall(WireModel):
+    items: list[ScoreItem] = Field(min_length=1)
+
+
+class ScoreReply(WireModel):
+    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it."""
+
+    ver: int
+    logprobs: list[list[float]]
+    prompt_token_ids: list[list[int]]
+
+
 class InitCommunicatorCall(WireModel):
     """Open a group of one learner (the last rank) and the server's workers (ranks 0..world_size-1).
 
@@ -161,6 +178,7 @@ class UpdateWeightsCall(WireModel):
     ver: int = Field(ge=0)  # the version served once this call returned
     mode: Literal["full", "adapter"] = "full"
     buckets: list[Bucket]
+    canary: list[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
     timeout_s: float = Field(gt=0)
 
 
@@ -171,23 +189,8 @@ class UpdateWeightsReply(WireModel):
     seconds: float
     drain_s: float  # waiting for calls in flight
     transfer_s: float  # caches, receive, digest, load, coverage
-
-
-class ScoreItem(WireModel):
-    request: RolloutInferRequest
-    response_token_ids: list[int] = Field(min_length=1)
-
-
-class ScoreCall(WireModel):
-    items: list[ScoreItem] = Field(min_length=1)
-
-
-class ScoreReply(WireModel):
-    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it."""
-
-    ver: int
-    logprobs: list[list[float]]
-    prompt_token_ids: list[list[int]]
+    score_s: float
+    scores: ScoreReply  # of the canary
 
 
 class CloseCommunicatorCall(WireModel):

@@ -26,6 +26,7 @@ from deploy.launch import Processes, start_server, supervised, wait_ready
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample, SyncReceipt
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
@@ -110,12 +111,13 @@ def _sync(policy: Policy, urls: Sequence[str]) -> list[SyncReceipt]:
     }
     backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)
     backend.connect()
+    canary = [_canary(policy, i) for i in range(backend.config.vllm.sync.canary_samples)]
     sync = WeightSync(
         backend,
         policy,
         config=backend.config.vllm,
-        canary=[_canary(policy, i) for i in range(backend.config.vllm.sync.canary_samples)],
-        learner_logprobs=lambda items: policy.logprobs([(item.prompt, item.response_token_ids) for item in items]),
+        canary=canary,
+        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
         fence=Ranks(),
         device=policy.device,
     )

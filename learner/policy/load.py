@@ -90,22 +90,33 @@ class Policy:
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
         """Natural log-probability of each response token given all before it, in the precision of training. All answers
         in one packed forward pass."""
+        return self.split(self.answer_logprobs(self.answer_inputs(answers)), answers)
+
+    def answer_inputs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> PackedInputs:
+        """The inputs of `logprobs`' forward pass."""
         segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
         row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
+        return pack_inputs(row, self.model, self.device)
+
+    @torch.no_grad()
+    def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
+        """`logprobs` of all answers, one after the other `[N]`, on the device."""
         was_training = self.model.training
         self.model.eval()
         try:
-            inputs = pack_inputs(row, self.model, self.device)
             with self._precision():
                 hidden = hidden_states(self.model, inputs)[inputs.predict_at]
-                logprobs = token_logprobs(hidden, self._head, inputs.targets)
-            return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
+                return token_logprobs(hidden, self._head, inputs.targets)
         finally:
             self.model.train(was_training)
+
+    @staticmethod
+    def split(logprobs: torch.Tensor, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
+        """What `answer_logprobs` gave, answer by answer."""
+        return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""

@@ -7,12 +7,12 @@ by `learner.build`, which closes them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from learner.config.schema import RunConfig
 from learner.metrics import MetricsLog
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample
 from learner.rollout.call_log import RolloutCallLog
 from learner.rollout.hf import HfBackend
@@ -63,15 +63,13 @@ def connect_sync(
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
     check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
 
-    def learner_logprobs(items: Sequence[CanaryItem]) -> list[list[float]]:
-        return policy.logprobs([(item.prompt, item.response_token_ids) for item in items])
-
+    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary])
     sync = WeightSync(
         backend,
         policy,
         config=config.rollout_matching.vllm,
         canary=canary,
-        learner_logprobs=learner_logprobs,
+        learner_logprobs=answers,
         fence=ranks,
         device=ranks.device,
     )

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
@@ -25,7 +25,7 @@ from learner.config.schema import VllmConfig
 from learner.records import SyncReceipt
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
-from learner.sync.canary import CanaryGap, CanaryItem, compare, score_call
+from learner.sync.canary import CanaryGap, CanaryItem, compare, score_items
 from learner.sync.link import Group, Join, ServerLink, in_thread
 from learner.sync.source import WeightSource, check_specs, sealed_buckets
 from learner.sync.waiting import Futures, await_all, cancel
@@ -37,7 +37,7 @@ from shared.wire import Bucket, UpdateWeightsCall, UpdateWeightsReply
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
 
-Logprobs = Callable[[Sequence[CanaryItem]], Sequence[Sequence[float]]]
+Logprobs = Callable[[], Sequence[Sequence[float]]]
 AHEAD = 2  # buckets under way while another is packed: fewer, and the wire waits; more, and memory is spent
 
 
@@ -53,7 +53,8 @@ class Fence(Protocol):
 
 
 class WeightSync:
-    """`canary` and `learner_logprobs` are used on rank 0 only; `device` is where the policy's weights are."""
+    """`canary` and `learner_logprobs` (of the canary's answers, as the learner has them now) are used on rank 0 only;
+    `device` is where the policy's weights are."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class WeightSync:
             self.ver = self._connect()
         begin = time.monotonic()
         try:
-            gap = self._check_canary(self._send())
+            gap = self._send()
         except BaseException:
             self._leave(abort=True)
             raise
@@ -183,16 +184,17 @@ class WeightSync:
         log.info("weights synced: %s", receipt)
         return receipt
 
-    def _send(self) -> Sequence[Sequence[float]]:
-        """Done when all servers serve the weights. The learner's own canary answers, computed meanwhile."""
+    def _send(self) -> CanaryGap:
+        """Done when all servers serve the weights; how far their canary's answers are from the learner's at most."""
         call = UpdateWeightsCall(
             incarnation=self._incarnation,
             ver=self.ver + 1,
             buckets=self._buckets,
+            canary=score_items(self._canary),
             timeout_s=self._config.server.timeout_s,
         )
         posts = {link: link.post_update(call) for link in self._links}
-        learner = in_thread("canary", lambda: self._learner_logprobs(self._canary))
+        learner = in_thread("canary", self._learner_logprobs)
         try:
             self._broadcast(call.ver, posts)
             await_all(posts, {})
@@ -203,7 +205,7 @@ class WeightSync:
             wait([learner])  # the next to use the model must not meet it there
         for link, post in posts.items():
             _check_reply(call, post.result(), link.base_url)
-        return learner.result()
+        return self._check_canary(learner.result(), {link: post.result() for link, post in posts.items()})
 
     def _broadcast(self, ver: int, posts: Futures) -> None:
         """Every bucket to every server; returns when the last one is there."""
@@ -226,20 +228,19 @@ class WeightSync:
                 log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
             goodbye.cancel()
 
-    def _check_canary(self, learner: Sequence[Sequence[float]]) -> CanaryGap:
+    def _check_canary(
+        self, learner: Sequence[Sequence[float]], replies: Mapping[ServerLink, UpdateWeightsReply]
+    ) -> CanaryGap:
         """The worst gap over servers; `learner` holds this side's log-probabilities."""
-        call = score_call(self._canary)
-        replies = {link: self._backend.loop.submit(link.client.score(call)) for link in self._links}
-        await_all(replies, {})
         gaps = [
             compare(
                 self._canary,
                 learner,
-                replies[link].result(),
+                reply.scores,
                 tolerance=self._config.sync.canary_tolerance,
                 base_url=link.base_url,
             )
-            for link in self._links
+            for link, reply in replies.items()
         ]
         return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 

@@ -14,6 +14,7 @@ from deploy.demo.model import build
 from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
@@ -71,15 +72,16 @@ def learner(server: RunningServer, policy: Policy) -> Iterator[tuple[ServerBacke
     }
     backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)
     backend.connect()
+    canary = [
+        CanaryItem(sample=s, prompt=policy.encoder.encode(s), response_token_ids=tuple(range(20, 60)))
+        for s in samples(2)
+    ]
     sync = WeightSync(
         backend,
         policy,
         config=backend.config.vllm,
-        canary=[
-            CanaryItem(sample=s, prompt=policy.encoder.encode(s), response_token_ids=tuple(range(20, 60)))
-            for s in samples(2)
-        ],
-        learner_logprobs=lambda items: policy.logprobs([(item.prompt, item.response_token_ids) for item in items]),
+        canary=canary,
+        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
         fence=Ranks(),
         device=policy.device,
     )

@@ -23,6 +23,7 @@ from PIL import Image
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.hf import HfBackend
@@ -118,7 +119,7 @@ def server(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBacke
         policy,
         config=backend.config.vllm,
         canary=[canary],
-        learner_logprobs=lambda items: policy.logprobs([(item.prompt, item.response_token_ids) for item in items]),
+        learner_logprobs=RepeatedLogprobs(policy, [(canary.prompt, canary.response_token_ids)]),
         fence=Ranks(),
         device=CPU,
     )

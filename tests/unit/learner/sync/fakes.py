@@ -159,8 +159,9 @@ class FakeServer:
         self.tensors |= {name: tensor for name, tensor in received.items() if name != self.misses}
         self.ver = call.ver
         reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
-        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1}
-        return httpx.Response(200, json=reply | times)
+        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "score_s": 0.0}
+        scores = self._scores([item.response_token_ids for item in call.canary])
+        return httpx.Response(200, json=reply | times | {"scores": scores})
 
     def _receive(self, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
         received: dict[str, torch.Tensor] = {}
@@ -185,10 +186,11 @@ class FakeServer:
 
     def _score(self, request: httpx.Request) -> httpx.Response:
         items = json.loads(request.content)["items"]
-        scores = [[p + self.score_delta for p in logprobs(self.tensors, item["response_token_ids"])] for item in items]
-        return httpx.Response(
-            200, json={"ver": self.ver, "logprobs": scores, "prompt_token_ids": [self.prompt_ids] * len(items)}
-        )
+        return httpx.Response(200, json=self._scores([item["response_token_ids"] for item in items]))
+
+    def _scores(self, answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+        scores = [[p + self.score_delta for p in logprobs(self.tensors, answer)] for answer in answers]
+        return {"ver": self.ver, "logprobs": scores, "prompt_token_ids": [self.prompt_ids] * len(answers)}
 
     def _close(self, request: httpx.Request) -> httpx.Response:
         self.log.append("close")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.sync.canary import compare, score_call
+from learner.sync.canary import compare, score_items
 from learner.sync.source import check_specs, sealed_buckets
 from shared.errors import CanaryError, PromptMismatchError, RolloutError, SyncError
 from shared.weights import plan_buckets, unpack
@@ -59,7 +59,7 @@ def test_prompts_are_compared_too() -> None:
 
 
 def test_a_canary_brings_its_images() -> None:
-    item = score_call(canary_items(1)).items[0]
+    item = score_items(canary_items(1))[0]
     assert item.request.images == ["/data/0.png"]
     assert item.response_token_ids == [3, 4]
 

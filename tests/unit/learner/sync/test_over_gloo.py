@@ -69,7 +69,7 @@ def test_two_syncs_reach_every_worker(respx_mock: respx.MockRouter) -> None:
         weights,
         config=vllm,
         canary=canary_items(),
-        learner_logprobs=lambda items: [logprobs(weights.tensors, item.response_token_ids) for item in items],
+        learner_logprobs=lambda: [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()],
         fence=Alone(),
         device=torch.device("cpu"),
     )

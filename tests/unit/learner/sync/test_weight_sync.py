@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ import torch
 from learner.config.schema import VllmConfig
 from learner.rollout.server import ServerBackend
 from learner.sync import WeightSync
-from learner.sync.canary import CanaryItem
 from shared.errors import (
     CanaryError,
     CommunicatorError,
@@ -64,8 +63,8 @@ def weights() -> Weights:
 
 @pytest.fixture
 def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Weights) -> Build:
-    def learner_logprobs(items: Sequence[CanaryItem]) -> list[list[float]]:
-        return [logprobs(weights.tensors, item.response_token_ids) for item in items]
+    def learner_logprobs() -> list[list[float]]:
+        return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
     def make(*, fence: Any = None, **sync: Any) -> WeightSync:
         backend = ServerBackend(config(URLS, decode_batch_size=4), run_seed=1)
@@ -207,7 +206,7 @@ def test_only_full_syncs(backends: list[ServerBackend], mode: str, enable_lora: 
             Weights(),
             config=vllm,
             canary=canary_items(),
-            learner_logprobs=lambda items: [],
+            learner_logprobs=list,
             fence=Alone(),
             device=torch.device("cpu"),
         )
