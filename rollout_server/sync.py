@@ -2,9 +2,9 @@
 
 In: the bodies of `/init_communicator/`, `/update_weights/`, `/close_communicator/`. Out: replies, once the workers have
 done and checked everything and the canary was scored. Invariants: one sync call runs at a time; a new learner's group
-ends whatever the old one had under way; an update that fails, times out or loses its caller leaves the gate poisoned and
-the group closed; no call into the workers lasts longer than a short slice, so the engine never waits for a peer. Called
-by `app.py`.
+ends whatever the old one had under way; an update that fails, times out or loses its caller leaves the gate poisoned
+and the group closed; no call into the workers lasts longer than a short slice, so the engine never waits for a peer.
+Called by `app.py`.
 """
 
 from __future__ import annotations

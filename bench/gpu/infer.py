@@ -35,8 +35,8 @@ from shared.wire import InferCall, RequestConfig, RolloutInferRequest
 WANTED_OF_ENGINE = 0.97
 WANTED_AGAINST_TRL = 1.2
 NUM_REQUESTS = MAX_TOKENS = 256
-BATCH_SIZES = (4, 8, 16, 32, 64, 128, 256)
-ROUNDS = 5
+BATCH_SIZES = (4, 16, 64, 256)
+ROUNDS = 4
 KV_CACHE_BYTES = 24 << 30
 _READY_TIMEOUT_S = 400.0
 
