@@ -66,7 +66,8 @@ class SyncWorker:
         rank = replica * parallel.world_size + self.rank % parallel.world_size
         operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
-        digest(torch.zeros(4, dtype=torch.uint8, device=self.device))  # makes its keys, while others are on their way
+        # Makes keys and kernel while others are on their way; of as many bytes as a bucket may well have.
+        digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device))
         return {}
 
     def _joining(self) -> Operation[Communicator]:
