@@ -102,7 +102,7 @@ def _copies(watcher: _Watcher, tensors: Named) -> tuple[Copy, ...] | None:
         index = next((i for i, (_, tensor) in enumerate(tensors) if _lies_in(source, tensor)), None)
         if index is None:
             return None
-        offset = source.storage_offset() - tensors[index][1].storage_offset()
+        offset = int(source.storage_offset()) - int(tensors[index][1].storage_offset())
         copies.append(
             Copy(target=target, index=index, shape=tuple(source.shape), stride=source.stride(), offset=offset)
         )

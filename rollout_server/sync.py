@@ -17,14 +17,13 @@ from typing import Any
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
-from rollout_server.scoring import score
 from rollout_server.turnstile import Turnstile
+from rollout_server.updating import all_done, update_weights
 from shared.errors import CommunicatorError, ProjectError, SyncError
-from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeightsCall, UpdateWeightsReply
+from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ScoreReply, UpdateWeightsCall, UpdateWeightsReply
 
-# The engine generates while a group is joined: workers only glance. Nothing runs during an update: they may wait.
+# The engine generates while a group is joined: workers only glance.
 _JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02
-_UPDATE_SLICE_S = 0.25
 
 
 @dataclass
@@ -60,7 +59,7 @@ class WeightSync:
                 await self._engine.on_workers(
                     "sync_join", call.backend, host, call.group_port, world_size, call.timeout_s
                 )
-                while not _all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
+                while not all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
                 await self._leave("the group could not be joined")
@@ -83,9 +82,7 @@ class WeightSync:
             try:
                 async with self._turnstile.update(call.incarnation, call.ver, call.mode):
                     drained = time.monotonic()
-                    result = await self._transfer(call)
-                    transferred = time.monotonic()
-                    scores = await score(self._engine, call.canary, call.ver)
+                    result, scores = await self._transfer(call)
             except BaseException:
                 self.totals.failed += 1
                 raise
@@ -96,8 +93,7 @@ class WeightSync:
                 num_tensors=result["num_tensors"],
                 seconds=end - start,
                 drain_s=drained - start,
-                transfer_s=transferred - drained,
-                score_s=end - transferred,
+                transfer_s=end - drained,
                 scores=scores,
             )
             self._count(reply)
@@ -111,17 +107,13 @@ class WeightSync:
                 self._turnstile.gate.close_group()
                 await self._leave("the learner closed the group")
 
-    async def _transfer(self, call: UpdateWeightsCall) -> dict[str, Any]:
+    async def _transfer(self, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
         try:
-            await self._engine.on_workers("sync_start", call.model_dump_json())
-            await self._engine.reset_caches()  # while the first bytes are on their way: nothing runs before the last
-            while not _all_done(replies := await self._engine.on_workers("sync_poll", _UPDATE_SLICE_S)):
-                pass
+            return await update_weights(self._engine, call)
         except BaseException as error:
             # The other workers, and the learner, may still wait for each other.
             await self._leave(str(error) or type(error).__name__)
             raise
-        return replies[0]
 
     async def _leave(self, because: str) -> None:
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
@@ -149,7 +141,3 @@ class WeightSync:
         self.totals.num_bytes += reply.num_bytes
         self.totals.seconds += reply.seconds
         self.totals.last = reply
-
-
-def _all_done(replies: list[dict[str, Any]]) -> bool:
-    return all(reply["done"] for reply in replies)

@@ -47,7 +47,7 @@ class SyncWorker:
         return _answer(lambda: {"done": self._joining().done(slice_s)})
 
     def sync_start(self, update: str) -> str:
-        """Begin to receive this `UpdateWeightsCall`."""
+        """Begin to receive this `UpdateWeightsCall`. `{"in_place": bool}`: the model can run while it is loaded."""
         return _answer(lambda: self._start(UpdateWeightsCall.model_validate_json(update)))
 
     def sync_poll(self, slice_s: float) -> str:
@@ -81,7 +81,7 @@ class SyncWorker:
         self._sync_memory: CopyMemory = getattr(self, "_sync_memory", None) or CopyMemory()
         load = WeightLoad(self.model_runner.model, self.vllm_config, self.device, self._sync_memory)
         self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), load)
-        return {}
+        return {"in_place": load.in_place}
 
     def _poll(self, slice_s: float) -> dict[str, Any]:
         receiving: Receiving | None = getattr(self, "_sync_receiving", None)

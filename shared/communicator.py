@@ -34,6 +34,7 @@ Broadcast = Callable[[Callable[[], None]], None]  # blocking; calls its argument
 
 # torch's own timeouts know more about what is missing, so ours comes a little later.
 _GRACE_S = 1.0
+_WATCH_S = 0.25
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 
 
@@ -45,6 +46,8 @@ class Communicator(ABC):
         self._pending: list[Operation[None]] = []
         self._issued = threading.Event()  # the last broadcast that was started is in its place in the group's order
         self._issued.set()
+        self._left = threading.Event()
+        threading.Thread(target=self._watch, name="watching broadcasts", daemon=True).start()
 
     @property
     def rank(self) -> int:
@@ -92,11 +95,22 @@ class Communicator(ABC):
             operation.cancel(
                 CommunicatorError(f"{operation.what} was broken off", remedy="sync again with a new group")
             )
-        self._leave()
+        self.close()
 
     def close(self) -> None:
         """Leave the group, with nothing pending. May be called again."""
+        self._left.set()
         self._leave()
+
+    def _watch(self) -> None:
+        """End what is overdue, also when nobody polls: on CUDA the caller may itself wait for the device (to allocate
+        memory, say), which a broadcast without its peer holds up."""
+        while not self._left.wait(_WATCH_S):
+            overdue = [operation for operation in self._pending if operation.overdue]
+            for operation in overdue:
+                operation.cancel(operation.late())
+            if overdue:
+                self.abort()
 
     @abstractmethod
     def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:

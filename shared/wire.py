@@ -188,8 +188,7 @@ class UpdateWeightsReply(WireModel):
     num_tensors: int
     seconds: float
     drain_s: float  # waiting for calls in flight
-    transfer_s: float  # caches, receive, digest, load, coverage
-    score_s: float
+    transfer_s: float  # caches, receive, digest, load, coverage, canary
     scores: ScoreReply  # of the canary
 
 

@@ -59,7 +59,14 @@ def measure(size: Size, folder: Path, *, num_requests: int = NUM_REQUESTS, round
         torch.cuda.empty_cache()
     (port,) = free_ports(1)
     engine_args = {"kv_cache_memory_bytes": KV_CACHE_BYTES} if torch.cuda.is_available() else {}
-    config = ServerConfig(model=str(model), port=port, max_model_len=2048, max_num_seqs=256, engine_args=engine_args)
+    config = ServerConfig(
+        model=str(model),
+        port=port,
+        max_model_len=2048,
+        max_num_seqs=256,
+        gpu_memory_utilization=0.5,
+        engine_args=engine_args,
+    )
     _prepare_environment(config)
     with supervised() as processes:
         trl = _start_trl(processes, model, folder) if is_installed() else None

@@ -80,6 +80,7 @@ def _start(processes: Processes, model: Path, index: int, folder: Path) -> tuple
         "model": str(model),
         "port": port,
         "max_model_len": 2048,
+        "gpu_memory_utilization": 0.4,
         "engine_args": {"kv_cache_memory_bytes": KV_CACHE_BYTES},
     }
     write_yaml(config, settings, "bench")

@@ -28,7 +28,9 @@ class TrlServer:
         from trl.scripts.vllm_serve import ScriptArguments, build_command
 
         self._port, self._group_port = free_ports(2)
-        arguments = ScriptArguments(model=str(model), host="127.0.0.1", port=self._port, max_model_len=2048)
+        arguments = ScriptArguments(
+            model=str(model), host="127.0.0.1", port=self._port, max_model_len=2048, gpu_memory_utilization=0.4
+        )
         more = ["--max-num-seqs", str(max_num_seqs), "--kv-cache-memory-bytes", str(kv_cache_bytes)]
         # As TRL's own command does before it becomes vLLM's: its clients need the development endpoints.
         os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}

@@ -99,9 +99,16 @@ def test_many_broadcasts_under_way_arrive_whole_and_in_order() -> None:
 def test_a_group_does_not_wait_for_another_one() -> None:
     """Several servers: one that is not there yet holds up nobody, nor the learner's own computing."""
     with joined(num_groups=2) as (other, (first, second)):
-        stuck = first.start_broadcast(sealed(0), src=1)
+        # Made before: fresh memory, or a kernel's first use, may wait for all that the device does.
+        one, two = sealed(0), sealed(0)
+        for group_index, group in enumerate((first, second)):
+            other.send(group_index, 1, BYTES + 16)
+            group.broadcast(one, src=1)
+            assert other.recv() == [True]
+        assert torch.ones(1000, device="cuda:0").sum().item() == 1000
+        stuck = first.start_broadcast(one, src=1)
         other.send(1, 1, BYTES + 16)
-        second.broadcast(sealed(0), src=1, timeout_s=20.0)
+        second.broadcast(two, src=1, timeout_s=20.0)
         assert other.recv() == [True]
         assert torch.ones(1000, device="cuda:0").sum().item() == 1000
         assert not stuck.ended

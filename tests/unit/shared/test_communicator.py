@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.communicator import Communicator, join, start_join
+from shared.communicator import Broadcast, Communicator, join, start_join
 from shared.errors import CommunicatorError, DeadlineError
 from shared.ports import free_port
+from shared.rendezvous import Place
 
 
 def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:
@@ -73,6 +74,26 @@ def test_an_abort_ends_all_that_are_under_way() -> None:
         with pytest.raises(CommunicatorError):
             operation.result()
     second.abort()
+
+
+class Stuck(Communicator):
+    """A group whose broadcasts end only once it is left, as NCCL's without their peer."""
+
+    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+        return lambda issued: self.released.wait(30) and None
+
+    def _leave(self) -> None:
+        self.released.set()
+
+    released = threading.Event()
+
+
+def test_a_broadcast_that_nobody_polls_ends_too() -> None:
+    place = Place(host="", port=0, rank=1, world_size=2, timeout_s=0.2, device=torch.device("cpu"))
+    operation = Stuck(place).start_broadcast(torch.zeros(1), src=0)
+    assert Stuck.released.wait(10)
+    with pytest.raises(DeadlineError):
+        operation.result()
 
 
 def test_rank_0_listens_on_its_own_address_only() -> None:

@@ -159,7 +159,7 @@ class FakeServer:
         self.tensors |= {name: tensor for name, tensor in received.items() if name != self.misses}
         self.ver = call.ver
         reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
-        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "score_s": 0.0}
+        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1}
         scores = self._scores([item.response_token_ids for item in call.canary])
         return httpx.Response(200, json=reply | times | {"scores": scores})
 
