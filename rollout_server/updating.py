@@ -16,14 +16,15 @@ from typing import Any
 
 from rollout_server.engine import Engine
 from rollout_server.scoring import score
-from shared.wire import ScoreReply, UpdateWeightsCall
+from shared.wire import BUCKETS, ScoreReply, UpdateWeightsCall
 
 SLICE_S = 0.25  # nothing else runs during an update: workers may wait
 
 
 async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
     """Raises what the workers, the media rules and the engine raise."""
-    started = await engine.on_workers("sync_start", call.model_dump_json())
+    rest = call.model_copy(update={"buckets": [], "canary": []})
+    started = await engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
     await engine.reset_caches()  # while the first bytes are on their way
     if all(reply["in_place"] for reply in started):
         result, scores = await _load_and_score(engine, call)

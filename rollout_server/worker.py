@@ -8,6 +8,7 @@ was asked; the model's layers are whole again after every update, failed ones in
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from shared.communicator import Communicator, start_join
 from shared.digest import digest
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.operation import Operation
-from shared.wire import ErrorBody, UpdateWeightsCall
+from shared.wire import BUCKETS, Bucket, ErrorBody, UpdateWeightsCall
 
 # At import, for the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
@@ -46,9 +47,16 @@ class SyncWorker:
         """`{"done": bool}`."""
         return _answer(lambda: {"done": self._joining().done(slice_s)})
 
-    def sync_start(self, update: str) -> str:
-        """Begin to receive this `UpdateWeightsCall`. `{"in_place": bool}`: the model can run while it is loaded."""
-        return _answer(lambda: self._start(UpdateWeightsCall.model_validate_json(update)))
+    def sync_start(self, update: str, buckets: str) -> str:
+        """Begin to receive this `UpdateWeightsCall`; its buckets come apart, for they are the same every time.
+
+        `{"in_place": bool}`: whether the model can run while it is loaded.
+        """
+        return _answer(
+            lambda: self._start(
+                UpdateWeightsCall.model_validate_json(update).model_copy(update={"buckets": _read(buckets)})
+            )
+        )
 
     def sync_poll(self, slice_s: float) -> str:
         """Go on with the update. `{"done": bool, "num_tensors": ..., ...}`; the result stays until the next start."""
@@ -106,6 +114,11 @@ class SyncWorker:
             except ProjectError:
                 return {"left": "a group that was not whole"}
         return {"left": because}
+
+
+@functools.lru_cache(maxsize=2)
+def _read(buckets: str) -> list[Bucket]:
+    return BUCKETS.validate_json(buckets)
 
 
 def _answer(call: Callable[[], dict[str, Any]]) -> str:

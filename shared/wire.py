@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid as uuid_module
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
@@ -171,6 +171,9 @@ class Bucket(WireModel):
 
     tensors: list[TensorSpec]
     num_bytes: int  # without the seal
+
+
+BUCKETS = TypeAdapter(list[Bucket])
 
 
 class UpdateWeightsCall(WireModel):

@@ -6,7 +6,7 @@ In: the policy's weights. Out: a `SyncReceipt` on every rank. Invariants:
 - complete means: every server has checked bytes and coverage, and its canary gap is within the tolerance;
 - after a failed sync the first cause is raised with the server named, every group is aborted, and the next `sync` opens
   new ones under a new incarnation.
-One bucket is packed and sealed while those before it travel, at most AHEAD of them. Called by the trainer.
+A bucket is packed and sealed while those before it travel. Called by the trainer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from learner.records import SyncReceipt
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryGap, CanaryItem, compare, score_items
-from learner.sync.link import Group, Join, ServerLink, in_thread
+from learner.sync.link import Group, Join, ServerLink
 from learner.sync.source import WeightSource, check_specs, sealed_buckets
 from learner.sync.waiting import Futures, await_all, cancel
 from shared import communicator
@@ -38,7 +38,7 @@ T = TypeVar("T")
 log = logging.getLogger("learner.sync")
 
 Logprobs = Callable[[], Sequence[Sequence[float]]]
-AHEAD = 2  # buckets under way while another is packed: fewer, and the wire waits; more, and memory is spent
+AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 
 
 class Fence(Protocol):
@@ -194,28 +194,28 @@ class WeightSync:
             timeout_s=self._config.server.timeout_s,
         )
         posts = {link: link.post_update(call) for link in self._links}
-        learner = in_thread("canary", self._learner_logprobs)
         try:
-            self._broadcast(call.ver, posts)
+            learner = self._broadcast(call.ver, posts)
             await_all(posts, {})
         except BaseException:
             cancel(posts)
             raise
-        finally:
-            wait([learner])  # the next to use the model must not meet it there
         for link, post in posts.items():
             _check_reply(call, post.result(), link.base_url)
-        return self._check_canary(learner.result(), {link: post.result() for link, post in posts.items()})
+        return self._check_canary(learner, {link: post.result() for link, post in posts.items()})
 
-    def _broadcast(self, ver: int, posts: Futures) -> None:
-        """Every bucket to every server; returns when the last one is there."""
+    def _broadcast(self, ver: int, posts: Futures) -> Sequence[Sequence[float]]:
+        """Every bucket to every server; the learner's own canary answers, made while the last buckets travel."""
         plan = [bucket.tensors for bucket in self._buckets]
         under_way: deque[Futures] = deque()
-        buffers = sealed_buckets(self._weights, plan, ver=ver, dtype=self._dtype, device=self._device)
-        for i, buffer in enumerate(buffers, start=1):
+        for buffer in sealed_buckets(self._weights, plan, ver=ver, dtype=self._dtype, device=self._device):
+            if len(under_way) > AHEAD:
+                await_all(under_way.popleft(), posts, may_reply=False)
             under_way.append({link: link.broadcast(buffer) for link in self._links})
-            while len(under_way) > (AHEAD if i < len(plan) else 0):
-                await_all(under_way.popleft(), posts, may_reply=i == len(plan))
+        learner = self._learner_logprobs()
+        for sent in under_way:
+            await_all(sent, posts)
+        return learner
 
     def _leave(self, *, abort: bool) -> None:
         links, self._links = self._links, ()
