@@ -95,7 +95,8 @@ class WeightLoad:
         """Against the checkpoint that the server was started with."""
         config = self._vllm_config.model_config
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
-        missing = _missing(config.model, frozenset(self._received), type(self._model), tied)
+        model_class: Any = type(self._model)
+        missing = _missing(config.model, frozenset(self._received), model_class, tied)
         if missing:
             raise _uncovered(
                 f"{len(missing)} tensors of the checkpoint did not come", missing, "every tensor of the checkpoint"
