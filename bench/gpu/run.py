@@ -21,6 +21,7 @@ from rich.console import Console
 from bench.figures import RESULTS, Figure, save, show
 from bench.gpu.results import read
 
+_TIMEOUT_S = 1800.0
 Part = Literal["sync", "infer", "several"]
 # Name: (GPUs, module and its arguments)
 PARTS: dict[Part, tuple[int, list[list[str]]]] = {
@@ -39,17 +40,19 @@ def main(
 ) -> None:
     """Measure, print, write."""
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-", dir=scratch))  # stays after an error, for its logs
-    figures: list[Figure] = []
-    for one in part or list(PARTS):
-        figures += _measure(one, folder)
-    shutil.rmtree(folder)
+    measured = [_measure(one, folder) for one in part or list(PARTS)]
+    figures = [figure for found in measured for figure in found or []]
+    failed = None in measured
+    if not failed:
+        shutil.rmtree(folder)
     console = Console()
     show(figures, console)
     console.print(f"written: {save(name, figures, out, commit=commit)}")
-    sys.exit(any(figure.good is False for figure in figures))
+    sys.exit(failed or any(figure.good is False for figure in figures))
 
 
-def _measure(part: Part, folder: Path) -> list[Figure]:
+def _measure(part: Part, folder: Path) -> list[Figure] | None:
+    """None where it failed, with its words on the screen."""
     say = Console(stderr=True, highlight=False).print
     num_gpus, commands = PARTS[part]
     if torch.cuda.device_count() < num_gpus:
@@ -59,10 +62,10 @@ def _measure(part: Part, folder: Path) -> list[Figure]:
     for i, command in enumerate(commands):
         say(f"bench: {' '.join(command)}, minutes")
         out = folder / f"{part}-{i}.json"
-        subprocess.run(
-            [sys.executable, "-m", *command, "--out", str(out), "--folder", str(folder)],
-            check=True,
-        )
+        argv = [sys.executable, "-m", *command, "--out", str(out), "--folder", str(folder)]
+        if subprocess.run(argv, timeout=_TIMEOUT_S, check=False).returncode != 0:
+            say(f"bench: {' '.join(command)} failed; its logs are in {folder}")
+            return None
         figures += read(out)
     return figures
 

@@ -198,7 +198,9 @@ class SyncConfig(Section):
         "merged weights, adapters only, or `auto`: adapters where `enable_lora` is true", "full", req="R08"
     )
     fallback_to_full: bool = key("a failed adapter sync: warn and stay on full; false: stop the run", True, req="R08")
-    bucket_bytes: int = key("tensors travel in pieces of this size", 512 * 2**20, unit="bytes", req="R09", ge=1)
+    bucket_bytes: int = key(
+        "tensors travel in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
+    )
     canary_samples: int = key("prompts scored on both sides after a sync", 2, req="R09", ge=1)
     canary_tolerance: float = key(
         "largest mean difference between learner and server", 0.1, unit="nats per token", req="R09", gt=0.0

@@ -21,7 +21,8 @@ Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 class RepeatedLogprobs:
     def __init__(self, policy: Policy, answers: Answers) -> None:
         self._policy, self._answers = policy, answers
-        self._captures = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
+        can = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
+        self._captures = can and len(answers) > 0
         self._addresses: tuple[int, ...] = ()
         if self._captures:
             self._capture()

@@ -63,7 +63,8 @@ def connect_sync(
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
     check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
 
-    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary])
+    asked = canary if ranks.is_main else []
+    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in asked])
     sync = WeightSync(
         backend,
         policy,
