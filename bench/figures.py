@@ -91,6 +91,8 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     """Short hash, with `+` where the working tree differs from it; empty outside a checkout."""
+    if shutil.which("git") is None:
+        return ""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
         cwd=Path(__file__).parent,

@@ -3,8 +3,8 @@
 In: a transformers model, possibly with LoRA/DoRA layers inside. Out: `(name, tensor)` in the state dict's order, with
 exactly the names, shapes and values that `save_pretrained` would write after a merge; tied weights once.
 
-Invariant: the model is only read, so that a forward pass may run at the same time. An adapted layer is merged in a
-scratch copy by peft itself (so LoRA, DoRA and whatever else peft merges are right), in float32, one layer at a time.
+Invariant: the model is only read. An adapted layer is merged in a scratch copy by peft itself (so LoRA, DoRA and
+whatever else peft merges are right), in float32, one layer at a time.
 Which tensors a model has is looked up once: it takes longer than to send them. Called by `load.Policy`.
 """
 
