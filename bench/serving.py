@@ -26,6 +26,7 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import VllmEngine
 from rollout_server.service import RolloutService
 from shared.ports import free_ports
+from shared.seeds import offset_seed
 from shared.wire import InferCall, RequestConfig, RolloutInferRequest
 
 WANTED_RATIO = 0.9
@@ -51,7 +52,7 @@ async def _compare(
     engine: VllmEngine, config: ServerConfig, requests: list[RolloutInferRequest], rounds: int
 ) -> list[Figure]:
     rates: dict[str, list[float]] = {"http": [], "direct": []}
-    with _client_thread() as loop, _Served(engine, config):
+    with client_thread() as loop, Served(engine, config):
         for i in range(1 + rounds):
             call = InferCall(
                 infer_requests=[request.model_copy(update={"uuid": f"{i}-{n}"}) for n, request in enumerate(requests)],
@@ -60,13 +61,13 @@ async def _compare(
             for side in ("http", "direct") if i % 2 else ("direct", "http"):
                 await engine.reset_caches()
                 begin = time.perf_counter()
-                num_tokens = await (_direct(engine, call) if side == "direct" else _http(loop, config, call))
+                num_tokens = await (direct(engine, call) if side == "direct" else http(loop, config, call))
                 rates[side].append(num_tokens / (time.perf_counter() - begin))
-    http, direct = rates["http"][1:], rates["direct"][1:]  # the first round warms up
-    ratios = [a / b for a, b in zip(http, direct, strict=True)]
+    over_http, straight = rates["http"][1:], rates["direct"][1:]  # the first round warms up
+    ratios = [a / b for a, b in zip(over_http, straight, strict=True)]
     return [
-        Figure(name="tokens/s straight to the engine", value=median(direct), unit="tokens/s", samples=direct),
-        Figure(name="tokens/s through /infer/", value=median(http), unit="tokens/s", samples=http),
+        Figure(name="tokens/s straight to the engine", value=median(straight), unit="tokens/s", samples=straight),
+        Figure(name="tokens/s through /infer/", value=median(over_http), unit="tokens/s", samples=over_http),
         Figure(
             name=f"/infer/ against the engine, {len(requests)} image requests",
             value=median(ratios),
@@ -77,16 +78,18 @@ async def _compare(
     ]
 
 
-async def _direct(engine: VllmEngine, call: InferCall) -> int:
-    config, seed = call.request_config, call.request_config.seed or 0
+async def direct(engine: VllmEngine, call: InferCall) -> int:
+    """Tokens that the engine made of the call, seeded as the server would."""
+    config, seed = call.request_config, call.request_config.seed
+    seeds = [None if seed is None else offset_seed(seed, i) for i in range(len(call.infer_requests))]
     generations = await asyncio.gather(
-        *(engine.generate(request, config, seed + i) for i, request in enumerate(call.infer_requests))
+        *(engine.generate(request, config, own) for request, own in zip(call.infer_requests, seeds, strict=True))
     )
     return sum(len(generation.response_token_ids) for generation in generations)
 
 
-async def _http(loop: asyncio.AbstractEventLoop, config: ServerConfig, call: InferCall) -> int:
-    """The call as a learner makes it, from a loop of its own: a client's work is not the server's."""
+async def http(loop: asyncio.AbstractEventLoop, config: ServerConfig, call: InferCall) -> int:
+    """The same call as a learner makes it, from a loop of its own: a client's work is not the server's."""
     sent = asyncio.run_coroutine_threadsafe(_post(config, call), loop)
     outputs = await asyncio.wrap_future(sent)
     return sum(len(output["response_token_ids"]) for output in outputs)
@@ -100,7 +103,7 @@ async def _post(config: ServerConfig, call: InferCall) -> list[dict[str, list[in
         return outputs
 
 
-class _Served:
+class Served:
     """The app under uvicorn on the running event loop; use as a context."""
 
     def __init__(self, engine: VllmEngine, config: ServerConfig) -> None:
@@ -116,7 +119,7 @@ class _Served:
 
 
 @contextmanager
-def _client_thread() -> Iterator[asyncio.AbstractEventLoop]:
+def client_thread() -> Iterator[asyncio.AbstractEventLoop]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="bench-client", daemon=True)
     thread.start()

@@ -18,6 +18,7 @@ import torch
 from rollout_server.config import ADAPTER_ID
 from shared.errors import SyncError
 from shared.loading import WeightLoad, uncovered
+from shared.repeating import CopyMemory
 
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 
@@ -49,6 +50,13 @@ class AdapterLoad:
         self._manager = loras._adapter_manager
         self._dtype, self._max_rank = loras.lora_config.lora_dtype, loras.lora_config.max_lora_rank
         self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        return False
+
+    def open(self) -> None:
+        """Nothing is touched before all is there."""
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Copies: the bucket ends, and vLLM keeps what it is given.
@@ -114,14 +122,19 @@ class AdapterLoad:
 class BaseWeightLoad(WeightLoad):
     """While it is open, the model is as if no layer could be adapted, so that names and layers are the checkpoint's."""
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device, loras: Any) -> None:
-        loras.remove_all_adapters()
-        self._wrappers = _take_off(model)
-        try:
-            super().__init__(model, vllm_config, device)
-        except BaseException:
-            self._put_back()
-            raise
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory, loras: Any) -> None:
+        super().__init__(model, vllm_config, device, memory)
+        self._loras = loras
+        self._wrappers: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        return False
+
+    def open(self) -> None:
+        self._loras.remove_all_adapters()
+        self._wrappers = _take_off(self._model)
+        super().open()
 
     def close(self) -> None:
         """Make every layer whole again. May be called again."""

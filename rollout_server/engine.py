@@ -86,7 +86,7 @@ class VllmEngine:
         self._check_length(len(prompt.token_ids), config.max_tokens)
         output = await self._run(prompt, sampling_params(config, seed))
         self._check_length(len(output.prompt_token_ids), config.max_tokens)  # images are only widened inside vLLM
-        return read_generation(output, self._stop_ids)
+        return read_generation(output, self._stop_ids, self._renderer.text_of)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         """Natural log-probabilities of the response after the prompt. Raises as `generate`."""
@@ -118,15 +118,16 @@ class VllmEngine:
 
     async def reset_caches(self) -> None:
         """Forget what was computed with other weights. Raises SyncError where something still uses it."""
-        if not await self._alive(self._llm.reset_prefix_cache()):
+        prefix_reset, *_ = await self._alive(
+            asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache())
+        )
+        if not prefix_reset:
             raise SyncError(
                 "the prefix cache can't be reset",
                 found="blocks in use",
                 wanted="no request running",
                 remedy="try again",
             )
-        await self._alive(self._llm.reset_mm_cache())
-        await self._alive(self._llm.reset_encoder_cache())
 
     def serve_adapter(self, name: str | None) -> None:
         """From now on requests are answered with the adapter that the workers hold; None: without. A new name each

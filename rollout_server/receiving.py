@@ -1,13 +1,14 @@
-"""One weight update as a worker sees it: receive a bucket, check its digest, load it, and the next (R09).
+"""One weight update as a worker sees it: receive a bucket, check its seal, load it, and the next (R09).
 
-The next bucket is on its way while one is loaded. Invariants: nothing is loaded whose digest was wrong; `advance` ends
-within about its slice plus one load; `close` may be called at any time, and leaves the model whole. Called by
-`worker.py`, on vLLM's own thread, for the model is only touched there.
+The next buckets are on their way while one is checked and loaded. Invariants: nothing is loaded whose seal was wrong;
+`advance` ends within about its slice plus one load; `close` may be called at any time, and leaves the model whole.
+Called by `worker.py`, on vLLM's own thread, for the model is only touched there.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -16,12 +17,20 @@ import torch
 from shared.communicator import Communicator
 from shared.errors import DeadlineError, DigestError
 from shared.operation import Operation
-from shared.weights import digest, unpack
-from shared.wire import Bucket, UpdateWeightsCall
+from shared.weights import SEAL_BYTES, is_sealed, unpack
+from shared.wire import UpdateWeightsCall
+
+AHEAD = 2  # buckets under way while another is loaded
 
 
 class Load(Protocol):
-    """Where the tensors go: `add` per bucket, then `finish`; `close` whatever happened."""
+    """Where the tensors go: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        """Whether the model can run while it is loaded, once it is open; with what weights, nobody knows."""
+
+    def open(self) -> None: ...
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
@@ -36,13 +45,14 @@ class Receiving:
         self._communicator = communicator
         self._load = load
         self._deadline = time.monotonic() + update.timeout_s
-        self._num_loaded = 0
+        self._num_asked = self._num_loaded = 0
         self._result: dict[str, Any] | None = None
-        self._incoming: tuple[torch.Tensor, Operation[None]] | None = None
+        self._incoming: deque[tuple[torch.Tensor, Operation[None]]] = deque()
         try:
-            self._incoming = self._receive(0)
+            self._receive()
+            load.open()  # takes its time, while the first bytes are on their way
         except BaseException:
-            load.close()  # nobody else will: this object is not handed out
+            self.close()  # nobody else will: this object is not handed out
             raise
 
     def advance(self, slice_s: float) -> dict[str, Any]:
@@ -51,48 +61,49 @@ class Receiving:
         Raises DigestError, CoverageError, CommunicatorError or DeadlineError; the update has failed then.
         """
         until = time.monotonic() + slice_s
-        while self._incoming is not None:
-            buffer, operation = self._incoming
+        while self._incoming:
+            buffer, operation = self._incoming[0]
             if not operation.done(max(0.0, until - time.monotonic())):
                 return {"done": False}
-            bucket = self._update.buckets[self._num_loaded]
-            self._check_digest(bucket, buffer)
+            self._incoming.popleft()
+            self._receive()
+            self._check_seal(buffer)
+            self._load.add(unpack(buffer, self._update.buckets[self._num_loaded].tensors))
             self._num_loaded += 1
-            self._incoming = self._receive(self._num_loaded)
-            self._load.add(unpack(buffer, bucket.tensors))
         if self._result is None:
             self._result = {"done": True} | self._load.finish()
         return self._result
 
     def close(self) -> None:
         """Give up what has not been done. May be called again."""
-        if self._incoming is not None:
+        if self._incoming:
             self._communicator.abort()
-            self._incoming = None
+            self._incoming.clear()
         self._load.close()
 
-    def _receive(self, index: int) -> tuple[torch.Tensor, Operation[None]] | None:
-        if index == len(self._update.buckets):
-            return None
-        bucket = self._update.buckets[index]
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise DeadlineError(
-                "the update did not end in time",
-                found=f"{index} of {len(self._update.buckets)} buckets after {self._update.timeout_s:g} s",
-                wanted="all of them",
-                remedy="raise the learner's sync timeout",
-            )
-        buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self._communicator.device)
-        src = self._communicator.world_size - 1
-        return buffer, self._communicator.start_broadcast(buffer, src, left_s)
+    def _receive(self) -> None:
+        """Ask for more buckets, up to AHEAD of the one that is loaded."""
+        buckets, src = self._update.buckets, self._communicator.world_size - 1
+        while self._num_asked < min(len(buckets), self._num_loaded + 1 + AHEAD):
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    "the update did not end in time",
+                    found=f"{self._num_loaded} of {len(buckets)} buckets after {self._update.timeout_s:g} s",
+                    wanted="all of them",
+                    remedy="raise the learner's sync timeout",
+                )
+            size = buckets[self._num_asked].num_bytes + SEAL_BYTES
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._communicator.device)
+            self._incoming.append((buffer, self._communicator.start_broadcast(buffer, src, left_s)))
+            self._num_asked += 1
 
-    def _check_digest(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        found = digest(buffer)
-        if found != bucket.digest:
+    def _check_seal(self, buffer: torch.Tensor) -> None:
+        index, ver = self._num_loaded, self._update.ver
+        if not is_sealed(buffer, ver=ver, index=index):
             raise DigestError(
-                f"bucket {self._num_loaded} of {len(self._update.buckets)} arrived with other bytes",
-                found=f"digest {found} of {bucket.num_bytes} bytes",
-                wanted=bucket.digest,
+                f"bucket {index} of {len(self._update.buckets)} arrived with other bytes",
+                found=f"{buffer.numel()} bytes whose digest is not that of their seal",
+                wanted=f"the bytes that the learner sealed as bucket {index} of version {ver}",
                 remedy="sync again; if it happens again, look at the network and at the memory of both machines",
             )

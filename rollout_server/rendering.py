@@ -51,6 +51,12 @@ class Renderer:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(token_ids=token_ids, images=load_images(sources, self._config))
 
+    def text_of(self, token_ids: list[int]) -> str:
+        """What the tokens say, special ones included."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, spaces_between_special_tokens=False)
+        assert isinstance(text, str)
+        return text
+
 
 def _inline_images(request: RolloutInferRequest) -> list[str]:
     parts = [part for message in request.messages if not isinstance(message.content, str) for part in message.content]

@@ -7,19 +7,18 @@ of a call is seeded with `seed + i`; answers come in request order; a repeated u
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import platform
 import time
 import uuid
-from collections.abc import Coroutine
-from typing import Any
 
 from rollout_server.answers import RecentAnswers
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
 from rollout_server.gate import Gate
+from rollout_server.gathering import gather
 from rollout_server.metrics import Metrics
+from rollout_server.scoring import score
 from rollout_server.sync import WeightSync
 from rollout_server.turnstile import Turnstile
 from shared.errors import ProjectError, ServerBusyError, ServerError
@@ -61,7 +60,7 @@ class RolloutService:
         try:
             async with self.turnstile.call() as ver:
                 seed = call.request_config.seed
-                outputs = await _all(
+                outputs = await gather(
                     [
                         self._answer(request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
                         for i, request in enumerate(call.infer_requests)
@@ -78,12 +77,7 @@ class RolloutService:
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version."""
         async with self.turnstile.call() as ver:
-            scores = await _all([self.engine.score(item.request, item.response_token_ids) for item in call.items])
-        return ScoreReply(
-            ver=ver,
-            logprobs=[score.logprobs for score in scores],
-            prompt_token_ids=[score.prompt_token_ids for score in scores],
-        )
+            return await score(self.engine, call.items, ver)
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and images. Waits for no one: blocks in use make it fail."""
@@ -166,16 +160,6 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
     """Of all that decides an answer; the call's own seed only decides through the request's."""
     text = request.model_dump_json() + config.model_copy(update={"seed": seed}).model_dump_json()
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-async def _all(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results in order; the first error cancels the rest."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def _versions() -> dict[str, str]:

@@ -1,9 +1,10 @@
 """Weight syncs as the server conducts them: one call is one update (R09, R10).
 
 In: the bodies of `/init_communicator/`, `/update_weights/`, `/close_communicator/`. Out: replies, once the workers have
-done and checked everything. Invariants: one sync call runs at a time; a new learner's group ends whatever the old one
-had under way; an update that fails, times out or loses its caller leaves the gate poisoned and the group closed; no
-call into the workers lasts longer than a short slice, so the engine never waits for a peer. Called by `app.py`.
+done and checked everything and the canary was scored. Invariants: one sync call runs at a time; a new learner's group
+ends whatever the old one had under way; an update that fails, times out or loses its caller leaves the gate poisoned
+and the group closed; no call into the workers lasts longer than a short slice, so the engine never waits for a peer.
+Called by `app.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from typing import Any
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
 from rollout_server.turnstile import Turnstile
+from rollout_server.updating import all_done, update_weights
 from shared.errors import CommunicatorError, ProjectError, SyncError
-from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeightsCall, UpdateWeightsReply
+from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ScoreReply, UpdateWeightsCall, UpdateWeightsReply
 
-# The engine generates while a group is joined: workers only glance. Nothing runs during an update: they may wait.
+# The engine generates while a group is joined: workers only glance.
 _JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02
-_UPDATE_SLICE_S = 0.25
 
 
 @dataclass
@@ -58,7 +59,7 @@ class WeightSync:
                 await self._engine.on_workers(
                     "sync_join", call.backend, host, call.group_port, world_size, call.timeout_s
                 )
-                while not _all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
+                while not all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
                 await self._leave("the group could not be joined")
@@ -81,10 +82,7 @@ class WeightSync:
             try:
                 async with self._turnstile.update(call.incarnation, call.ver, call.mode):
                     drained = time.monotonic()
-                    result = await self._transfer(call)
-                    transferred = time.monotonic()
-                    self._engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-                    await self._engine.reset_caches()
+                    result, scores = await self._transfer(call)
             except BaseException:
                 self.totals.failed += 1
                 raise
@@ -95,8 +93,8 @@ class WeightSync:
                 num_tensors=result["num_tensors"],
                 seconds=end - start,
                 drain_s=drained - start,
-                transfer_s=transferred - drained,
-                check_s=end - transferred,
+                transfer_s=end - drained,
+                scores=scores,
             )
             self._count(reply)
             return reply
@@ -109,16 +107,13 @@ class WeightSync:
                 self._turnstile.gate.close_group()
                 await self._leave("the learner closed the group")
 
-    async def _transfer(self, call: UpdateWeightsCall) -> dict[str, Any]:
+    async def _transfer(self, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
         try:
-            await self._engine.on_workers("sync_start", call.model_dump_json())
-            while not _all_done(replies := await self._engine.on_workers("sync_poll", _UPDATE_SLICE_S)):
-                pass
+            return await update_weights(self._engine, call)
         except BaseException as error:
             # The other workers, and the learner, may still wait for each other.
             await self._leave(str(error) or type(error).__name__)
             raise
-        return replies[0]
 
     async def _leave(self, because: str) -> None:
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
@@ -146,7 +141,3 @@ class WeightSync:
         self.totals.num_bytes += reply.num_bytes
         self.totals.seconds += reply.seconds
         self.totals.last = reply
-
-
-def _all_done(replies: list[dict[str, Any]]) -> bool:
-    return all(reply["done"] for reply in replies)

@@ -8,6 +8,7 @@ was asked; the model's layers are whole again after every update, failed ones in
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +20,12 @@ from rollout_server.idle import sleep_when_idle
 from rollout_server.lifeline import end_with_server
 from rollout_server.receiving import Load, Receiving
 from shared.communicator import Communicator, start_join
+from shared.digest import digest
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.loading import WeightLoad
 from shared.operation import Operation
-from shared.weights import digest
-from shared.wire import ErrorBody, UpdateWeightsCall
+from shared.repeating import CopyMemory
+from shared.wire import BUCKETS, Bucket, ErrorBody, UpdateWeightsCall
 
 # At import, for the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
@@ -47,9 +49,16 @@ class SyncWorker:
         """`{"done": bool}`."""
         return _answer(lambda: {"done": self._joining().done(slice_s)})
 
-    def sync_start(self, update: str) -> str:
-        """Begin to receive this `UpdateWeightsCall`."""
-        return _answer(lambda: self._start(UpdateWeightsCall.model_validate_json(update)))
+    def sync_start(self, update: str, buckets: str) -> str:
+        """Begin to receive this `UpdateWeightsCall`; its buckets come apart, for they are the same every time.
+
+        `{"runs_meanwhile": bool}`: whether the model can run while it is loaded.
+        """
+        return _answer(
+            lambda: self._start(
+                UpdateWeightsCall.model_validate_json(update).model_copy(update={"buckets": _read(buckets)})
+            )
+        )
 
     def sync_poll(self, slice_s: float) -> str:
         """Go on with the update. `{"done": bool, "num_tensors": ..., ...}`; the result stays until the next start."""
@@ -67,7 +76,8 @@ class SyncWorker:
         rank = replica * parallel.world_size + self.rank % parallel.world_size
         operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
-        digest(torch.zeros(4, dtype=torch.uint8, device=self.device))  # makes its keys, while others are on their way
+        # Makes keys and kernel while others are on their way; of as many bytes as a bucket may well have.
+        digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device))
         return {}
 
     def _joining(self) -> Operation[Communicator]:
@@ -78,16 +88,18 @@ class SyncWorker:
 
     def _start(self, update: UpdateWeightsCall) -> dict[str, Any]:
         self._end_receiving()
-        self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), self._load(update.mode))
-        return {}
+        load = self._load(update.mode)
+        self._sync_receiving: Receiving | None = Receiving(update, self._joining().result(), load)
+        return {"runs_meanwhile": load.runs_meanwhile}
 
     def _load(self, mode: str) -> Load:
         model, loras = self.model_runner.model, getattr(self.model_runner, "lora_manager", None)
         if mode == "adapter":
             return AdapterLoad(loras)
+        self._sync_memory: CopyMemory = getattr(self, "_sync_memory", None) or CopyMemory()
         if loras is not None:
-            return BaseWeightLoad(model, self.vllm_config, self.device, loras)
-        return WeightLoad(model, self.vllm_config, self.device)
+            return BaseWeightLoad(model, self.vllm_config, self.device, self._sync_memory, loras)
+        return WeightLoad(model, self.vllm_config, self.device, self._sync_memory)
 
     def _poll(self, slice_s: float) -> dict[str, Any]:
         receiving: Receiving | None = getattr(self, "_sync_receiving", None)
@@ -112,6 +124,11 @@ class SyncWorker:
             except ProjectError:
                 return {"left": "a group that was not whole"}
         return {"left": because}
+
+
+@functools.lru_cache(maxsize=2)
+def _read(buckets: str) -> list[Bucket]:
+    return BUCKETS.validate_json(buckets)
 
 
 def _answer(call: Callable[[], dict[str, Any]]) -> str:

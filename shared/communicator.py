@@ -7,19 +7,16 @@ configured with and on no other; the group lies outside every default process gr
 ends in a result, a CommunicatorError or a DeadlineError. A communicator that failed once has left its group.
 
 `start_join` and `start_broadcast` give an `Operation` to poll, for callers that must not block; `join` and `broadcast`
-wait for it. Called by rank 0 of the learner's sync, and by the server's worker extension.
+wait for it. Several broadcasts may be under way: they go one after the other, in the order in which they were started.
+Called by rank 0 of the learner's sync, and by the server's worker extension.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
-import errno
-import socket
 import threading
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,40 +25,29 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shared.errors import CommunicatorError, DeadlineError, ProjectError
+from shared.errors import CommunicatorError, ProjectError
 from shared.operation import Operation
+from shared.rendezvous import Place, late, local_address, meet
 
 Backend = Literal["gloo", "nccl"]
+Broadcast = Callable[[Callable[[], None]], None]  # blocking; calls its argument once the next one may begin
 
 # torch's own timeouts know more about what is missing, so ours comes a little later.
 _GRACE_S = 1.0
-_POLL_S = 0.01
+_WATCH_S = 0.25
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
-_ANSWER_S = 2.0  # rank 0 answers within some polls, if it is there
-_PORT_PATIENCE_S = 10.0  # a group that was just left, on the same port, takes a moment to go
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a group meets, and who this process is in it."""
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    timeout_s: float  # for joining, and the default of every later operation
-    device: torch.device
-
-    def __str__(self) -> str:
-        return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
 
 
 class Communicator(ABC):
-    """A group that was joined. One operation at a time; only `abort` may be called from another thread."""
+    """A group that was joined. Operations are started from one thread; `abort` may be called from any."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._pending: Operation[None] | None = None
+        self._pending: list[Operation[None]] = []
+        self._issued = threading.Event()  # the last broadcast that was started is in its place in the group's order
+        self._issued.set()
+        self._left = threading.Event()
+        threading.Thread(target=self._watch, name="watching broadcasts", daemon=True).start()
 
     @property
     def rank(self) -> int:
@@ -83,28 +69,51 @@ class Communicator(ABC):
         self.start_broadcast(tensor, src, timeout_s).result()
 
     def start_broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Operation[None]:
-        """`broadcast`, to be polled. The one before must have ended: two at once could go in any order."""
-        assert self._pending is None or self._pending.ended, f"{self._pending.what} is still under way"
+        """`broadcast`, to be polled. Of `tensor` as the work that this thread has given the device leaves it."""
         limit_s = self.place.timeout_s if timeout_s is None else timeout_s
         num_bytes = tensor.numel() * tensor.element_size()
         what = f"broadcasting {num_bytes} bytes from rank {src} of {self.world_size}"
         call = self._broadcast_call(tensor, src, limit_s)
-        self._pending = Operation(lambda: _translated(what, call), limit_s + _GRACE_S, what, on_failure=self.abort)
-        return self._pending
+        before, issued = self._issued, threading.Event()
+        self._issued = issued
+
+        def in_turn() -> None:
+            try:
+                before.wait(limit_s)
+                call(issued.set)
+            finally:
+                issued.set()
+
+        operation = Operation(lambda: _translated(what, in_turn), limit_s + _GRACE_S, what, on_failure=self.abort)
+        self._pending = [other for other in self._pending if not other.ended] + [operation]
+        return operation
 
     def abort(self) -> None:
         """Break off what is pending and leave the group at once, without the others. May be called again."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.cancel(CommunicatorError(f"{pending.what} was broken off", remedy="sync again with a new group"))
-        self._leave()
+        pending, self._pending = self._pending, []
+        for operation in pending:
+            operation.cancel(
+                CommunicatorError(f"{operation.what} was broken off", remedy="sync again with a new group")
+            )
+        self.close()
 
     def close(self) -> None:
         """Leave the group, with nothing pending. May be called again."""
+        self._left.set()
         self._leave()
 
+    def _watch(self) -> None:
+        """End what is overdue, also when nobody polls: on CUDA the caller may itself wait for the device (to allocate
+        memory, say), which a broadcast without its peer holds up."""
+        while not self._left.wait(_WATCH_S):
+            overdue = [operation for operation in self._pending if operation.overdue]
+            for operation in overdue:
+                operation.cancel(operation.late())
+            if overdue:
+                self.abort()
+
     @abstractmethod
-    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Callable[[], None]:
+    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
         """The blocking broadcast, for another thread to run. Raises CommunicatorError where the group was left."""
 
     @abstractmethod
@@ -147,15 +156,21 @@ def start_join(
             remedy="let both sides use the same kind of device",
         )
     place = Place(host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device)
-    implementation = _Gloo if backend == "gloo" else _Nccl
+    implementation = _Gloo if backend == "gloo" else _nccl()
     what = f"joining {backend} {place}"
     given_up = threading.Event()
     return Operation(
-        lambda: _translated(what, lambda: implementation(place, _meet(place, given_up))),
+        lambda: _translated(what, lambda: implementation(place, meet(place, given_up))),
         timeout_s + _GRACE_S,
         what,
         on_failure=given_up.set,
     )
+
+
+def _nccl() -> Callable[[Place, dist.Store], Communicator]:
+    from shared.nccl import NcclCommunicator
+
+    return NcclCommunicator
 
 
 class _Gloo(Communicator):
@@ -163,177 +178,30 @@ class _Gloo(Communicator):
         super().__init__(place)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=place.timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_local_address(place))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(place))]
         self._group: Any = dist.ProcessGroupGloo(store, place.rank, place.world_size, options)
 
-    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Callable[[], None]:
-        group = _joined(self._group)
+    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
         options = dist.BroadcastOptions()
         options.rootRank = src
         options.timeout = timedelta(seconds=timeout_s)
-        return lambda: group.broadcast([tensor], options).wait(timedelta(seconds=timeout_s))
 
-    def _leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            _in_background(group.abort)
-
-
-class _Nccl(Communicator):
-    def __init__(self, place: Place, store: dist.Store) -> None:
-        super().__init__(place)
-        # vLLM's binding, for it has no watchdog that ends the process when a peer dies, as torch's own group has.
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
-
-        # Older versions have a field for the listening socket, which is the store's here.
-        fields = {field.name for field in dataclasses.fields(StatelessProcessGroup)}
-        extra: dict[str, Any] = {"socket": None} if "socket" in fields else {}
-        group = StatelessProcessGroup(rank=place.rank, world_size=place.world_size, store=store, **extra)
-        with torch.cuda.device(place.device):
-            self._nccl: Any = PyNcclCommunicator(group, device=place.device)
-        if self._nccl.disabled:
-            raise CommunicatorError(
-                "NCCL is not to be had", wanted="libnccl beside torch", remedy="install the CUDA build of torch"
-            )
-
-    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Callable[[], None]:
-        nccl, device = _joined(self._nccl), self.device
-        stream = torch.cuda.current_stream(device)  # of this thread: the one that runs the call has its own
-
-        def call() -> None:
-            with torch.cuda.device(device):
-                nccl.broadcast(tensor, src, stream=stream)
-                done = torch.cuda.Event()
-                done.record(stream)
-                done.synchronize()
+        def call(issued: Callable[[], None]) -> None:
+            joined(self._group).broadcast([tensor], options).wait(timedelta(seconds=timeout_s))
 
         return call
 
     def _leave(self) -> None:
-        nccl, self._nccl = self._nccl, None
-        if nccl is not None:
-            # Also ends kernels that wait for a peer. Through ctypes: the binding has a method for it in new versions.
-            _in_background(lambda: nccl.nccl.lib.ncclCommAbort(nccl.comm))
+        group, self._group = self._group, None
+        if group is not None:
+            in_background(group.abort)
 
 
-def _joined(group: Any) -> Any:
+def joined(group: Any) -> Any:
+    """`group`, or CommunicatorError where it was left."""
     if group is None:
         raise CommunicatorError("the group was left before", remedy="join a new one")
     return group
-
-
-def _meet(place: Place, given_up: threading.Event) -> dist.Store:
-    """The group's key-value store, once all ranks are connected to it.
-
-    What lies in it is unpickled by NCCL's binding: `host` must come from a configuration, never from a request.
-    """
-    deadline = time.monotonic() + place.timeout_s
-    while True:
-        listening = None
-        if place.rank == 0:
-            listening = _listen(place)
-        else:
-            _wait_for_listener(place, given_up)
-        store = dist.TCPStore(
-            host_name=place.host,
-            port=place.port,
-            world_size=place.world_size,
-            is_master=place.rank == 0,
-            timeout=timedelta(seconds=place.timeout_s),
-            wait_for_workers=False,  # it would hold the port until the deadline, given up or not
-            master_listen_fd=listening,
-        )
-        outcome = (_gather if place.rank == 0 else _be_seen)(store, place, deadline, given_up)
-        if outcome is None:
-            return dist.PrefixStore("group", store)
-        del store  # a traceback that names it would keep the port
-        if isinstance(outcome, ProjectError):
-            raise outcome
-
-
-# A port that was just left may still be answered by the old group's store. So rank 0 answers each rank's own nonce,
-# seen/RANK = here/RANK, which nobody does in an old store. A rank that gets no answer connects again.
-
-
-def _gather(store: dist.Store, place: Place, deadline: float, given_up: threading.Event) -> ProjectError | None:
-    """Rank 0: answer the others until all of them have had their answer."""
-    missing = list(range(1, place.world_size))
-    while missing := [rank for rank in missing if not store.check([f"ready/{rank}"])]:
-        for rank in missing:
-            if store.check([f"here/{rank}"]):
-                store.set(f"seen/{rank}", store.get(f"here/{rank}").decode())
-        if given_up.wait(_POLL_S):
-            return CommunicatorError(f"joining {place} was given up")
-        if time.monotonic() > deadline:
-            return _late(f"joining {place}", f"no sign of rank {', '.join(map(str, missing))}")
-    store.set("complete", "1")
-    return None
-
-
-def _be_seen(
-    store: dist.Store, place: Place, deadline: float, given_up: threading.Event
-) -> ProjectError | Literal["connect again"] | None:
-    """Another rank: make sure that rank 0 is there, then wait for the rest."""
-    nonce, seen = uuid.uuid4().hex, False
-    patience = min(deadline, time.monotonic() + _ANSWER_S)
-    try:
-        store.set(f"here/{place.rank}", nonce)
-        while not (seen and store.check(["complete"])):
-            if not seen and store.check([f"seen/{place.rank}"]) and store.get(f"seen/{place.rank}").decode() == nonce:
-                store.set(f"ready/{place.rank}", "1")
-                seen = True
-            if given_up.wait(_POLL_S):
-                return CommunicatorError(f"joining {place} was given up")
-            if time.monotonic() > deadline:
-                return _late(f"joining {place}", "rank 0 there, others missing" if seen else "no answer of rank 0")
-            if not seen and time.monotonic() > patience:
-                return "connect again"
-    except RuntimeError:  # the old store went while we were connected to it
-        if seen or time.monotonic() > deadline:
-            raise
-        return "connect again"
-    return None
-
-
-def _listen(place: Place) -> int:
-    """A listening socket, which the store closes: one that torch opened would listen on every interface."""
-    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0][0]
-    patience = time.monotonic() + min(_PORT_PATIENCE_S, place.timeout_s)
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        while True:
-            try:
-                listener.bind((place.host, place.port))
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
-                    raise
-            time.sleep(_POLL_S)
-        listener.listen()
-        return listener.detach()
-
-
-def _wait_for_listener(place: Place, given_up: threading.Event) -> None:
-    """Here and not in torch, whose wait can't be given up, and aborts a process that ends meanwhile."""
-    deadline = time.monotonic() + place.timeout_s
-    while not given_up.wait(_POLL_S):
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            socket.create_connection((place.host, place.port), timeout=1.0).close()
-            return
-        if time.monotonic() > deadline:
-            raise _late(f"joining {place}", "nobody listening")
-    raise CommunicatorError(f"joining {place} was given up")
-
-
-def _local_address(place: Place) -> str:
-    """The address of this machine at which the others, who can reach the meeting place, can reach this rank."""
-    if place.rank == 0:
-        return place.host
-    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.host, place.port))  # datagram: nothing is sent, the kernel only picks the route
-        return str(probe.getsockname()[0])
 
 
 def _translated(what: str, call: Callable[[], Any]) -> Any:
@@ -345,22 +213,13 @@ def _translated(what: str, call: Callable[[], Any]) -> Any:
     except (RuntimeError, OSError, ValueError) as error:
         said = str(error).strip().split("\n")[0][:300]
         if "timed out" in said.lower() or "timeout" in said.lower():
-            raise _late(what, said) from error
+            raise late(what, said) from error
         raise CommunicatorError(
             f"{what} failed", found=said, wanted="all ranks alive and reachable", remedy="sync again with a new group"
         ) from error
 
 
-def _late(what: str, found: str) -> DeadlineError:
-    return DeadlineError(
-        f"{what} did not end in time",
-        found=found,
-        wanted="all ranks there and alive within the deadline",
-        remedy="look for a process that died or can't be reached, or raise the timeout",
-    )
-
-
-def _in_background(call: Callable[[], object]) -> None:
+def in_background(call: Callable[[], object]) -> None:
     """Leaving must not wait for a peer either; what it says no longer matters to anyone."""
 
     def target() -> None:

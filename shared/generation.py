@@ -8,7 +8,7 @@ are stop-trimmed; a request is seeded where it draws, and only there. One engine
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,8 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
         stop=list(config.stop),
         skip_special_tokens=False,  # the text says what the tokens say
         spaces_between_special_tokens=False,
+        # Only stop strings need the text of every token as it comes; one pass over all of them costs far less.
+        detokenize=bool(config.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -78,7 +80,10 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
     return whole, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
 
 
-def read_generation(output: Any, stop_token_ids: Collection[int]) -> Generation:
+def read_generation(
+    output: Any, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
+) -> Generation:
+    """Without `text_of` there is a text only where stop strings asked for it."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     if completion.finish_reason == "stop" and token_ids and token_ids[-1] in stop_token_ids:
@@ -86,7 +91,7 @@ def read_generation(output: Any, stop_token_ids: Collection[int]) -> Generation:
     return Generation(
         prompt_token_ids=list(output.prompt_token_ids),
         response_token_ids=token_ids,
-        text=completion.text,
+        text=completion.text or text_of(token_ids),
         finish_reason=str(completion.finish_reason),
     )
 

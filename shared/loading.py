@@ -12,47 +12,64 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared.errors import CoverageError
+from shared.repeating import CopyMemory
 
 _SHOWN = 5
 
 
 class WeightLoad:
-    """One update: `add` per bucket, then `finish`; `close` whatever happened."""
+    """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory) -> None:
         self._model = model
+        self._memory = memory
         self._vllm_config = vllm_config
-        self._in_place = device.type == "cuda" and _is_plain(model, vllm_config)
-        self._served = _names_by_storage(model)
+        self._device = device
+        self.in_place = False
+        self._served: dict[int, set[str]] = {}
         self._received: set[str] = set()
         self._written: set[str] = set()
         self._open = False
-        if not self._in_place:
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        """Whether the model can run while it is loaded, once it is open; with what weights, nobody knows."""
+        return self.in_place
+
+    def open(self) -> None:
+        """Make the model ready to be overwritten."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self.in_place = self._device.type == "cuda" and _is_plain(self._model, self._vllm_config)
+        self._served = _names_by_storage(self._model)
+        if self.in_place:
+            self._memory.begin(self._model.parameters())
+        else:
             with self._context():
-                initialize_layerwise_reload(model)
+                initialize_layerwise_reload(self._model)
             self._open = True
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load these checkpoint tensors. Raises whatever the model's loader raises."""
         with self._context(), torch.no_grad():
-            written = self._model.load_weights(self._counted(tensors))
-        self._written |= set(written or ())
+            if self.in_place:
+                self._written |= self._memory.load(list(self._counted(tensors)), self._model.load_weights)
+            else:
+                self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
 
     def finish(self) -> dict[str, Any]:
         """Counts of what was loaded. Raises CoverageError."""
         self.close()
         self._check_received()
         self._check_written()
-        return {"num_tensors": len(self._received), "num_parameters": len(self._served), "in_place": self._in_place}
+        return {"num_tensors": len(self._received), "num_parameters": len(self._served), "in_place": self.in_place}
 
     def close(self) -> None:
         """Make every layer whole again. May be called again."""
@@ -80,19 +97,15 @@ class WeightLoad:
             yield name, tensor
 
     def _check_received(self) -> None:
-        """Against the checkpoint that the server was started with, names as the model's own mapping writes them."""
-        checkpoint = _checkpoint_names(self._vllm_config.model_config.model)
-        missing = self._mapped(checkpoint) - self._mapped(self._received)
-        tied = getattr(self._vllm_config.model_config.hf_text_config, "tie_word_embeddings", False)
-        missing = {name for name in missing if not (tied and name.endswith("lm_head.weight"))}
+        """Against the checkpoint that the server was started with."""
+        config = self._vllm_config.model_config
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+        model_class: Any = type(self._model)
+        missing = _missing(config.model, frozenset(self._received), model_class, tied)
         if missing:
             raise uncovered(
                 f"{len(missing)} tensors of the checkpoint did not come", missing, "every tensor of the checkpoint"
             )
-
-    def _mapped(self, names: Iterable[str]) -> set[str]:
-        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
-        return set(names) if mapper is None else set(mapper.apply_list(list(names)))
 
     def _check_written(self) -> None:
         unwritten = [names for names in self._served.values() if not names & self._written]
@@ -104,7 +117,7 @@ class WeightLoad:
             )
 
 
-def uncovered(found: str, names: set[str], wanted: str) -> CoverageError:
+def uncovered(found: str, names: Set[str], wanted: str) -> CoverageError:
     shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return CoverageError(
         "the update does not cover the served model",
@@ -128,6 +141,18 @@ def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
         return False
     kinds = {type(module).__name__ for module in model.modules()}
     return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
+
+
+@functools.lru_cache(maxsize=4)
+def _missing(model_path: str, received: frozenset[str], model_class: type, tied: bool) -> frozenset[str]:
+    """Names of the checkpoint that were not received, as the model's own mapping writes them."""
+    mapper = getattr(model_class, "hf_to_vllm_mapper", None)
+
+    def mapped(names: Iterable[str]) -> set[str]:
+        return set(names) if mapper is None else set(mapper.apply_list(list(names)))
+
+    missing = mapped(_checkpoint_names(model_path)) - mapped(received)
+    return frozenset(name for name in missing if not (tied and name.endswith("lm_head.weight")))
 
 
 @functools.lru_cache(maxsize=2)

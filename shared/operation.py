@@ -51,7 +51,7 @@ class Operation(Generic[T]):
             except queue.Empty:
                 if wait_s < left_s:
                     return False
-                self._settle(_raising(self._late()))
+                self._settle(_raising(self.late()))
         self.result()
         return True
 
@@ -73,7 +73,11 @@ class Operation(Generic[T]):
             if self._on_failure is not None:
                 self._on_failure()
 
-    def _late(self) -> DeadlineError:
+    @property
+    def overdue(self) -> bool:
+        return not self.ended and time.monotonic() > self._deadline
+
+    def late(self) -> DeadlineError:
         return DeadlineError(
             f"{self.what} did not end in time",
             found=f"{self._timeout_s:.1f} s without an end",

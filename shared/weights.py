@@ -1,28 +1,25 @@
-"""Weights on their way from learner to server: which tensors share a bucket, how they lie in it, and its digest.
+"""Weights on their way from learner to server: which tensors share a bucket, how they lie in it, and its seal.
 
-In: named tensors. Out: contiguous byte buffers (`pack`), views back into them (`unpack`), and a digest of the bytes
-that both sides compute on the device where the bytes are. The layout follows from the specs alone, so only specs
-travel: tensors in order, each at the next multiple of 16 bytes. Called by the learner's sync and the server's worker.
-
-The digest (Carter-Wegman multilinear hashing, in rows and columns): the bytes are read as 32-bit words, in chunks of
-1024 x 1024; word `i` of a chunk is multiplied with a fixed odd 64-bit key `k_i`, wrapping; every row and every column
-is summed, wrapping; BLAKE2b over the length and all sums, chunk after chunk, is the digest. A change of one word, or of
-any two, always changes a row's or a column's sum; wrapping sums do not depend on the order in which a device adds.
+In: named tensors. Out: contiguous byte buffers (`pack`), views back into them (`unpack`). The layout follows from the
+specs alone, so only specs travel beside the bytes: tensors in order, each at the next multiple of 16 bytes. The last 16
+bytes are the seal: the digest (`digest.py`) of all bytes before it, salted with the version and the bucket's place, so
+that a bucket of another update or another place is as wrong as one with a changed byte. Both sides compute it on the
+device where the bytes are. Called by the learner's sync and the server's worker.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 
 import torch
 
+from shared.digest import digest
 from shared.errors import SyncError
-from shared.wire import Bucket, TensorSpec
+from shared.wire import TensorSpec
 
 ALIGNMENT_BYTES = 16
+SEAL_BYTES = 16
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -41,10 +38,6 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 
-_ROW_WORDS = 1024
-_CHUNK_WORDS = 1024 * _ROW_WORDS
-_CHUNKS_AT_ONCE = {"cpu": 1, "cuda": 8}  # bounds the temporaries: 8 MiB a chunk; launches cost more than memory on CUDA
-
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
     """What travels about a tensor; `dtype` is the one it travels in, where that is not its own."""
@@ -56,7 +49,7 @@ def num_tensor_bytes(spec: TensorSpec) -> int:
 
 
 def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of the buffer that holds these tensors, gaps included."""
+    """Bytes of these tensors in a buffer, gaps included and the seal not."""
     end = 0
     for spec in specs:
         end = _aligned(end) + num_tensor_bytes(spec)
@@ -78,22 +71,32 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[Te
 
 
 def pack(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """The bucket of these tensors: uint8 `[num_bucket_bytes(specs)]` on `device`, cast to the specs' dtypes.
+    """The bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`, tensors
+    cast to the specs' dtypes.
 
     Raises SyncError where a tensor is missing or has another shape than its spec.
     """
-    buffer = torch.zeros(num_bucket_bytes(specs), dtype=torch.uint8, device=device)
-    for spec, (_, view) in zip(specs, unpack(buffer, specs), strict=True):
-        tensor = tensors.get(spec.name)
-        if tensor is None or list(tensor.shape) != spec.shape:
-            raise SyncError(
-                f"tensor {spec.name!r} does not fit its place in the bucket",
-                found="no such tensor" if tensor is None else f"shape {list(tensor.shape)}",
-                wanted=f"shape {spec.shape}",
-                remedy="plan the buckets from the same tensors that are packed",
-            )
-        view.copy_(tensor)
+    size = num_bucket_bytes(specs) + SEAL_BYTES
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    views = [view for _, view in unpack(buffer, specs)]
+    for spec, view in zip(specs, views, strict=True):
+        if gap := -num_tensor_bytes(spec) % ALIGNMENT_BYTES:
+            end = view.storage_offset() * view.element_size() + num_tensor_bytes(spec)
+            buffer[end : end + gap] = 0  # digested like all other bytes
+    if views:
+        torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])
     return buffer
+
+
+def _fitting(spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None or list(tensor.shape) != spec.shape:
+        raise SyncError(
+            f"tensor {spec.name!r} does not fit its place in the bucket",
+            found="no such tensor" if tensor is None else f"shape {list(tensor.shape)}",
+            wanted=f"shape {spec.shape}",
+            remedy="plan the buckets from the same tensors that are packed",
+        )
+    return tensor
 
 
 def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,11 +104,11 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[
 
     Raises SyncError where the buffer's size is not that of the specs.
     """
-    if buffer.numel() != num_bucket_bytes(specs):
+    if buffer.numel() != num_bucket_bytes(specs) + SEAL_BYTES:
         raise SyncError(
             "a bucket has the wrong size",
             found=f"{buffer.numel()} bytes",
-            wanted=f"{num_bucket_bytes(specs)} bytes for {len(specs)} tensors",
+            wanted=f"{num_bucket_bytes(specs) + SEAL_BYTES} bytes for {len(specs)} tensors and their seal",
             remedy="plan and unpack with the same specs",
         )
     start = 0
@@ -115,64 +118,18 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[
         start = _aligned(end)
 
 
-def seal(specs: Sequence[TensorSpec], buffer: torch.Tensor) -> Bucket:
-    """The bucket's line of an update plan: its tensors, its size, its digest."""
-    return Bucket(tensors=list(specs), num_bytes=buffer.numel(), digest=digest(buffer))
+def seal(buffer: torch.Tensor, *, ver: int, index: int) -> None:
+    """Write the seal of bucket `index` of the update to `ver`. Does not wait for the device."""
+    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, ver, index))
 
 
-def digest(buffer: torch.Tensor) -> str:
-    """128 bits, as 32 hex digits, of the bytes of `buffer` (uint8, 1-D, any device); see the module's docstring.
-
-    Equal bytes give equal digests on every device. Raises TypeError for anything but a 1-D uint8 tensor.
-    """
-    if buffer.dtype != torch.uint8 or buffer.dim() != 1:
-        raise TypeError(f"digest takes a 1-D uint8 tensor, got {buffer.dtype} {list(buffer.shape)}")
-    hasher = hashlib.blake2b(buffer.numel().to_bytes(8, "little"), digest_size=16)
-    for chunks in _word_chunks(buffer):
-        keyed = chunks * _keys(str(buffer.device))[: chunks.shape[1]]
-        sums = torch.cat([keyed.sum(dim=2), keyed.sum(dim=1)], dim=1)
-        hasher.update(sums.cpu().numpy().tobytes())
-    return hasher.hexdigest()
+def is_sealed(buffer: torch.Tensor, *, ver: int, index: int) -> bool:
+    """Whether the bytes are those that were sealed. Waits for the device, once."""
+    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, ver, index))
 
 
-def _word_chunks(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes as int32 words `[chunks, rows, 1024]`: full chunks, then the rest, its last row filled with zeros."""
-    num_words = buffer.numel() // 4
-    num_full = num_words // _CHUNK_WORDS
-    step = _CHUNKS_AT_ONCE.get(buffer.device.type, 1)
-    for first in range(0, num_full, step):
-        count = min(step, num_full - first)
-        piece = buffer[first * _CHUNK_WORDS * 4 : (first + count) * _CHUNK_WORDS * 4]
-        yield _words(piece).view(count, _CHUNK_WORDS // _ROW_WORDS, _ROW_WORDS)
-    rest = buffer[num_full * _CHUNK_WORDS * 4 :]
-    if rest.numel():
-        num_rows = -(-rest.numel() // (4 * _ROW_WORDS))
-        padded = torch.zeros(num_rows * _ROW_WORDS * 4, dtype=torch.uint8, device=buffer.device)
-        padded[: rest.numel()] = rest
-        yield _words(padded).view(1, num_rows, _ROW_WORDS)
-
-
-def _words(piece: torch.Tensor) -> torch.Tensor:
-    # A slice at an odd address can't be viewed as words.
-    aligned = piece if piece.is_contiguous() and piece.storage_offset() % 4 == 0 else piece.clone()
-    return aligned.view(torch.int32)
-
-
-@lru_cache(maxsize=16)
-def _keys(device: str) -> torch.Tensor:
-    """Odd int64 keys `[1024, 1024]`: splitmix64 of the word's index (Steele, Lea, Flood 2014)."""
-    x = torch.arange(1, _CHUNK_WORDS + 1, dtype=torch.int64) * _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return ((x ^ _shifted(x, 31)) | 1).view(-1, _ROW_WORDS).to(device)
-
-
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical shift: torch's is arithmetic
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+def _seal(buffer: torch.Tensor, ver: int, index: int) -> torch.Tensor:
+    return digest(buffer[:-SEAL_BYTES], salt=ver << 20 | index)
 
 
 def _aligned(num_bytes: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid as uuid_module
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
@@ -131,6 +131,23 @@ class RolloutOutput(WireModel):
 # ---- weight sync ---------------------------------------------------------------------------------------------------
 
 
+class ScoreItem(WireModel):
+    request: RolloutInferRequest
+    response_token_ids: list[int] = Field(min_length=1)
+
+
+class ScoreCall(WireModel):
+    items: list[ScoreItem] = Field(min_length=1)
+
+
+class ScoreReply(WireModel):
+    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it."""
+
+    ver: int
+    logprobs: list[list[float]]
+    prompt_token_ids: list[list[int]]
+
+
 class InitCommunicatorCall(WireModel):
     """Open a group of one learner (the last rank) and the server's workers (ranks 0..world_size-1).
 
@@ -150,11 +167,13 @@ class TensorSpec(WireModel):
 
 
 class Bucket(WireModel):
-    """Tensors that travel as one contiguous byte string, in order; `digest` is that of the bytes (`weights.py`)."""
+    """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`weights.py`)."""
 
     tensors: list[TensorSpec]
-    num_bytes: int
-    digest: str
+    num_bytes: int  # without the seal
+
+
+BUCKETS = TypeAdapter(list[Bucket])
 
 
 class UpdateWeightsCall(WireModel):
@@ -162,6 +181,7 @@ class UpdateWeightsCall(WireModel):
     ver: int = Field(ge=0)  # the version served once this call returned
     mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
     buckets: list[Bucket]
+    canary: list[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
     timeout_s: float = Field(gt=0)
 
 
@@ -171,25 +191,8 @@ class UpdateWeightsReply(WireModel):
     num_tensors: int
     seconds: float
     drain_s: float  # waiting for calls in flight
-    transfer_s: float  # receive, digest, load
-    check_s: float  # coverage, caches
-
-
-class ScoreItem(WireModel):
-    request: RolloutInferRequest
-    response_token_ids: list[int] = Field(min_length=1)
-
-
-class ScoreCall(WireModel):
-    items: list[ScoreItem] = Field(min_length=1)
-
-
-class ScoreReply(WireModel):
-    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it."""
-
-    ver: int
-    logprobs: list[list[float]]
-    prompt_token_ids: list[list[int]]
+    transfer_s: float  # caches, receive, digest, load, coverage, canary
+    scores: ScoreReply  # of the canary
 
 
 class CloseCommunicatorCall(WireModel):

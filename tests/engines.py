@@ -18,6 +18,7 @@ from learner.config.schema import RolloutMatchingConfig
 from learner.offload import Offload
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.rollout import vllm_environment
 from learner.rollout.colocate_engine import ColocatedEngine
 from learner.sync import CanaryItem, ColocateSync
@@ -67,6 +68,6 @@ def colocate_sync(
         policy.encoder,
         config=config.vllm,
         canary=[item],
-        learner_logprobs=lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids)]),
         ranks=ranks,
     )

@@ -27,9 +27,12 @@ VLLM_FILES = {
     "learner/rollout/colocate_engine.py",  # the engine inside the learner's job
     "shared/generation.py",  # what both engines are asked, and their outputs
     "shared/loading.py",  # loading weights into the served model
-    "shared/communicator.py",  # PyNCCL
+    "shared/nccl.py",  # PyNCCL
 }
-SHARED_TORCH_FILES = {"shared/weights.py", "shared/communicator.py", "shared/loading.py"}
+SHARED_TORCH_FILES = {
+    f"shared/{name}.py"
+    for name in ("communicator", "digest", "digest_cuda", "loading", "nccl", "rendezvous", "repeating", "weights")
+}
 HEAVY = {"torch", "vllm", "httpx", "transformers"}
 PURE = (
     "learner.tasks.detection.parse",

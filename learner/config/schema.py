@@ -202,7 +202,9 @@ class SyncConfig(Section):
         True,
         req="R08",
     )
-    bucket_bytes: int = key("tensors travel in pieces of this size", 512 * 2**20, unit="bytes", req="R09", ge=1)
+    bucket_bytes: int = key(
+        "tensors travel in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
+    )
     canary_samples: int = key("prompts scored on both sides after a sync", 2, req="R09", ge=1)
     canary_tolerance: float = key(
         "largest mean difference between learner and server", 0.1, unit="nats per token", req="R09", gt=0.0

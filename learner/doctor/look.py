@@ -18,12 +18,12 @@ from learner.doctor.finding import Finding, SeenServer, Situation, failed, ok, s
 from learner.prompt import PromptEncoder
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.loop import LoopThread
-from learner.sync.canary import CanaryItem, score_call
+from learner.sync.canary import CanaryItem, score_items
 from learner.sync.link import ServerLink
 from learner.sync.waiting import await_all
 from shared import communicator
 from shared.errors import ProjectError
-from shared.wire import ServerStatus
+from shared.wire import ScoreCall, ServerStatus
 
 LOOK_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 30.0
@@ -60,7 +60,7 @@ class Servers:
         if probe is None:
             return seen
         try:
-            return replace(seen, reply=self.loop.run(client.score(score_call([probe]))))
+            return replace(seen, reply=self.loop.run(client.score(ScoreCall(items=score_items([probe])))))
         except ProjectError as error:
             return replace(seen, reply_error=error)
 

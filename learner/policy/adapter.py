@@ -15,7 +15,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from learner.policy.weights import checkpoint_weights, weight_specs
+from learner.policy.weights import CheckpointWeights
 from shared.weights import spec_of
 from shared.wire import TensorSpec
 
@@ -24,13 +24,13 @@ class BaseWeights:
     """The weights below the adapter, under checkpoint names: what an adapter is served on. They are not trained."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._weights = CheckpointWeights(model, merge=False)
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return checkpoint_weights(self._model, dtype, merge=False)
+        return self._weights.tensors(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        return weight_specs(self._model, dtype)
+        return self._weights.specs(dtype)
 
 
 class AdapterWeights:

@@ -10,6 +10,7 @@ Invariants: between `reduce_gradients` calls gradients are plain local sums of w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from learner.config.schema import ModelConfig
-from learner.policy import lora, weights
+from learner.policy import lora
 from learner.policy.adapter import AdapterWeights
 from learner.policy.attention import use_segment_attention
 from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
 from learner.policy.patches import use_linear_patch_embedding
+from learner.policy.weights import CheckpointWeights
 from learner.prompt import PromptEncoder
 from learner.records import EncodedPrompt, PackedRow, Segment
 from shared.errors import ConfigError
@@ -89,27 +91,45 @@ class Policy:
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
+    def logprobs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
+        """Natural log-probability of each response token given all before it, in the precision of training. All answers
+        in one packed forward pass."""
+        return self.split(self.answer_logprobs(self.answer_inputs(answers)), answers)
+
+    def answer_inputs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> PackedInputs:
+        """The inputs of `logprobs`' forward pass."""
+        segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
+        row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
+        return pack_inputs(row, self.model, self.device)
+
     @torch.no_grad()
-    def logprobs(self, prompt: EncodedPrompt, response_token_ids: Sequence[int]) -> list[float]:
-        """Natural log-probability of each response token given all before it, in the precision of training."""
-        segment = _response_segment(prompt, response_token_ids)
+    def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
+        """`logprobs` of all answers, one after the other `[N]`, on the device."""
         was_training = self.model.training
         self.model.eval()
         try:
-            inputs = pack_inputs(PackedRow(segments=(segment,), capacity=len(segment)), self.model, self.device)
             with self._precision():
                 hidden = hidden_states(self.model, inputs)[inputs.predict_at]
-                return token_logprobs(hidden, self._head, inputs.targets).tolist()
+                return token_logprobs(hidden, self._head, inputs.targets)
         finally:
             self.model.train(was_training)
 
+    @staticmethod
+    def split(logprobs: torch.Tensor, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
+        """What `answer_logprobs` gave, answer by answer."""
+        return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
+
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
-        return weights.checkpoint_weights(self.model, dtype)
+        return self._checkpoint.tensors(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
         """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
-        return weights.weight_specs(self.model, dtype)
+        return self._checkpoint.specs(dtype)
+
+    @cached_property
+    def _checkpoint(self) -> CheckpointWeights:
+        return CheckpointWeights(self.model)
 
     def adapter_weights(self) -> AdapterWeights | None:
         """The adapter by itself, and the weights below it; None without one. See `adapter.py`."""

@@ -3,12 +3,14 @@
 In: a transformers model, possibly with LoRA/DoRA layers inside. Out: `(name, tensor)` in the state dict's order, with
 exactly the names, shapes and values that `save_pretrained` would write after a merge; tied weights once.
 
-Invariant: the trained weights are not touched. An adapted layer is merged into a scratch copy of its weight by
-peft itself (so LoRA, DoRA and whatever else peft merges are right), in float32, one layer at a time.
+Invariant: the model is only read. An adapted layer is merged in a scratch copy by peft itself (so LoRA, DoRA and
+whatever else peft merges are right), in float32, one layer at a time.
+Which tensors a model has is looked up once: it takes longer than to send them. Called by `load.Policy`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import torch
@@ -22,36 +24,49 @@ from shared.wire import TensorSpec
 _BASE = ".base_layer."
 
 
-@torch.no_grad()
-def checkpoint_weights(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, *, merge: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached. Without
-    `merge`: the weights below the adapter.
+class CheckpointWeights:
+    """Of one model, whose structure stays as it is. Without `merge`: the weights below its adapter."""
 
-    Tensors may share memory with the model: use or copy each before the next optimizer step.
-    """
-    weights = (
-        (
-            name.replace(_BASE, "."),
-            _cast(merged_weight(model, name, tensor) if merge else tensor, dtype or tensor.dtype),
+    def __init__(self, model: PreTrainedModel, *, merge: bool = True) -> None:
+        self._model, self._merge = model, merge
+        self._own = _own_state(model)
+        shapes = self._shapes(None)
+        stored = revert_weight_conversion(model, dict(shapes))
+        # Else the checkpoint splits or fuses tensors, which takes them all at once.
+        self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
+
+    @torch.no_grad()
+    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.
+
+        Tensors may share memory with the model: use or copy each before the next optimizer step.
+        """
+        weights = (
+            (name.replace(_BASE, "."), _cast(self._whole(name, tensor), dtype or tensor.dtype))
+            for name, tensor in self._own.items()
         )
-        for name, tensor in _own_state(model).items()
-    )
-    if _is_stored_as_is(model):
-        yield from weights
-    else:  # the checkpoint splits or fuses tensors, which takes them all at once
-        yield from revert_weight_conversion(model, dict(weights)).items()
+        if self._stored_as_is:
+            yield from weights
+        else:
+            yield from revert_weight_conversion(self._model, dict(weights)).items()
 
+    def specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        """Names, dtypes and shapes of `tensors`, in its order, without merging anything."""
+        shapes = self._shapes(dtype)
+        stored = shapes if self._stored_as_is else revert_weight_conversion(self._model, shapes)
+        return [
+            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+            for name, tensor in stored.items()
+        ]
 
-def weight_specs(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-    """Names, dtypes and shapes of `checkpoint_weights`, in its order, without merging anything."""
-    shapes = {name: _cast(tensor, dtype or tensor.dtype) for name, tensor in _shapes(model).items()}
-    stored = shapes if _is_stored_as_is(model) else revert_weight_conversion(model, shapes)
-    return [
-        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
-        for name, tensor in stored.items()
-    ]
+    def _whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return merged_weight(self._model, name, tensor) if self._merge else tensor.detach()
+
+    def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+        return {
+            name.replace(_BASE, "."): _cast(tensor.detach().to("meta"), dtype or tensor.dtype)
+            for name, tensor in self._own.items()
+        }
 
 
 def merged_weight(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,38 +76,25 @@ def merged_weight(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> to
         return tensor
     layer = model.get_submodule(module_name)
     assert isinstance(layer, LoraLayer)
-    weight = layer.get_base_layer().weight
-    trained = weight.data
-    try:
-        weight.data = trained.float().clone()
-        layer.merge()
-        merged = weight.data.clone()
-        layer.unmerge()  # on the scratch copy: clears what peft remembers about the merge
-    finally:
-        weight.data = trained
-    return merged
+    scratch, base = copy.copy(layer), copy.copy(layer.get_base_layer())
+    weight = torch.nn.Parameter(tensor.detach().float().clone(), requires_grad=False)
+    base._parameters = {**base._parameters, "weight": weight}
+    scratch._modules = {**scratch._modules, "base_layer": base}
+    scratch.merged_adapters, scratch._caches = [], {}
+    scratch.merge()
+    return weight.data
 
 
 def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict without adapters and without the second names of tied weights."""
+    """The state dict's parameters and buffers, without adapters and without the second names of tied weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     state = {
         name: tensor
         for name, tensor in model.state_dict().items()
         if ".lora_" not in name and name.replace(_BASE, ".") not in ignored
     }
-    return remove_tied_weights_from_state_dict(state, model)
-
-
-def _shapes(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name.replace(_BASE, "."): tensor.to("meta") for name, tensor in _own_state(model).items()}
-
-
-def _is_stored_as_is(model: PreTrainedModel) -> bool:
-    """Whether the checkpoint has the model's own names, so that weights can be streamed one by one."""
-    shapes = _shapes(model)
-    stored = revert_weight_conversion(model, dict(shapes))
-    return stored.keys() == shapes.keys() and all(stored[name] is tensor for name, tensor in shapes.items())
+    variables = model.state_dict(keep_vars=True)
+    return {name: variables[name] for name in remove_tied_weights_from_state_dict(state, model)}
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,8 +39,10 @@ from shared.generation import (
 )
 from shared.loading import WeightLoad
 from shared.model_folder import model_folder
+from shared.repeating import CopyMemory
 from shared.wire import RequestConfig
 
+_PIECE_BYTES = 64 * 2**20
 ELSEWHERE = "or roll out elsewhere: vllm.mode: server, or rollout_backend: hf"
 
 
@@ -61,6 +63,7 @@ class ColocatedEngine:
         self.ver: int | None = None
         self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
         self._config, self._ranks, self._offload = config, ranks, offload
+        self._copies = CopyMemory()
         self._sleeps = ranks.device.type == "cuda"
         folder = model_folder(model, "model.path")
         with offload.away(), _keeping_random_state(ranks.device):
@@ -110,9 +113,11 @@ class ColocatedEngine:
         """
         self.ver = None
         engine = self._llm.llm_engine
-        load = WeightLoad(self.model, engine.vllm_config, self._ranks.device)
+        load = WeightLoad(self.model, engine.vllm_config, self._ranks.device, self._copies)
         try:
-            load.add(weights)
+            load.open()
+            for piece in _in_pieces(weights):
+                load.add(piece)
             load.finish()
         except ProjectError:
             raise
@@ -211,6 +216,18 @@ class ColocatedEngine:
             remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
             f"offload.enabled: true, {ELSEWHERE}",
         )
+
+
+def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """As many tensors at a time as may be held beside the model, for merged ones are made on the way."""
+    piece: list[tuple[str, torch.Tensor]] = []
+    for named in weights:
+        piece.append(named)
+        if sum(tensor.nbytes for _, tensor in piece) >= _PIECE_BYTES:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
 
 
 @contextmanager

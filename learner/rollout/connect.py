@@ -20,6 +20,7 @@ from learner.optim import Optimizer
 from learner.policy.load import Policy
 from learner.policy.lora import base_model_path
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample
 from learner.rollout.call_log import RolloutCallLog
 from learner.rollout.colocate import ColocateBackend
@@ -84,9 +85,8 @@ def connect_sync(
     num_canaries = config.rollout_matching.vllm.sync.canary_samples
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
 
-    def learner_logprobs(item: CanaryItem) -> list[float]:
-        return policy.logprobs(item.prompt, item.response_token_ids)
-
+    asked = canary if ranks.is_main or isinstance(backend, ColocateBackend) else []
+    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in asked])
     if isinstance(backend, ColocateBackend):
         return ColocateSync(
             backend.engine,
@@ -94,7 +94,7 @@ def connect_sync(
             policy.encoder,
             config=config.rollout_matching.vllm,
             canary=canary,
-            learner_logprobs=learner_logprobs,
+            learner_logprobs=answers,
             ranks=ranks,
         )
     check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
@@ -104,7 +104,7 @@ def connect_sync(
         adapter=policy.adapter_weights() if sync_mode(config) == "adapter" else None,
         config=config.rollout_matching.vllm,
         canary=canary,
-        learner_logprobs=learner_logprobs,
+        learner_logprobs=answers,
         fence=ranks,
         device=ranks.device,
     )

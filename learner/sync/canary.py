@@ -1,6 +1,6 @@
 """The check after a sync: the served model must give a fixed answer the probabilities that the learner gives it.
 
-In: canary items with the learner's own log-probabilities, and a server's `/score/` reply. Out: the gap, or a
+In: canary items with the learner's own log-probabilities, and a server's scores. Out: the gap, or a
 CanaryError. A sync that returned 200 with wrong tokens behind it is the worst failure this system can have; bytes and
 coverage are checked by the server, this is the check of the whole. Pure. Called by `fleet.py`.
 """
@@ -16,7 +16,7 @@ from learner.prompt import check_prompt_prefix
 from learner.records import EncodedPrompt, Sample
 from learner.rollout.requests import infer_request
 from shared.errors import CanaryError, RolloutError
-from shared.wire import ScoreCall, ScoreItem, ScoreReply
+from shared.wire import ScoreItem, ScoreReply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +36,11 @@ class CanaryGap:
     max: float
 
 
-def score_call(items: Sequence[CanaryItem]) -> ScoreCall:
-    return ScoreCall(
-        items=[
-            ScoreItem(request=infer_request(item.sample), response_token_ids=list(item.response_token_ids))
-            for item in items
-        ]
-    )
+def score_items(items: Sequence[CanaryItem]) -> list[ScoreItem]:
+    return [
+        ScoreItem(request=infer_request(item.sample), response_token_ids=list(item.response_token_ids))
+        for item in items
+    ]
 
 
 def compare(

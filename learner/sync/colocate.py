@@ -25,10 +25,10 @@ from learner.prompt import PromptEncoder
 from learner.records import SyncReceipt
 from learner.rollout.colocate_engine import ColocatedEngine
 from learner.sync.canary import CanaryGap, CanaryItem, compare
+from learner.sync.fleet import Logprobs
 from learner.sync.source import WeightSource, check_specs
-from learner.sync.weight_sync import Logprobs
+from shared.digest import digest
 from shared.errors import ConfigError, DigestError
-from shared.weights import digest
 from shared.wire import ScoreReply
 
 log = logging.getLogger("learner.sync")
@@ -70,7 +70,7 @@ class ColocateSync:
         """Bring every engine to the policy's weights; on all ranks. Raises SyncError (Digest, Coverage, Canary)."""
         begin = time.monotonic()
         # Before the engine wakes: scoring needs the policy on its device.
-        learner = [list(self._learner_logprobs(item)) for item in self._canary]
+        learner = self._learner_logprobs()
         with self._engine.awake():
             given = self._ranks.all_succeed(self._load)
             self._check_equal(given)
@@ -145,7 +145,7 @@ class _Counted:
             self._num_tensors += 1
             self._num_bytes += tensor.nbytes
             if self._with_digest:
-                content = digest(tensor.contiguous().view(-1).view(torch.uint8))
+                content = digest(tensor.contiguous().view(-1).view(torch.uint8)).tolist()
                 self._hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)} {content}\n".encode())
             yield name, tensor
 

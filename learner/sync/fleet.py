@@ -2,34 +2,54 @@
 
 In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
 with the server named. Invariants: complete means that every server has checked bytes and coverage; after `leave`, or a
-failed `connect`, there is no group. Buckets are packed twice, first for the digests and then to be sent: the first pass
-costs the servers no pause, and no more than one bucket is in memory. Called by `weight_sync.py`, on rank 0.
+failed `connect`, there is no group. A bucket is packed and sealed while those before it travel. Called by
+`weight_sync.py`, on rank 0.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from learner.config.schema import VllmConfig
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
-from learner.sync.canary import CanaryGap, CanaryItem, compare, score_call
+from learner.sync.canary import CanaryGap, CanaryItem, compare, score_items
 from learner.sync.link import Group, Join, ServerLink
-from learner.sync.source import WeightSource, check_specs, packed_buckets
-from learner.sync.waiting import await_all, cancel
+from learner.sync.source import WeightSource, check_specs, sealed_buckets
+from learner.sync.waiting import Futures, await_all, cancel
 from shared.errors import SyncError
-from shared.weights import DTYPES, plan_buckets, seal
-from shared.wire import Bucket, ServerStatus, TensorSpec, UpdateWeightsCall, UpdateWeightsReply
+from shared.weights import DTYPES, num_bucket_bytes, plan_buckets
+from shared.wire import Bucket, ScoreReply, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
-T = TypeVar("T")
 Mode = Literal["full", "adapter"]
+Logprobs = Callable[[], Sequence[Sequence[float]]]
+AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """An update that every server has confirmed, and what both sides say of the canary."""
+
+    buckets: Sequence[Bucket]
+    learner_logprobs: Sequence[Sequence[float]]
+    scores: dict[str, ScoreReply]  # by the server's URL
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(len(bucket.tensors) for bucket in self.buckets)
 
 
 class Fleet:
@@ -41,6 +61,7 @@ class Fleet:
         self._links: tuple[ServerLink, ...] = ()  # empty: not connected
         self._incarnation = ""
         self._dtype: torch.dtype | None = None
+        self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
 
     @property
     def connected(self) -> bool:
@@ -57,6 +78,7 @@ class Fleet:
         }
         dtypes = {status.dtype for status in self.statuses.values()}
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+        self._plans.clear()
         self._incarnation = uuid.uuid4().hex
         links = self._make_links()
         posts = {link: link.post_init(self._incarnation) for link in links}
@@ -75,36 +97,43 @@ class Fleet:
         log.info("joined %d servers, weights travel in %s", len(links), self._dtype or "their own type")
         return max(status.ver for status in self.statuses.values())
 
-    def send(self, source: WeightSource, *, mode: Mode, ver: int, meanwhile: Callable[[], T]) -> tuple[list[Bucket], T]:
-        """Done when all servers serve the weights as version `ver`: what was sent, and the result of `meanwhile`, which
-        is called while they load."""
-        specs = source.weight_specs(self._dtype)
-        check_specs(specs)
-        plan = plan_buckets(specs, self._config.sync.bucket_bytes)
-        buckets = [seal(specs, buffer) for specs, buffer in zip(plan, self._packed(source, plan), strict=True)]
+    def send(
+        self,
+        source: WeightSource,
+        *,
+        mode: Mode,
+        ver: int,
+        canary: Sequence[CanaryItem] = (),
+        learner_logprobs: Logprobs = tuple,
+    ) -> Sent:
+        """Done when all servers serve the weights as version `ver` and have scored the canary. `learner_logprobs` is
+        called while they load."""
         call = UpdateWeightsCall(
             incarnation=self._incarnation,
             ver=ver,
             mode=mode,
-            buckets=buckets,
+            buckets=self._plan(source),
+            canary=score_items(canary),
             timeout_s=self._config.server.timeout_s,
         )
-        return buckets, self._broadcast(source, call, meanwhile)
+        posts = {link: link.post_update(call) for link in self._links}
+        try:
+            logprobs = self._broadcast(source, call, posts, learner_logprobs)
+            await_all(posts, {})
+        except BaseException:
+            cancel(posts)
+            raise
+        for link, post in posts.items():
+            _check_reply(call, post.result(), link.base_url)
+        scores = {link.base_url: post.result().scores for link, post in posts.items()}
+        return Sent(buckets=call.buckets, learner_logprobs=logprobs, scores=scores)
 
-    def check_canary(self, items: Sequence[CanaryItem], learner: Sequence[Sequence[float]]) -> CanaryGap:
-        """The worst gap over servers; `learner` holds this side's log-probabilities. Raises CanaryError."""
-        call = score_call(items)
-        replies = {link: self._backend.loop.submit(link.client.score(call)) for link in self._links}
-        await_all(replies, {})
+    def check_canary(self, items: Sequence[CanaryItem], sent: Sent) -> CanaryGap:
+        """The worst gap over servers. Raises CanaryError."""
+        tolerance = self._config.sync.canary_tolerance
         gaps = [
-            compare(
-                items,
-                learner,
-                replies[link].result(),
-                tolerance=self._config.sync.canary_tolerance,
-                base_url=link.base_url,
-            )
-            for link in self._links
+            compare(items, sent.learner_logprobs, reply, tolerance=tolerance, base_url=base_url)
+            for base_url, reply in sent.scores.items()
         ]
         return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 
@@ -135,23 +164,31 @@ class Fleet:
             for client, entry, world_size in zip(backend.clients, backend.servers, backend.world_sizes, strict=True)
         ]
 
-    def _packed(self, source: WeightSource, plan: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor]:
-        return packed_buckets(source, plan, dtype=self._dtype, device=self._device)
+    def _plan(self, source: WeightSource) -> list[Bucket]:
+        """Raises SyncError where the source's tensors can't be sent."""
+        if source not in self._plans:
+            specs = source.weight_specs(self._dtype)
+            check_specs(specs)
+            self._plans[source] = [
+                Bucket(tensors=part, num_bytes=num_bucket_bytes(part))
+                for part in plan_buckets(specs, self._config.sync.bucket_bytes)
+            ]
+        return self._plans[source]
 
-    def _broadcast(self, source: WeightSource, call: UpdateWeightsCall, meanwhile: Callable[[], T]) -> T:
-        posts = {link: link.post_update(call) for link in self._links}
-        try:
-            for i, buffer in enumerate(self._packed(source, [bucket.tensors for bucket in call.buckets]), start=1):
-                sent = {link: link.broadcast(buffer) for link in self._links}
-                await_all(sent, posts, may_reply=i == len(call.buckets))
-            result = meanwhile()
-            await_all(posts, {})
-        except BaseException:
-            cancel(posts)
-            raise
-        for link, post in posts.items():
-            _check_reply(call, post.result(), link.base_url)
-        return result
+    def _broadcast(
+        self, source: WeightSource, call: UpdateWeightsCall, posts: Futures, learner_logprobs: Logprobs
+    ) -> Sequence[Sequence[float]]:
+        """Every bucket to every server; the learner's own canary answers, made while the last buckets travel."""
+        plan = [bucket.tensors for bucket in call.buckets]
+        under_way: deque[Futures] = deque()
+        for buffer in sealed_buckets(source, plan, ver=call.ver, dtype=self._dtype, device=self._device):
+            if len(under_way) > AHEAD:
+                await_all(under_way.popleft(), posts, may_reply=False)
+            under_way.append({link: link.broadcast(buffer) for link in self._links})
+        logprobs = learner_logprobs()
+        for sent in under_way:
+            await_all(sent, posts)
+        return logprobs
 
 
 def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: str) -> None:

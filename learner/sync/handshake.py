@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from learner.policy.parallel import Ranks
 from learner.prompt import check_prompt_prefix
 from learner.rollout.server import ServerBackend
-from learner.sync.canary import CanaryItem, score_call
+from learner.sync.canary import CanaryItem, score_items
 from shared.architecture import differences
 from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError
-from shared.wire import ScoreReply, ServerStatus
+from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
 
 def check_servers(backend: ServerBackend, *, architecture: Mapping[str, str], canary: CanaryItem, ranks: Ranks) -> None:
@@ -69,5 +69,5 @@ def _ask_all(backend: ServerBackend, architecture: Mapping[str, str], canary: Ca
         check_architecture(client.base_url, status, architecture)
         if status.gate == "poisoned":
             continue  # it scores nothing before the first sync, whose own check then covers the prompt
-        reply = backend.loop.run(client.score(score_call([canary])))
+        reply = backend.loop.run(client.score(ScoreCall(items=score_items([canary]))))
         check_prompt(client.base_url, canary, reply)

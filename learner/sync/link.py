@@ -18,6 +18,7 @@ from learner.rollout.client import ServerClient
 from learner.rollout.loop import LoopThread
 from shared.communicator import Backend
 from shared.errors import CommunicatorError, ProjectError
+from shared.operation import Operation
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Group(Protocol):
     """What the sync needs of a `shared.communicator.Communicator`."""
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
+    def start_broadcast(self, tensor: torch.Tensor, src: int) -> Operation[None]: ...
 
     def abort(self) -> None: ...
 
@@ -102,11 +103,9 @@ class ServerLink:
         return self._loop.submit(self.client.update_weights(call))
 
     def broadcast(self, bucket: torch.Tensor) -> Future[None]:
-        """Send one packed bucket to all workers of the server."""
-        return in_thread(
-            f"broadcast {self.base_url}",
-            lambda: self._named(lambda: self._joined().broadcast(bucket, self._world_size)),
-        )
+        """Send one packed bucket to all workers of the server, after those that were given before."""
+        operation = self._named(lambda: self._joined().start_broadcast(bucket, self._world_size))
+        return in_thread(f"broadcast {self.base_url}", lambda: self._named(operation.result))
 
     def post_close(self, incarnation: str) -> Future[None]:
         """Tell the server that this learner leaves the group."""

@@ -1,6 +1,6 @@
 """Where the weights come from, and how they become buckets (R09).
 
-In: a `WeightSource` (the policy). Out: packed buckets, one at a time, so that never more than one of them is in memory
+In: a `WeightSource` (the policy). Out: sealed buckets, one at a time, so that the sender decides how many are in memory
 beside the model. Called by `fleet.py`.
 """
 
@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 
 from shared.errors import SyncError
-from shared.weights import pack
+from shared.weights import pack, seal
 from shared.wire import TensorSpec
 
 
 class WeightSource(Protocol):
     """Merged full weights under checkpoint names; both methods in the same order, floating-point tensors in `dtype`
-    (None: as trained). Two passes between two optimizer steps give the same bytes."""
+    (None: as trained)."""
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -54,16 +54,23 @@ def check_specs(specs: Sequence[TensorSpec]) -> None:
         )
 
 
-def packed_buckets(
-    source: WeightSource, plan: Sequence[Sequence[TensorSpec]], *, dtype: torch.dtype | None, device: torch.device
+def sealed_buckets(
+    source: WeightSource,
+    plan: Sequence[Sequence[TensorSpec]],
+    *,
+    ver: int,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> Iterator[torch.Tensor]:
     """Each bucket of `plan` as uint8 `[bytes]` on `device`; the plan must be cut from the source's own specs.
 
     Raises SyncError where the weights are not those of the plan.
     """
     weights = source.named_weights(dtype)
-    for specs in plan:
-        yield pack(specs, dict(islice(weights, len(specs))), device)
+    for index, specs in enumerate(plan):
+        buffer = pack(specs, dict(islice(weights, len(specs))), device)
+        seal(buffer, ver=ver, index=index)
+        yield buffer
     left_over = next(weights, None)
     if left_over is not None:
         raise SyncError(

@@ -27,7 +27,7 @@ from learner.config.schema import VllmConfig
 from learner.records import SyncReceipt
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.fleet import Fleet, Mode
+from learner.sync.fleet import Fleet, Logprobs, Mode
 from learner.sync.handshake import check_adapter
 from learner.sync.link import Join
 from learner.sync.source import AdapterSource, WeightSource
@@ -36,8 +36,6 @@ from shared.errors import ProjectError, SyncError
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
-
-Logprobs = Callable[[CanaryItem], Sequence[float]]
 
 
 class Fence(Protocol):
@@ -52,8 +50,8 @@ class Fence(Protocol):
 
 
 class WeightSync:
-    """`canary` and `learner_logprobs` are used on rank 0 only; `device` is where the policy's weights are. `adapter`:
-    sync it alone, as long as that works; None: full syncs."""
+    """`canary` and `learner_logprobs` (of the canary's answers, as the learner has them now) are used on rank 0 only;
+    `device` is where the policy's weights are. `adapter`: sync it alone, as long as that works; None: full syncs."""
 
     def __init__(
         self,
@@ -146,7 +144,7 @@ class WeightSync:
     def _deliver_adapter(self, adapter: AdapterSource, begin: float) -> SyncReceipt:
         if not self._base_is_served:
             with self._leaving_on_failure():
-                self._fleet.send(adapter.base, mode="full", ver=self.ver + 1, meanwhile=lambda: None)
+                self._fleet.send(adapter.base, mode="full", ver=self.ver + 1)
             self.ver += 1
             self._base_is_served = True
             log.info("the weights below the adapter were sent, as version %d", self.ver)
@@ -155,14 +153,16 @@ class WeightSync:
     def _deliver(self, source: WeightSource, mode: Mode, begin: float) -> SyncReceipt:
         with self._leaving_on_failure():
             ver = self.ver + 1
-            buckets, logprobs = self._fleet.send(source, mode=mode, ver=ver, meanwhile=self._canary_logprobs)
-            gap = self._fleet.check_canary(self._canary, logprobs)
+            sent = self._fleet.send(
+                source, mode=mode, ver=ver, canary=self._canary, learner_logprobs=self._learner_logprobs
+            )
+            gap = self._fleet.check_canary(self._canary, sent)
         receipt = SyncReceipt(
             ver=ver,
             mode=mode,
             seconds=time.monotonic() - begin,
-            num_bytes=sum(bucket.num_bytes for bucket in buckets),
-            num_tensors=sum(len(bucket.tensors) for bucket in buckets),
+            num_bytes=sent.num_bytes,
+            num_tensors=sent.num_tensors,
             canary_gap=gap.mean,
             canary_gap_max=gap.max,
             fallback=self._fallback,
@@ -170,9 +170,6 @@ class WeightSync:
         self._fallback = ""
         log.info("weights synced: %s", receipt)
         return receipt
-
-    def _canary_logprobs(self) -> list[list[float]]:
-        return [list(self._learner_logprobs(item)) for item in self._canary]
 
     @contextmanager
     def _leaving_on_failure(self) -> Iterator[None]:

@@ -100,7 +100,7 @@ def start(sample: Sample) -> Iterator[Callable[..., WeightSync]]:
             "adapter": policy.adapter_weights(),
             "config": backend.config.vllm,
             "canary": [canary],
-            "learner_logprobs": lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+            "learner_logprobs": lambda: policy.logprobs([(canary.prompt, canary.response_token_ids)]),
             "fence": Ranks(),
             "device": torch.device("cpu"),
         }

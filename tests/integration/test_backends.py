@@ -23,6 +23,7 @@ from PIL import Image
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.colocate import ColocateBackend
@@ -129,7 +130,7 @@ def server(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBacke
         policy,
         config=backend.config.vllm,
         canary=[world.canary],
-        learner_logprobs=lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+        learner_logprobs=RepeatedLogprobs(policy, [(world.canary.prompt, world.canary.response_token_ids)]),
         fence=Ranks(),
         device=CPU,
     )

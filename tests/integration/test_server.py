@@ -105,7 +105,7 @@ class Learner:
         self,
         tensors: dict[str, torch.Tensor],
         *,
-        wrong_digest: bool = False,
+        wrong_seal: bool = False,
         stop_after: int | None = None,
         **call: Any,
     ) -> httpx.Response:
@@ -114,12 +114,14 @@ class Learner:
         buffers, buckets = [], []
         for bucket_specs in weights.plan_buckets(specs, 1 << 20):
             buffers.append(weights.pack(bucket_specs, tensors, "cpu"))
-            buckets.append(weights.seal(bucket_specs, buffers[-1]))
+            buckets.append(Bucket(tensors=bucket_specs, num_bytes=weights.num_bucket_bytes(bucket_specs)))
         assert len(buckets) > 2
-        if wrong_digest:
-            buckets[1] = Bucket(tensors=buckets[1].tensors, num_bytes=buckets[1].num_bytes, digest=buckets[0].digest)
         body = {"incarnation": self.incarnation, "ver": self.ver() + 1, "timeout_s": 20.0, **call}
         body["buckets"] = [bucket.model_dump() for bucket in buckets]
+        for index, buffer in enumerate(buffers):
+            weights.seal(buffer, ver=body["ver"], index=index)
+        if wrong_seal:
+            buffers[1][5] ^= 1
         replies: list[httpx.Response] = []
         calling = threading.Thread(target=lambda: replies.append(self.http.post("/update_weights/", json=body)))
         calling.start()
@@ -299,7 +301,7 @@ def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, e
     elif how == "gone":
         failed = learner.sync(tensors, stop_after=1, timeout_s=1.5)
     else:
-        failed = learner.sync(tensors, wrong_digest=True)
+        failed = learner.sync(tensors, wrong_seal=True)
     assert (failed.status_code >= 500, failed.json()["error"]) == (True, error)
     refused = learner.infer([{"messages": TEXT}])
     assert (refused.status_code, refused.json()["error"]) == (503, "ServerPoisonedError")

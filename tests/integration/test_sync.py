@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deploy.demo.model import build
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
 from learner.prompt import check_prompt_prefix
 from learner.records import Sample
 from learner.rollout.server import ServerBackend
@@ -114,12 +116,11 @@ def start_sync(
     made: list[WeightSync] = []
 
     def make(backend: ServerBackend, **changes: Any) -> WeightSync:
-        encoded = [(sample, policy.encoder.encode(sample)) for sample in samples[:2]]
-        canary = [CanaryItem(sample=s, prompt=p, response_token_ids=tuple(range(20, 40))) for s, p in encoded]
+        canary = canary_of(policy, samples)
         arguments: dict[str, Any] = {
             "config": backend.config.vllm,
             "canary": canary,
-            "learner_logprobs": lambda item: policy.logprobs(item.prompt, item.response_token_ids),
+            "learner_logprobs": canary_logprobs(policy, canary),
             "fence": Ranks(),
             "device": CPU,
         }
@@ -129,6 +130,15 @@ def start_sync(
     yield make
     for sync in made:
         sync.close()
+
+
+def canary_of(policy: Policy, samples: Sequence[Sample]) -> list[CanaryItem]:
+    encoded = [(sample, policy.encoder.encode(sample)) for sample in samples[:2]]
+    return [CanaryItem(sample=s, prompt=p, response_token_ids=tuple(range(20, 40))) for s, p in encoded]
+
+
+def canary_logprobs(policy: Policy, items: Sequence[CanaryItem]) -> RepeatedLogprobs:
+    return RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in items])
 
 
 def perturb(policy: Policy, scale: float = 0.05) -> None:
@@ -208,16 +218,17 @@ def test_syncs_change_what_is_served_and_are_checked(
 
 
 def test_the_canary_tells_a_model_that_is_not_the_learner_s(
-    connect: Callable[..., ServerBackend], start_sync: Callable[..., WeightSync], policy: Policy
+    connect: Callable[..., ServerBackend],
+    start_sync: Callable[..., WeightSync],
+    policy: Policy,
+    samples: list[Sample],
 ) -> None:
     """The check can fail: the same sync, judged by a policy that has moved on, is refused."""
 
-    def moved_on(item: CanaryItem) -> list[float]:
-        perturb(policy, 0.5)
-        return policy.logprobs(item.prompt, item.response_token_ids)
-
+    other = copy.deepcopy(policy)
+    perturb(other, 0.5)
     with pytest.raises(CanaryError, match="not the learner's"):
-        start_sync(connect(), learner_logprobs=moved_on).sync()
+        start_sync(connect(), learner_logprobs=canary_logprobs(other, canary_of(policy, samples))).sync()
 
 
 class Misnamed:

@@ -50,7 +50,7 @@ class FakeEngine:
         self.calls.append((method, *args))
         await asyncio.sleep(0)
         reply = self.replies.get(method)
-        return [reply() if reply else {"done": True, "num_tensors": 0}]
+        return [reply() if reply else {"done": True, "runs_meanwhile": True, "num_tensors": 0}]
 
     async def reset_caches(self) -> None:
         self.num_resets += 1

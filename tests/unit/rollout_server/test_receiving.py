@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,9 +18,14 @@ from shared.wire import Bucket, UpdateWeightsCall
 
 
 class RememberingLoad:
+    runs_meanwhile = False
+
     def __init__(self) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
-        self.closed = False
+        self.opened = self.closed = False
+
+    def open(self) -> None:
+        self.opened = True
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.loaded |= {name: tensor.clone() for name, tensor in tensors}
@@ -36,6 +41,9 @@ TENSORS = {f"t{i}": torch.full((300,), float(i)) for i in range(5)}
 SPECS = [weights.spec_of(name, tensor) for name, tensor in TENSORS.items()]
 PLAN = weights.plan_buckets(SPECS, 2500)
 BUFFERS = [weights.pack(specs, TENSORS, "cpu") for specs in PLAN]
+BUCKETS = [Bucket(tensors=specs, num_bytes=weights.num_bucket_bytes(specs)) for specs in PLAN]
+for index, buffer in enumerate(BUFFERS):
+    weights.seal(buffer, ver=1, index=index)
 
 
 @pytest.fixture
@@ -48,12 +56,8 @@ def pair() -> Iterator[tuple[Communicator, Communicator]]:
     learner.close()
 
 
-def update(buckets: list[Bucket], timeout_s: float = 10.0) -> UpdateWeightsCall:
-    return UpdateWeightsCall(incarnation="a", ver=1, buckets=buckets, timeout_s=timeout_s)
-
-
-def buckets() -> list[Bucket]:
-    return [weights.seal(specs, buffer) for specs, buffer in zip(PLAN, BUFFERS, strict=True)]
+def update(timeout_s: float = 10.0) -> UpdateWeightsCall:
+    return UpdateWeightsCall(incarnation="a", ver=1, buckets=BUCKETS, timeout_s=timeout_s)
 
 
 def in_turn(learner: Communicator, buffers: Sequence[torch.Tensor]) -> threading.Thread:
@@ -67,7 +71,7 @@ def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Commun
     worker, learner = pair
     assert len(PLAN) == 3
     load = RememberingLoad()
-    receiving = Receiving(update(buckets()), worker, load)
+    receiving = Receiving(update(), worker, load)
     assert receiving.advance(0.01) == {"done": False}
     sending = in_turn(learner, BUFFERS)
     while not (result := receiving.advance(0.5))["done"]:
@@ -80,24 +84,44 @@ def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Commun
     assert not sending.is_alive()
 
 
-def test_nothing_is_loaded_whose_digest_is_wrong(pair: tuple[Communicator, Communicator]) -> None:
+def _flipped() -> list[torch.Tensor]:
+    buffer = BUFFERS[1].clone()
+    buffer[7] ^= 1
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+def _of_an_older_update() -> list[torch.Tensor]:
+    buffer = BUFFERS[1].clone()
+    weights.seal(buffer, ver=0, index=1)
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+def _in_another_place() -> list[torch.Tensor]:
+    buffer = BUFFERS[0].clone()
+    assert buffer.numel() == BUFFERS[1].numel()
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+@pytest.mark.parametrize("wrong", [_flipped, _of_an_older_update, _in_another_place])
+def test_nothing_is_loaded_whose_seal_is_wrong(
+    pair: tuple[Communicator, Communicator], wrong: Callable[[], list[torch.Tensor]]
+) -> None:
     worker, learner = pair
     load = RememberingLoad()
-    wrong = [bucket.model_copy(update={"digest": "0" * 32}) if i == 1 else bucket for i, bucket in enumerate(buckets())]
-    receiving = Receiving(update(wrong), worker, load)
-    sending = in_turn(learner, BUFFERS[:2])
+    receiving = Receiving(update(), worker, load)
+    sending = in_turn(learner, wrong()[:2])
     with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
         receiving.advance(5.0)
     assert list(load.loaded) == ["t0", "t1"]
     receiving.close()
     assert load.closed
-    sending.join(1.0)
+    sending.join(5.0)
     assert not sending.is_alive()
 
 
 def test_a_learner_that_stops_ends_at_the_deadline(pair: tuple[Communicator, Communicator]) -> None:
     worker, learner = pair
-    receiving = Receiving(update(buckets(), timeout_s=0.3), worker, RememberingLoad())
+    receiving = Receiving(update(timeout_s=0.3), worker, RememberingLoad())
     sending = learner.start_broadcast(BUFFERS[0], src=1)
     with pytest.raises((DeadlineError, CommunicatorError), match="broadcasting"):
         receiving.advance(10.0)
@@ -106,10 +130,17 @@ def test_a_learner_that_stops_ends_at_the_deadline(pair: tuple[Communicator, Com
     receiving.close()
 
 
+class UnopenedLoad(RememberingLoad):
+    def open(self) -> None:
+        raise RuntimeError("no such layer")
+
+
 def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communicator, Communicator]) -> None:
-    worker, _ = pair
-    worker.abort()
-    load = RememberingLoad()
-    with pytest.raises(CommunicatorError):
-        Receiving(update(buckets()), worker, load)
+    worker, learner = pair
+    load = UnopenedLoad()
+    with pytest.raises(RuntimeError, match="no such layer"):
+        Receiving(update(), worker, load)
     assert load.closed
+    with pytest.raises(CommunicatorError):  # nor does the learner wait for it
+        learner.broadcast(BUFFERS[0], src=1)
+        learner.broadcast(BUFFERS[1], src=1)

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.communicator import Communicator, join, start_join
+from shared.communicator import Broadcast, Communicator, join, start_join
 from shared.errors import CommunicatorError, DeadlineError
 from shared.ports import free_port
+from shared.rendezvous import Place
 
 
 def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:
@@ -52,16 +53,47 @@ def test_every_rank_gets_the_sources_bytes(world_size: int) -> None:
         communicator.close()
 
 
-def test_a_second_broadcast_waits_for_the_first_to_end() -> None:
-    """Two at once could reach the others in any order: one would get the other's bytes."""
+def test_broadcasts_under_way_go_in_the_order_in_which_they_were_started() -> None:
+    """Each runs on a thread of its own: in any other order one would get the other's bytes."""
     group = join_all(2)
-    first = group[0].start_broadcast(torch.zeros(4), src=1)
-    with pytest.raises(AssertionError, match="still under way"):
-        group[0].start_broadcast(torch.zeros(4), src=1)
-    group[1].broadcast(torch.ones(4), src=1)
-    first.result()
+    got = [torch.zeros(1 << 12) for _ in range(20)]
+    receiving = [group[0].start_broadcast(tensor, src=1) for tensor in got]
+    sending = [group[1].start_broadcast(torch.full((1 << 12,), float(i)), src=1) for i in range(20)]
+    for operation in [*receiving, *sending]:
+        operation.result()
+    assert [tensor[0].item() for tensor in got] == list(range(20))
     for communicator in group:
         communicator.close()
+
+
+def test_an_abort_ends_all_that_are_under_way() -> None:
+    first, second = join_all(2)
+    waiting = [first.start_broadcast(torch.zeros(4), src=1) for _ in range(3)]
+    first.abort()
+    for operation in waiting:
+        with pytest.raises(CommunicatorError):
+            operation.result()
+    second.abort()
+
+
+class Stuck(Communicator):
+    """A group whose broadcasts end only once it is left, as NCCL's without their peer."""
+
+    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+        return lambda issued: self.released.wait(30) and None
+
+    def _leave(self) -> None:
+        self.released.set()
+
+    released = threading.Event()
+
+
+def test_a_broadcast_that_nobody_polls_ends_too() -> None:
+    place = Place(host="", port=0, rank=1, world_size=2, timeout_s=0.2, device=torch.device("cpu"))
+    operation = Stuck(place).start_broadcast(torch.zeros(1), src=0)
+    assert Stuck.released.wait(10)
+    with pytest.raises(DeadlineError):
+        operation.result()
 
 
 def test_rank_0_listens_on_its_own_address_only() -> None:

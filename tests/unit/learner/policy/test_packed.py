@@ -181,4 +181,4 @@ def test_logprobs_are_a_log_softmax_over_the_vocabulary(vlm: Policy, reference: 
     with torch.no_grad():
         logprobs = reference_logits(reference, one).double().log_softmax(-1)
     expected = [logprobs[len(prompt.token_ids) + j - 1, token].item() for j, token in enumerate(answer)]
-    np.testing.assert_allclose(vlm.logprobs(prompt, answer), expected, atol=1e-5)
+    np.testing.assert_allclose(vlm.logprobs([(prompt, answer)])[0], expected, atol=1e-5)

@@ -21,7 +21,8 @@ import torch
 from learner.records import EncodedPrompt
 from learner.sync import CanaryItem
 from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError
-from shared.weights import digest, spec_of, unpack
+from shared.operation import Operation
+from shared.weights import SEAL_BYTES, is_sealed, spec_of, unpack
 from shared.wire import TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 
@@ -101,15 +102,19 @@ class FakeGroup:
         self.aborted = threading.Event()
         self.closed = False
 
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+    def start_broadcast(self, tensor: torch.Tensor, src: int) -> Operation[None]:
         assert src == self.rank == self.world_size - 1, "the learner is the last rank, and the source"
         if self.server.drops_the_wire:
             raise CommunicatorError("peer closed the connection")
         taken = threading.Event()
         self.inbox.put((tensor.clone(), taken))
-        while not taken.wait(0.005):
-            if self.aborted.is_set():
-                raise CommunicatorError("aborted")
+
+        def until_taken() -> None:
+            while not taken.wait(0.005):
+                if self.aborted.is_set():
+                    raise CommunicatorError("aborted")
+
+        return Operation(until_taken, 30.0, "broadcasting")
 
     def abort(self) -> None:
         self.aborted.set()
@@ -190,8 +195,9 @@ class FakeServer:
         self.tensors |= {name: tensor for name, tensor in received.items() if name != self.misses}
         self.ver = call.ver
         reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
-        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "check_s": 0.0}
-        return httpx.Response(200, json=reply | times)
+        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1}
+        scores = self._scores([item.response_token_ids for item in call.canary])
+        return httpx.Response(200, json=reply | times | {"scores": scores})
 
     def _receive(self, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
         received: dict[str, torch.Tensor] = {}
@@ -206,8 +212,9 @@ class FakeServer:
             taken.set()
             if self.flips_a_bit:
                 buffer[0] ^= 1
-            if digest(buffer) != bucket.digest:
-                raise DigestError(f"bucket {i} differs", found=digest(buffer), wanted=bucket.digest)
+            assert buffer.numel() == bucket.num_bytes + SEAL_BYTES
+            if not is_sealed(buffer, ver=call.ver, index=i):
+                raise DigestError(f"bucket {i} differs")
             received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
         if not received:
             raise CoverageError("nothing was written")
@@ -215,10 +222,11 @@ class FakeServer:
 
     def _score(self, request: httpx.Request) -> httpx.Response:
         items = json.loads(request.content)["items"]
-        scores = [[p + self.score_delta for p in logprobs(self.tensors, item["response_token_ids"])] for item in items]
-        return httpx.Response(
-            200, json={"ver": self.ver, "logprobs": scores, "prompt_token_ids": [self.prompt_ids] * len(items)}
-        )
+        return httpx.Response(200, json=self._scores([item["response_token_ids"] for item in items]))
+
+    def _scores(self, answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+        scores = [[p + self.score_delta for p in logprobs(self.tensors, answer)] for answer in answers]
+        return {"ver": self.ver, "logprobs": scores, "prompt_token_ids": [self.prompt_ids] * len(answers)}
 
     def _close(self, request: httpx.Request) -> httpx.Response:
         self.log.append("close")

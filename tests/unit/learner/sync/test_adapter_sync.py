@@ -12,7 +12,6 @@ import torch
 
 from learner.rollout.server import ServerBackend
 from learner.sync import WeightSync
-from learner.sync.canary import CanaryItem
 from shared.errors import CoverageError, ProjectError, ServerMismatchError, SyncError
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import Adapter, FakeServer, Weights, canary_items, joiner, logprobs
@@ -36,8 +35,8 @@ def adapter() -> Adapter:
 def build(servers: list[FakeServer], adapter: Adapter) -> Iterator[Build]:
     made: list[ServerBackend] = []
 
-    def learner_logprobs(item: CanaryItem) -> list[float]:
-        return logprobs(adapter.merged.tensors, item.response_token_ids)
+    def learner_logprobs() -> list[list[float]]:
+        return [logprobs(adapter.merged.tensors, item.response_token_ids) for item in canary_items()]
 
     class Merged:
         def named_weights(self, dtype: torch.dtype | None = None) -> Any:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.sync.canary import compare, score_call
-from learner.sync.source import check_specs, packed_buckets
+from learner.sync.canary import compare, score_items
+from learner.sync.source import check_specs, sealed_buckets
 from shared.errors import CanaryError, PromptMismatchError, RolloutError, SyncError
 from shared.weights import plan_buckets, unpack
 from shared.wire import ScoreReply
@@ -59,7 +59,7 @@ def test_prompts_are_compared_too() -> None:
 
 
 def test_a_canary_brings_its_images() -> None:
-    item = score_call(canary_items(1)).items[0]
+    item = score_items(canary_items(1))[0]
     assert item.request.images == ["/data/0.png"]
     assert item.response_token_ids == [3, 4]
 
@@ -69,7 +69,7 @@ def test_buckets_hold_every_tensor_once_whatever_their_size(bucket_bytes: int) -
     """R09: the plan comes from the specs, the bytes from a second pass, and they fit."""
     weights = Weights()
     plan = plan_buckets(weights.weight_specs(torch.bfloat16), bucket_bytes)
-    buckets = packed_buckets(weights, plan, dtype=torch.bfloat16, device=CPU)
+    buckets = sealed_buckets(weights, plan, ver=1, dtype=torch.bfloat16, device=CPU)
     found = dict(pair for specs, buffer in zip(plan, buckets, strict=True) for pair in unpack(buffer, specs))
     assert list(found) == list(weights.tensors)
     for name, tensor in weights.named_weights(torch.bfloat16):
@@ -86,7 +86,7 @@ def test_a_weight_that_was_not_announced() -> None:
     weights = Unannounced()
     plan = plan_buckets(weights.weight_specs(), 400)
     with pytest.raises(SyncError, match="extra"):
-        list(packed_buckets(weights, plan, dtype=None, device=CPU))
+        list(sealed_buckets(weights, plan, ver=1, dtype=None, device=CPU))
 
 
 def test_names_must_be_there_and_differ() -> None:

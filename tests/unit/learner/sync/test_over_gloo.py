@@ -16,7 +16,7 @@ from learner.sync import WeightSync
 from shared import communicator
 from shared.errors import DigestError
 from shared.ports import free_port
-from shared.weights import digest, unpack
+from shared.weights import SEAL_BYTES, is_sealed, unpack
 from shared.wire import UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.sync.fakes import FakeServer, Weights, canary_items, logprobs
@@ -47,10 +47,10 @@ class GlooServer(FakeServer):
 
     def _receive_on(self, worker: Any, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
-        for bucket in call.buckets:
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+        for index, bucket in enumerate(call.buckets):
+            buffer = torch.empty(bucket.num_bytes + SEAL_BYTES, dtype=torch.uint8)
             worker.broadcast(buffer, WORKERS)
-            if digest(buffer) != bucket.digest:
+            if not is_sealed(buffer, ver=call.ver, index=index):
                 raise DigestError("bytes differ")
             tensors |= dict(unpack(buffer, bucket.tensors))
         return tensors
@@ -69,7 +69,7 @@ def test_two_syncs_reach_every_worker(respx_mock: respx.MockRouter) -> None:
         weights,
         config=vllm,
         canary=canary_items(),
-        learner_logprobs=lambda item: logprobs(weights.tensors, item.response_token_ids),
+        learner_logprobs=lambda: [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()],
         fence=Alone(),
         device=torch.device("cpu"),
     )

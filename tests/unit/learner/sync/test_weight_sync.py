@@ -12,7 +12,6 @@ import torch
 
 from learner.rollout.server import ServerBackend
 from learner.sync import WeightSync
-from learner.sync.canary import CanaryItem
 from shared.errors import (
     CanaryError,
     CommunicatorError,
@@ -62,8 +61,8 @@ def weights() -> Weights:
 
 @pytest.fixture
 def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Weights) -> Build:
-    def learner_logprobs(item: CanaryItem) -> list[float]:
-        return logprobs(weights.tensors, item.response_token_ids)
+    def learner_logprobs() -> list[list[float]]:
+        return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
     def make(*, fence: Any = None, **sync: Any) -> WeightSync:
         backend = ServerBackend(config(URLS, decode_batch_size=4), run_seed=1)

@@ -1,0 +1,143 @@
+"""The broadcast group over NCCL between two GPUs (R09): right bytes, an end to every wait, groups side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from shared.communicator import Communicator, join, start_join
+from shared.errors import CommunicatorError, DeadlineError
+from shared.ports import free_ports
+from shared.weights import is_sealed, pack, seal, spec_of
+from tests.gpu.devices import needs_gpus
+
+pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+JOIN_S = 60.0
+BYTES = 1 << 28  # more than NCCL's own buffers hold: a smaller one is sent without a receiver
+
+
+class Peer:
+    """A process with rank 0 of each group, on a GPU of its own; `recv` tells what it found."""
+
+    def __init__(self, ports: list[int], device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._near, far = context.Pipe()
+        self.process = context.Process(target=_serve, args=(ports, device, far), daemon=True)
+        self.process.start()
+
+    def send(self, *command: Any) -> None:
+        self._near.send(command)
+
+    def recv(self) -> Any:
+        assert self._near.poll(JOIN_S), "the peer says nothing"
+        return self._near.recv()
+
+
+def _serve(ports: list[int], device: str, parent: Connection) -> None:
+    try:
+        groups = [join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device) for port in ports]
+    except CommunicatorError as error:
+        parent.send(str(error))
+        return
+    parent.send("joined")
+    while True:
+        which, number, size = parent.recv()
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(number)]
+        pending = [groups[which].start_broadcast(buffer, src=1) for buffer in buffers]
+        for operation in pending:
+            operation.result()
+        parent.send([is_sealed(buffer, ver=1, index=i) for i, buffer in enumerate(buffers)])
+
+
+@contextmanager
+def peer(num_groups: int = 1, device: str = "cuda:1") -> Iterator[tuple[Peer, list[Any]]]:
+    ports = free_ports(num_groups)
+    other = Peer(ports, device)
+    try:
+        yield other, [start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0") for port in ports]
+    finally:
+        other.process.kill()
+        other.process.join(10)
+
+
+@contextmanager
+def joined(num_groups: int = 1) -> Iterator[tuple[Peer, list[Communicator]]]:
+    with peer(num_groups) as (other, joining):
+        groups = [operation.result() for operation in joining]
+        assert other.recv() == "joined"
+        yield other, groups
+        for group in groups:
+            group.abort()
+
+
+def sealed(index: int) -> torch.Tensor:
+    tensor = torch.randn(BYTES // 4, device="cuda:0")
+    buffer = pack([spec_of("w", tensor)], {"w": tensor}, "cuda:0")
+    seal(buffer, ver=1, index=index)
+    return buffer
+
+
+def test_many_broadcasts_under_way_arrive_whole_and_in_order() -> None:
+    """Packed, sealed and sent without a wait in between: the device's own order is enough."""
+    with joined() as (other, (group,)):
+        other.send(0, 8, BYTES + 16)
+        sent = [group.start_broadcast(sealed(i), src=1) for i in range(8)]
+        for operation in sent:
+            operation.result()
+        assert other.recv() == [True] * 8
+
+
+def test_a_group_does_not_wait_for_another_one() -> None:
+    """Several servers: one that is not there yet holds up nobody, nor the learner's own computing."""
+    with joined(num_groups=2) as (other, (first, second)):
+        # Made before: fresh memory, or a kernel's first use, may wait for all that the device does.
+        one, two = sealed(0), sealed(0)
+        for group_index, group in enumerate((first, second)):
+            other.send(group_index, 1, BYTES + 16)
+            group.broadcast(one, src=1)
+            assert other.recv() == [True]
+        assert torch.ones(1000, device="cuda:0").sum().item() == 1000
+        stuck = first.start_broadcast(one, src=1)
+        other.send(1, 1, BYTES + 16)
+        second.broadcast(two, src=1, timeout_s=20.0)
+        assert other.recv() == [True]
+        assert torch.ones(1000, device="cuda:0").sum().item() == 1000
+        assert not stuck.ended
+        other.send(0, 1, BYTES + 16)
+        stuck.result()
+        assert other.recv() == [True]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> None:
+    """A typed error by the deadline; the device goes on, and a new group can be joined from the same process."""
+    with joined() as (other, (group,)):
+        assert other.process.pid is not None
+        os.kill(other.process.pid, sent)
+        start = time.monotonic()
+        with pytest.raises((DeadlineError, CommunicatorError), match="broadcasting"):
+            group.broadcast(sealed(0), src=1, timeout_s=1.0)
+        assert time.monotonic() - start < 5
+        with pytest.raises(CommunicatorError, match="left"):
+            group.broadcast(sealed(0), src=1)
+    assert torch.ones(1000, device="cuda:0").sum().item() == 1000
+    with joined() as (other, (group,)):
+        other.send(0, 1, BYTES + 16)
+        group.broadcast(sealed(0), src=1)
+        assert other.recv() == [True]
+
+
+def test_one_gpu_for_both_is_told() -> None:
+    with peer(device="cuda:0") as (other, (joining,)):
+        with pytest.raises(CommunicatorError, match=r"on one GPU.*CUDA_VISIBLE_DEVICES"):
+            joining.result()
+        assert "on one GPU" in other.recv()

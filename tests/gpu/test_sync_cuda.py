@@ -1,0 +1,148 @@
+"""A real rollout server on one GPU and the learner's sync on another: vLLM, HTTP, NCCL (R09, R10)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deploy.demo.model import build
+from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.policy.load import Policy, load_policy
+from learner.policy.parallel import Ranks
+from learner.policy.repeated import RepeatedLogprobs
+from learner.records import Sample
+from learner.rollout.server import ServerBackend
+from learner.sync import CanaryItem, WeightSync
+from shared.errors import CommunicatorError
+from shared.ports import free_port
+from tests.gpu.devices import needs_gpus
+from tests.servers import RunningServer, running_server
+
+pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+SMALL = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda") / "model"
+    build(path, "demo", seed=0)
+    return path
+
+
+@contextmanager
+def server_on(devices: str, model: Path, folder: Path, **settings: Any) -> Iterator[RunningServer]:
+    config = {"model": str(model), **SMALL, **settings}
+    with running_server(config, folder, env={"CUDA_VISIBLE_DEVICES": devices}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with server_on("1", model, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def load(model: Path, device: str = "cuda:0", **settings: Any) -> Policy:
+    return load_policy(ModelConfig(path=str(model), **settings), device=torch.device(device), bf16=True)
+
+
+def samples(number: int = 4) -> list[Sample]:
+    turns = [({"role": "user", "content": f"{i}: detect every digit"},) for i in range(number)]
+    return [
+        Sample(sample_id=str(i), messages=turn, images=(), objects=(), width=1, height=1)
+        for i, turn in enumerate(turns)
+    ]
+
+
+@contextmanager
+def learner(server: RunningServer, policy: Policy) -> Iterator[tuple[ServerBackend, WeightSync]]:
+    section: Mapping[str, Any] = {
+        "decode_batch_size": 8,
+        "decoding": {"max_new_tokens": 24},
+        "vllm": {
+            "mode": "server",
+            "server": {"servers": [{"base_url": server.base_url, "group_port": free_port()}], "timeout_s": 60.0},
+            "sync": {"bucket_bytes": 1 << 20},
+        },
+    }
+    backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)
+    backend.connect()
+    canary = [
+        CanaryItem(sample=s, prompt=policy.encoder.encode(s), response_token_ids=tuple(range(20, 60)))
+        for s in samples(2)
+    ]
+    sync = WeightSync(
+        backend,
+        policy,
+        config=backend.config.vllm,
+        canary=canary,
+        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
+        fence=Ranks(),
+        device=policy.device,
+    )
+    try:
+        yield backend, sync
+    finally:
+        sync.close()
+        backend.close()
+
+
+@torch.no_grad()
+def change(policy: Policy, seed: int) -> None:
+    """Every weight becomes another one, adapters included."""
+    torch.manual_seed(seed)
+    for parameter in policy.model.parameters():
+        parameter += 0.3 * (parameter.std(correction=0) + 0.02) * torch.randn_like(parameter)
+
+
+def answers(backend: ServerBackend) -> list[tuple[int, ...]]:
+    rollouts = backend.generate(samples(), global_step=1, micro_step_idx=0, first_req_idx=0, greedy=True)
+    return [rollout.response_token_ids for rollout in rollouts]
+
+
+LEARNERS: list[Callable[[Path], Policy]] = [
+    lambda path: load(path, dtype="bfloat16"),
+    lambda path: load(path, dtype="float32"),
+    lambda path: load(path, dtype="float32", lora=LoraConfig(r=8, alpha=16)),
+    lambda path: load(path, dtype="float32", lora=LoraConfig(type="dora", r=8, alpha=16)),
+]
+
+
+@pytest.mark.parametrize("make", LEARNERS, ids=["bfloat16", "float32", "lora", "dora"])
+def test_syncs_change_what_is_served(server: RunningServer, model: Path, make: Callable[[Path], Policy]) -> None:
+    """R09, R10: several buckets, loaded in place; every learner is a new incarnation of the one before."""
+    policy = make(model)
+    with learner(server, policy) as (backend, sync):
+        said: list[Sequence[tuple[int, ...]]] = []
+        for seed in range(3):
+            change(policy, seed)
+            receipt = sync.sync()
+            assert receipt.num_tensors == len(policy.weight_specs())
+            said.append(answers(backend))
+        assert said[0] != said[1] != said[2]
+
+
+def test_a_learner_on_the_server_s_gpu_is_told(server: RunningServer, model: Path) -> None:
+    with learner(server, load(model, "cuda:1")) as (_, sync), pytest.raises(CommunicatorError, match="on one GPU"):
+        sync.sync()
+    policy = load(model)
+    with learner(server, policy) as (backend, sync):
+        sync.sync()
+        assert answers(backend)
+
+
+@needs_gpus(3)
+@pytest.mark.parametrize("how", ["tensor_parallel_size", "data_parallel_size"])
+def test_servers_of_two_gpus(model: Path, tmp_path: Path, how: str) -> None:
+    """R23: every worker gets every byte and loads its own part."""
+    policy = load(model)
+    with server_on("1,2", model, tmp_path, **{how: 2}) as running, learner(running, policy) as (backend, sync):
+        for seed in range(2):
+            change(policy, seed)
+            sync.sync()
+            assert answers(backend)
