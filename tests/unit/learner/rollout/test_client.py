@@ -32,7 +32,7 @@ URL = "http://rollout.test/fleet/a"
 CALL = InferCall(
     infer_requests=[RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "request 7"}]})]
 )
-UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0, digest="")], timeout_s=1.0)
+UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0)], timeout_s=1.0)
 
 
 def use(

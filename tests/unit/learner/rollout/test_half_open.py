@@ -34,7 +34,7 @@ REQUEST = RolloutInferRequest.model_validate({"messages": [{"role": "user", "con
 INFER = InferCall(infer_requests=[REQUEST])
 INIT = InitCommunicatorCall(incarnation="me", group_port=1, backend="gloo", timeout_s=TIMEOUT_S)
 SCORE = ScoreCall(items=[ScoreItem(request=REQUEST, response_token_ids=[1])])
-BUCKET = Bucket(tensors=[], num_bytes=0, digest="")
+BUCKET = Bucket(tensors=[], num_bytes=0)
 UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[BUCKET], timeout_s=TIMEOUT_S)
 
 CALLS: dict[str, Callable[[ServerClient], Awaitable[Any]]] = {
