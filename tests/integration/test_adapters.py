@@ -19,11 +19,11 @@ from learner.policy.parallel import Ranks
 from learner.records import Sample
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
-from learner.sync.canary import score_call
+from learner.sync.canary import score_items
 from rollout_server.adapter import AdapterLoad
 from shared.errors import CoverageError, ServerPoisonedError
 from shared.ports import free_port
-from shared.wire import TensorSpec
+from shared.wire import ScoreCall, TensorSpec
 from tests.integration.test_training import ROLLOUTS, World, learn
 from tests.servers import running_server
 
@@ -187,7 +187,7 @@ def test_several_answers_are_scored_at_once(
     items = [
         CanaryItem(sample=sample, prompt=prompt, response_token_ids=tuple(range(20 + i, 60 + i))) for i in range(4)
     ]
-    reply = backend.loop.run(backend.clients[0].score(score_call(items)))
+    reply = backend.loop.run(backend.clients[0].score(ScoreCall(items=score_items(items))))
     for item, served in zip(items, reply.logprobs, strict=True):
         assert served == pytest.approx(policy.logprobs(item.prompt, item.response_token_ids), abs=1e-3)
 

@@ -136,11 +136,8 @@ class UnopenedLoad(RememberingLoad):
 
 
 def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communicator, Communicator]) -> None:
-    worker, learner = pair
+    worker, _ = pair
     load = UnopenedLoad()
     with pytest.raises(RuntimeError, match="no such layer"):
         Receiving(update(), worker, load)
     assert load.closed
-    with pytest.raises(CommunicatorError):  # nor does the learner wait for it
-        learner.broadcast(BUFFERS[0], src=1)
-        learner.broadcast(BUFFERS[1], src=1)
