@@ -192,7 +192,7 @@ def test_lora_is_served_merged(world: World) -> None:
     before = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
     plain = load_policy(ModelConfig(path=str(world.folder / "model")), device=CPU)
     item = world.canary(policy)
-    moved = np.abs(np.subtract(*(p.logprobs(item.prompt, item.response_token_ids) for p in (policy, plain))))
+    moved = np.abs(np.subtract(*(p.logprobs([(item.prompt, item.response_token_ids)]) for p in (policy, plain))))
     assert moved.mean() > 0.01, "the adapter changes nothing"
     assert world.sync(policy) < 1e-4
     assert all(torch.equal(parameter, before[name]) for name, parameter in policy.model.named_parameters())
