@@ -33,14 +33,14 @@ PARTS: dict[Part, tuple[int, list[list[str]]]] = {
 
 def main(
     name: Annotated[str, typer.Option(help="Of the result file.")] = "gpu",
-    part: Annotated[list[Part] | None, typer.Option(help="Only these.")] = None,
+    part: Annotated[Part | None, typer.Option(help="Only this one.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
     scratch: Annotated[Path, typer.Option(help="For models of up to 8 GB: large and fast.")] = Path("/dev/shm"),
     commit: Annotated[str, typer.Option(help="What is measured, where this is no git checkout.")] = "",
 ) -> None:
     """Measure, print, write."""
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-", dir=scratch))  # stays after an error, for its logs
-    measured = [_measure(one, folder) for one in part or list(PARTS)]
+    measured = [_measure(one, folder) for one in ([part] if part else PARTS)]
     figures = [figure for found in measured for figure in found or []]
     failed = None in measured
     if not failed:
