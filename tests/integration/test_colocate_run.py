@@ -142,6 +142,7 @@ def test_two_ranks_sync_their_adapter_alone(folder: Path) -> None:
         "adapters",
         nproc=2,
         lora={"r": 4, "alpha": 64, "target_modules": LANGUAGE},
+        tensor_parallel_size=1,
         enable_lora=True,
         sync={"mode": "auto", "fallback_to_full": False},
     )
