@@ -17,7 +17,6 @@ from shared.config_io import load_yaml, parse
 from shared.config_section import Section, key
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
-ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
 # What this configuration has a key for, or what the server must decide itself.

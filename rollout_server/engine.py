@@ -15,8 +15,9 @@ from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from rollout_server.config import ADAPTER_ID, ServerConfig
+from rollout_server.config import ServerConfig
 from rollout_server.rendering import Renderer
+from shared.adapter_loading import adapter_request
 from shared.architecture import signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
 from shared.generation import (
@@ -130,11 +131,8 @@ class VllmEngine:
             )
 
     def serve_adapter(self, name: str | None) -> None:
-        """From now on requests are answered with the adapter that the workers hold; None: without. A new name each
-        time: vLLM's cached prefixes belong to a name."""
-        from vllm.lora.request import LoRARequest
-
-        self._adapter = name and LoRARequest(name, ADAPTER_ID, "in the workers' memory")
+        """From now on requests are answered with the adapter that the workers hold; None: without."""
+        self._adapter = name and adapter_request(name)
 
     def shutdown(self) -> None:
         """Stop the engine's processes."""

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from rollout_server.adapter import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
 from rollout_server.idle import sleep_when_idle
 from rollout_server.lifeline import end_with_server
 from rollout_server.receiving import Load, Receiving
+from shared.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
 from shared.communicator import Communicator, start_join
 from shared.digest import digest
 from shared.errors import CommunicatorError, ProjectError, SyncError

@@ -16,6 +16,7 @@ import torch
 
 from learner.config.schema import RolloutMatchingConfig
 from learner.offload import Offload
+from learner.policy.adapter import AdapterWeights
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
@@ -28,16 +29,24 @@ ONE_RANK = Ranks()  # on CPU
 
 @contextmanager
 def colocated_engine(
-    config: RolloutMatchingConfig, model: Path, offload: Offload | None = None, ranks: Ranks = ONE_RANK
+    config: RolloutMatchingConfig,
+    model: Path,
+    offload: Offload | None = None,
+    ranks: Ranks = ONE_RANK,
+    lora_rank: int = 0,
 ) -> Iterator[ColocatedEngine]:
     """In float32, on one rank."""
-    engine = start(config, model, offload, ranks)
+    engine = start(config, model, offload, ranks, lora_rank)
     yield engine
     engine.close()
 
 
 def start(
-    config: RolloutMatchingConfig, model: Path, offload: Offload | None = None, ranks: Ranks = ONE_RANK
+    config: RolloutMatchingConfig,
+    model: Path,
+    offload: Offload | None = None,
+    ranks: Ranks = ONE_RANK,
+    lora_rank: int = 0,
 ) -> ColocatedEngine:
     environment: dict[str, str] = {}
     vllm_environment.prepare(environment)
@@ -52,6 +61,7 @@ def start(
             ranks=ranks,
             tensor_parallel_size=1,
             offload=offload or Offload(device=ranks.device),
+            lora_rank=lora_rank,
         )
 
 
@@ -61,11 +71,13 @@ def colocate_sync(
     item: CanaryItem,
     config: RolloutMatchingConfig,
     ranks: Ranks = ONE_RANK,
+    adapter: AdapterWeights | None = None,
 ) -> ColocateSync:
     return ColocateSync(
         engine,
         policy,
         policy.encoder,
+        adapter=adapter,
         config=config.vllm,
         canary=[item],
         learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids)]),

@@ -20,18 +20,28 @@ PROGRAMS = ("shared", "rollout_server", "learner", "deploy")
 MAX_LINES = 400
 
 VLLM_FILES = {
-    "rollout_server/adapter.py",  # adapters into the served model
     "rollout_server/engine.py",  # the engine's API
     "rollout_server/idle.py",  # how a worker waits
     "rollout_server/service.py",  # its version, for /status/
     "learner/rollout/colocate_engine.py",  # the engine inside the learner's job
     "shared/generation.py",  # what both engines are asked, and their outputs
+    "shared/adapter_loading.py",  # adapters into the served model
     "shared/loading.py",  # loading weights into the served model
     "shared/nccl.py",  # PyNCCL
 }
 SHARED_TORCH_FILES = {
     f"shared/{name}.py"
-    for name in ("communicator", "digest", "digest_cuda", "loading", "nccl", "rendezvous", "repeating", "weights")
+    for name in (
+        "adapter_loading",
+        "communicator",
+        "digest",
+        "digest_cuda",
+        "loading",
+        "nccl",
+        "rendezvous",
+        "repeating",
+        "weights",
+    )
 }
 HEAVY = {"torch", "vllm", "httpx", "transformers"}
 PURE = (

@@ -5,12 +5,14 @@ tree. One engine per `tensor_parallel_size` ranks, each of which runs the same r
 - whatever vLLM does is done `awake`: training state is offloaded, and on CUDA the engine sleeps before and afterwards
   (vLLM for CPU knows no sleep, and shares no device memory with training);
 - training's random generators are as before;
-- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right.
+- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
+- the adapter that was loaded last answers, until all weights are loaded.
 Used by `colocate.py` and `learner/sync/colocate.py`. Needs `vllm_environment.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from learner.config.schema import RolloutMatchingConfig
 from learner.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.rollout.memory import is_out_of_memory
+from shared.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
 from shared.generation import (
     CPU_ENGINE_ARGS,
@@ -43,11 +46,13 @@ from shared.repeating import CopyMemory
 from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
 ELSEWHERE = "or roll out elsewhere: vllm.mode: server, or rollout_backend: hf"
 
 
 class ColocatedEngine:
-    """`model` is a checkpoint with the architecture of the trained model; its weights are overwritten by each sync."""
+    """`model` is a checkpoint with the architecture of the trained model; its weights are overwritten by each sync.
+    `lora_rank`: of the adapters to be loaded, 0 for none (which decodes a little faster)."""
 
     def __init__(
         self,
@@ -58,10 +63,12 @@ class ColocatedEngine:
         ranks: Ranks,
         tensor_parallel_size: int,
         offload: Offload,
+        lora_rank: int = 0,
     ) -> None:
         """Start the engine; collective. Raises ConfigError where vLLM can't with these settings and this memory."""
         self.ver: int | None = None
         self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
+        self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
         self._config, self._ranks, self._offload = config, ranks, offload
         self._copies = CopyMemory()
         self._sleeps = ranks.device.type == "cuda"
@@ -72,12 +79,18 @@ class ColocatedEngine:
         model_config = self._llm.llm_engine.model_config
         self.max_model_len = int(model_config.max_model_len)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
+        self._adapter: Any = None  # what requests are answered with: a LoRARequest
+        self._adapter_numbers = itertools.count(1)
 
     @property
     def model(self) -> torch.nn.Module:
         """As vLLM serves it."""
-        model: torch.nn.Module = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        model: torch.nn.Module = self._runner.model
         return model
+
+    @property
+    def _runner(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -108,12 +121,24 @@ class ColocatedEngine:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the served weights, account for every parameter, and forget what was computed with the old ones.
+        The adapter is taken off.
 
         Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
         """
+        self.ver = self._adapter = None
+        model = self.model, self._llm.llm_engine.vllm_config, self._ranks.device, self._copies
+        if self.max_lora_rank:
+            self._take(weights, BaseWeightLoad(*model, self._runner.lora_manager))
+        else:
+            self._take(weights, WeightLoad(*model))
+
+    def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put the adapter in place of the last one, over the weights that are served. Raises as `load`."""
         self.ver = None
-        engine = self._llm.llm_engine
-        load = WeightLoad(self.model, engine.vllm_config, self._ranks.device, self._copies)
+        self._take(weights, AdapterLoad(self._runner.lora_manager))
+        self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
+
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
         try:
             load.open()
             for piece in _in_pieces(weights):
@@ -126,6 +151,7 @@ class ColocatedEngine:
             raise SyncError("loading weights into the colocated engine failed", found=found) from error
         finally:
             load.close()
+        engine = self._llm.llm_engine
         if not engine.reset_prefix_cache():
             raise SyncError("the colocated engine's prefix cache can't be reset", found="blocks in use")
         engine.reset_mm_cache()
@@ -144,6 +170,8 @@ class ColocatedEngine:
     def _start(self, folder: str) -> Any:
         from vllm import LLM
 
+        if self.max_lora_rank:
+            adapt_linear_layers_only()
         try:
             return LLM(**self._engine_args(folder))
         except Exception as error:  # vLLM raises what it likes
@@ -152,7 +180,8 @@ class ColocatedEngine:
                 found=f"{type(error).__name__}: {str(error)[:500]}",
                 wanted="a model that vLLM loads, and memory for it and its KV cache beside the training state",
                 remedy="where memory is short: other gpu_memory_utilization (cpu_kv_cache_gib without a GPU), a lower "
-                f"max_model_len or decode_batch_size, offload.enabled: true, {ELSEWHERE}",
+                f"max_model_len or decode_batch_size, offload.enabled: true, {ELSEWHERE}"
+                + ("; where the model takes no adapters: enable_lora: false" if self.max_lora_rank else ""),
             ) from error
 
     def _engine_args(self, folder: str) -> dict[str, Any]:
@@ -170,6 +199,8 @@ class ColocatedEngine:
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if self.max_lora_rank:
+            args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
         if vllm.max_model_len is not None:
             args["max_model_len"] = vllm.max_model_len
         if on_cpu:
@@ -184,7 +215,8 @@ class ColocatedEngine:
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
         """vLLM's outputs in order, its errors as ours."""
         try:
-            return self._llm.generate([prompt.for_engine() for prompt in prompts], list(params), use_tqdm=False)
+            asked = [prompt.for_engine() for prompt in prompts]
+            return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
         except ValueError as error:  # what vLLM raises for a request that it does not take
             if says_too_long(error):
                 raise self._too_long(str(error)) from error

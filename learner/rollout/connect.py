@@ -17,6 +17,7 @@ from learner.config.topology import tensor_parallel_size
 from learner.metrics import MetricsLog
 from learner.offload import make_offload
 from learner.optim import Optimizer
+from learner.policy.adapter import AdapterWeights
 from learner.policy.load import Policy
 from learner.policy.lora import base_model_path
 from learner.policy.parallel import Ranks
@@ -81,7 +82,7 @@ def connect_sync(
     samples: list[Sample],
 ) -> Sync:
     """Into the colocated engine, or joined with every server, which was found to serve the same model and to render the
-    same prompts. Adapters are synced to servers where the configuration says so. Raises ServerError or SyncError."""
+    same prompts. Adapters are synced where the configuration says so. Raises ServerError or SyncError."""
     num_canaries = config.rollout_matching.vllm.sync.canary_samples
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
 
@@ -92,6 +93,7 @@ def connect_sync(
             backend.engine,
             policy,
             policy.encoder,
+            adapter=_synced_adapter(config, policy),
             config=config.rollout_matching.vllm,
             canary=canary,
             learner_logprobs=answers,
@@ -101,7 +103,7 @@ def connect_sync(
     sync = WeightSync(
         backend,
         policy,
-        adapter=policy.adapter_weights() if sync_mode(config) == "adapter" else None,
+        adapter=_synced_adapter(config, policy),
         config=config.rollout_matching.vllm,
         canary=canary,
         learner_logprobs=answers,
@@ -116,6 +118,7 @@ def _colocate(
     config: RunConfig, ranks: Ranks, policy: Policy, optimizer: Optimizer, on_call: Callable[[RolloutCallLog], None]
 ) -> ColocateBackend:
     rollouts = config.rollout_matching
+    adapter = _synced_adapter(config, policy)
     engine = ColocatedEngine(
         rollouts,
         model=base_model_path(config.model) or config.model.path,
@@ -123,10 +126,15 @@ def _colocate(
         ranks=ranks,
         tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
         offload=make_offload(rollouts.offload, policy, optimizer),
+        lora_rank=adapter.rank if adapter is not None and not adapter.obstacle else 0,
     )
     return ColocateBackend(
         rollouts, engine, policy.encoder, run_seed=config.training.seed, ranks=ranks, on_call=on_call
     )
+
+
+def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:
+    return policy.adapter_weights() if sync_mode(config) == "adapter" else None
 
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:

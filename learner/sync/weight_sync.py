@@ -9,8 +9,8 @@ In: the policy's weights, and its adapter where adapters are synced. Out: a `Syn
 
 Adapter syncs send the adapter only. The first one after servers were joined sends them the weights below it before,
 once, as a full update of its own version: nothing else is known about what a server holds, and it heals a poisoned one.
-Where an adapter sync fails, `fallback_to_full` decides: full syncs for the rest of the process, the first of them at
-once, or the error. A resumed run begins with adapters again. Called by the trainer.
+Where an adapter sync fails, `fallback.py` decides: full syncs from then on, the first of them at once, or the error.
+Called by the trainer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from learner.config.schema import VllmConfig
 from learner.records import SyncReceipt
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryItem
+from learner.sync.fallback import AdapterFallback, check_plain
 from learner.sync.fleet import Fleet, Logprobs, Mode
 from learner.sync.handshake import check_adapter
 from learner.sync.link import Join
 from learner.sync.source import AdapterSource, WeightSource
 from shared import communicator
-from shared.errors import ProjectError, SyncError
+from shared.errors import ProjectError
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
@@ -69,13 +70,12 @@ class WeightSync:
         assert canary or not fence.is_main, "a sync without a canary is not checked"
         self.ver = 0
         self.receipts: list[SyncReceipt] = []
-        self._backend, self._weights, self._adapter = backend, weights, adapter
-        self._falls_back = config.sync.fallback_to_full
+        self._backend, self._weights = backend, weights
+        self._fallback = AdapterFallback(adapter, to_full=config.sync.fallback_to_full)
         self._canary, self._learner_logprobs = tuple(canary), learner_logprobs
         self._fence = fence
         self._fleet = Fleet(backend, config, device, join)
         self._base_is_served = False
-        self._fallback = ""  # why, until a receipt has told it
 
     def connect(self) -> None:
         """Join a group with every server; on all ranks, after the backend's `connect`. `sync` does it where needed.
@@ -121,23 +121,19 @@ class WeightSync:
         """The version to count from: above all that the servers have seen, so that no old rollout passes for new."""
         ver = max(self.ver, self._fleet.connect())
         self._base_is_served = False
-        if self._adapter is not None:
-            try:
-                self._check_adapter(self._adapter)
-            except ProjectError as error:
-                self._fall_back(error)
-        log.info("sync mode %s", "full" if self._adapter is None else "adapter")
+        if (adapter := self._fallback.adapter) is not None:
+            with self._leaving_on_failure(), self._fallback.trying():
+                self._check_adapter(adapter)
+        log.info("sync mode %s", "full" if self._fallback.adapter is None else "adapter")
         return ver
 
     def _sync(self) -> SyncReceipt:
         if not self._fleet.connected:
             self.ver = self._connect()
         begin = time.monotonic()
-        if self._adapter is not None:
-            try:
-                return self._deliver_adapter(self._adapter, begin)
-            except ProjectError as error:
-                self._fall_back(error)
+        if (adapter := self._fallback.adapter) is not None:
+            with self._fallback.trying():
+                return self._deliver_adapter(adapter, begin)
             self.ver = self._connect()
         return self._deliver(self._weights, "full", begin)
 
@@ -165,9 +161,8 @@ class WeightSync:
             num_tensors=sent.num_tensors,
             canary_gap=gap.mean,
             canary_gap_max=gap.max,
-            fallback=self._fallback,
+            fallback=self._fallback.tell(),
         )
-        self._fallback = ""
         log.info("weights synced: %s", receipt)
         return receipt
 
@@ -179,22 +174,8 @@ class WeightSync:
             self._fleet.leave(abort=True)
             raise
 
-    def _fall_back(self, error: ProjectError) -> None:
-        """Full syncs from now on. Raises `error` where the configuration does not want that."""
-        if not self._falls_back:
-            self._fleet.leave(abort=True)
-            raise error
-        self._adapter, self._fallback = None, str(error)
-        log.warning("adapter sync failed, full syncs from here on: %s", error)
-
     def _check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError where no server could apply it, ServerMismatchError where one of these does not."""
-        if adapter.obstacle:
-            raise SyncError(
-                "the adapter can't be synced by itself",
-                found=adapter.obstacle,
-                wanted="plain LoRA on linear layers, and nothing else trained",
-                remedy="set sync.mode: full (merged weights)",
-            )
+        check_plain(adapter)
         for base_url, status in self._fleet.statuses.items():
             check_adapter(base_url, status, rank=adapter.rank)

@@ -20,7 +20,7 @@ from learner.records import Sample
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, WeightSync
 from learner.sync.canary import score_items
-from rollout_server.adapter import AdapterLoad
+from shared.adapter_loading import AdapterLoad
 from shared.errors import CoverageError, ServerPoisonedError
 from shared.ports import free_port
 from shared.wire import ScoreCall, TensorSpec

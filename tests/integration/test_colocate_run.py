@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from deploy.demo import build_data
 from deploy.demo.model import build
 from shared.seeds import request_seed
+from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS
 from tests.runs import events
 
 pytestmark = pytest.mark.integration
@@ -45,7 +46,7 @@ class Run:
         return load_file(self.folder / "checkpoint-2" / "model.safetensors")
 
 
-def learn(folder: Path, name: str, *, nproc: int, **vllm: Any) -> Run:
+def learn(folder: Path, name: str, *, nproc: int, lora: dict[str, Any] | None = None, **vllm: Any) -> Run:
     """Two steps of four samples, over `nproc` ranks."""
     settings = {"seed": SEED, "effective_batch_size": 4, "per_device_train_batch_size": 4 // nproc, "max_steps": 2}
     rollouts = {
@@ -55,7 +56,7 @@ def learn(folder: Path, name: str, *, nproc: int, **vllm: Any) -> Run:
         "offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},  # nothing moves without a GPU
     }
     config = {
-        "model": {"path": str(folder / "model")},
+        "model": {"path": str(folder / "model"), "lora": lora},
         "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")},
         "training": {"output_dir": str(folder / name), "learning_rate": 1e-2, "eval_on_end": True, **settings},
         "logging": {"tensorboard": False},
@@ -132,6 +133,27 @@ def test_two_ranks_learn_what_one_would(folder: Path, alone: Run, tensor_paralle
     log = (run.folder / "learner_rank1.log").read_text()
     seeds = [request_seed(run_seed=SEED, global_step=step, micro_step_idx=0, req_idx=2) for step in (0, 1)]
     assert [int(seed) for seed in re.findall(r"CallRecord\(.*?seed=(\d+), first_req_idx=2", log)][:2] == seeds
+
+
+def test_two_ranks_sync_their_adapter_alone(folder: Path) -> None:
+    """R08, R24: `auto`, with an engine each; only adapters from the first sync on."""
+    run = learn(
+        folder,
+        "adapters",
+        nproc=2,
+        lora={"r": 4, "alpha": 64, "target_modules": LANGUAGE},
+        tensor_parallel_size=1,
+        enable_lora=True,
+        sync={"mode": "auto", "fallback_to_full": False},
+    )
+    assert run.exit_code == 0, run.printed[-3000:]
+    syncs = run.events("sync")
+    assert [(sync["ver"], sync["mode"], sync["num_tensors"]) for sync in syncs] == [
+        (ver, "adapter", 2 * NUM_LAYERS) for ver in (1, 2, 3)
+    ]
+    assert all(0 < sync["canary_gap"] < 1e-4 for sync in syncs), syncs
+    assert [step["ver"] for step in run.events("step")] == [1, 2]
+    assert run.events("plan")[0]["sync_mode"] == "adapter"
 
 
 def test_an_engine_that_does_not_start_is_a_message(folder: Path) -> None:

@@ -78,6 +78,23 @@ class Adapter:
         return [spec_of(name, tensor) for name, tensor in self.named_weights(dtype)]
 
 
+class Merged:
+    """The `WeightSource` of what an adapter amounts to now."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self._adapter.merged.tensors
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._adapter.merged.named_weights(dtype)
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        return self._adapter.merged.weight_specs(dtype)
+
+
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype or tensor.dtype) if tensor.is_floating_point() else tensor
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import respx
@@ -14,7 +13,7 @@ from learner.rollout.server import ServerBackend
 from learner.sync import WeightSync
 from shared.errors import CoverageError, ProjectError, ServerMismatchError, SyncError
 from tests.unit.learner.rollout.fakes import config
-from tests.unit.learner.sync.fakes import Adapter, FakeServer, Weights, canary_items, joiner, logprobs
+from tests.unit.learner.sync.fakes import Adapter, FakeServer, Merged, Weights, canary_items, joiner, logprobs
 from tests.unit.learner.sync.test_weight_sync import URLS, Alone
 
 Build = Callable[..., WeightSync]
@@ -38,20 +37,13 @@ def build(servers: list[FakeServer], adapter: Adapter) -> Iterator[Build]:
     def learner_logprobs() -> list[list[float]]:
         return [logprobs(adapter.merged.tensors, item.response_token_ids) for item in canary_items()]
 
-    class Merged:
-        def named_weights(self, dtype: torch.dtype | None = None) -> Any:
-            return adapter.merged.named_weights(dtype)
-
-        def weight_specs(self, dtype: torch.dtype | None = None) -> Any:
-            return adapter.merged.weight_specs(dtype)
-
     def make(*, fallback_to_full: bool = True) -> WeightSync:
         made.append(ServerBackend(config(URLS), run_seed=1))
         made[-1].connect()
         vllm = made[-1].config.vllm
         return WeightSync(
             made[-1],
-            Merged(),
+            Merged(adapter),
             adapter=adapter,
             config=vllm.model_copy(
                 update={"sync": vllm.sync.model_copy(update={"fallback_to_full": fallback_to_full})}

@@ -3,7 +3,7 @@
 `AdapterLoad` takes the adapter's tensors and replaces the served adapter by them. `BaseWeightLoad` is a full update of
 a model that takes adapters: the layers below vLLM's LoRA wrappers are loaded, and the served adapter is forgotten.
 Invariants: nothing is replaced before every tensor has found its place; `lora_B` comes multiplied with the adapter's
-scaling, so none is applied here. Called by `worker.py`, on the worker's own thread, while nothing is generated.
+scaling, so none is applied here. Called where the model is, as `loading.py`, while nothing is generated.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from rollout_server.config import ADAPTER_ID
 from shared.errors import SyncError
 from shared.loading import WeightLoad, uncovered
 from shared.repeating import CopyMemory
 
+_ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
@@ -41,6 +41,14 @@ def adapt_linear_layers_only() -> None:
         return load(runner, model, *args, **kwargs)
 
     LoRAModelRunnerMixin.load_lora_model = load_without
+
+
+def adapter_request(name: str) -> Any:
+    """What makes vLLM answer a request with the adapter that it was given last. A new name for each adapter: vLLM's
+    cached prefixes belong to a name."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, _ADAPTER_ID, "in the worker's memory")
 
 
 class AdapterLoad:
@@ -68,7 +76,7 @@ class AdapterLoad:
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
         if rank > self._max_rank:
             raise SyncError(
-                "the adapter is larger than the server takes",
+                "the adapter is larger than the engine takes",
                 found=f"rank {rank}",
                 wanted=f"at most {self._max_rank}",
                 remedy="raise the server's max_lora_rank",
@@ -80,9 +88,9 @@ class AdapterLoad:
             name: LoRALayerWeights(name, lora_a.shape[0], lora_a.shape[0], lora_a, lora_b)
             for name, (lora_a, lora_b) in pairs.items()
         }
-        self._manager.remove_adapter(ADAPTER_ID)
-        self._manager.add_adapter(LoRAModel(ADAPTER_ID, rank, layers))
-        self._manager.activate_adapter(ADAPTER_ID)
+        self._manager.remove_adapter(_ADAPTER_ID)
+        self._manager.add_adapter(LoRAModel(_ADAPTER_ID, rank, layers))
+        self._manager.activate_adapter(_ADAPTER_ID)
         return {"num_tensors": len(self._tensors), "num_layers": len(layers)}
 
     def close(self) -> None:
@@ -98,7 +106,7 @@ class AdapterLoad:
         places = self._places()
         if homeless := {module for module in modules if served[module] not in places}:
             raise uncovered(
-                f"{len(homeless)} adapted layers that this server can't adapt",
+                f"{len(homeless)} adapted layers that the engine can't adapt",
                 homeless,
                 "adapters on the language model's linear layers only (model.lora.target_modules)",
             )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_server.adapter import AdapterLoad
+from shared.adapter_loading import AdapterLoad
 from shared.errors import CoverageError, ProjectError, SyncError
 
 
@@ -35,7 +35,7 @@ def pair(module: str, rank: int = 2) -> dict[str, torch.Tensor]:
 
 
 REFUSED: list[tuple[dict[str, Any], type[ProjectError], str]] = [
-    (pair("layer.q_proj") | pair("visual.qkv"), CoverageError, "1 adapted layers that this server can't adapt: visual"),
+    (pair("layer.q_proj") | pair("visual.qkv"), CoverageError, "1 adapted layers that the engine can't adapt: visual"),
     (pair("layer.qkv_proj"), CoverageError, "layer.qkv_proj"),
     ({"layer.o_proj.lora_A.weight": torch.ones(2, 3)}, CoverageError, "layer.o_proj.lora_B.weight"),
     (pair("layer.o_proj") | {"layer.o_proj.bias": torch.ones(3)}, CoverageError, "layer.o_proj.bias"),
