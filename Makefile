@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each does its own set-up, and says what it is doing.
 SHELL := /bin/bash
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
@@ -18,10 +18,10 @@ demo: setup  ## the main job end to end on this machine: serve, learn, sync, com
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
-	@$(PYTEST) -n 2 --dist loadfile tests/test_imports.py tests/unit && $(PYTEST) tests/integration tests/gpu
+	@$(PYTEST) tests/test_imports.py tests/unit && $(PYTEST) tests/integration tests/gpu
 
 test-fast: setup  ## unit tests only
-	@$(PYTEST) -n 2 --dist loadfile tests/test_imports.py tests/unit
+	@$(PYTEST) tests/test_imports.py tests/unit
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
