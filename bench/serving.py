@@ -9,7 +9,6 @@ at temperature 1 with a seed, so that both sides decode the same tokens. Called 
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -44,8 +43,6 @@ def measure(model: Path, images: list[Path], *, num_requests: int = NUM_REQUESTS
         return asyncio.run(_compare(engine, config, _requests(images, num_requests), rounds))
     finally:
         engine.shutdown()
-        del engine
-        gc.collect()  # else vLLM's destructor runs while the interpreter ends, and fails
 
 
 async def _compare(
