@@ -1,8 +1,14 @@
-"""What one `generate` call did, for the step's metrics and the log (R15, R30). Written by `server.py`, read by the
-trainer."""
+"""What one `generate` call did, for the step's metrics and the log (R15, R30).
+
+In: a call as it begins, or ends. Out: its record, which also tells how long it took and what it failed with. Written by
+the backends, read by the trainer.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -37,3 +43,38 @@ class RolloutCallLog:
     began_at: float = 0.0  # as in `CallRecord`
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int]] = field(default_factory=list)
+
+
+@contextmanager
+def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] | None) -> Iterator[None]:
+    """Around one `generate`: `on_call` hears of it at its end, also where it failed."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        record.seconds = time.monotonic() - begin
+        if on_call is not None:
+            on_call(record)
+
+
+@contextmanager
+def local_call(
+    record: RolloutCallLog, *, name: str, seed: int, first_req_idx: int, num_requests: int
+) -> Iterator[None]:
+    """Around one batch that is generated in the learner's own process; `name` stands where a server's URL would."""
+    begin, error_text = time.monotonic(), ""
+    try:
+        yield
+    except Exception as error:
+        error_text = str(error)
+        raise
+    finally:
+        ended = CallRecord(
+            base_url=name,
+            seed=seed,
+            first_req_idx=first_req_idx,
+            num_requests=num_requests,
+            seconds=time.monotonic() - begin,
+            error=error_text,
+        )
+        record.calls.append(ended)

@@ -9,7 +9,6 @@ With engines over several ranks `generate` is collective, also for a rank withou
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from learner.config.rules import ROLLOUT
@@ -17,7 +16,7 @@ from learner.config.schema import RolloutMatchingConfig
 from learner.policy.parallel import Ranks
 from learner.prompt import PromptEncoder
 from learner.records import Rollout, Sample
-from learner.rollout.call_log import CallRecord, RolloutCallLog
+from learner.rollout.call_log import RolloutCallLog, local_call, recorded
 from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.requests import request_config
 from shared.errors import ConfigError, SyncError
@@ -75,25 +74,9 @@ class ColocateBackend:
             chunk=self.chunk,
             ver=self.engine.ver,
         )
-        begin, error_text = time.monotonic(), ""
-        try:
+        call = local_call(record, name=NAME, seed=seed, first_req_idx=first_req_idx, num_requests=len(samples))
+        with recorded(record, self._on_call), call:
             return self._generate(samples, seed, greedy)
-        except Exception as error:
-            error_text = str(error)
-            raise
-        finally:
-            record.seconds = time.monotonic() - begin
-            ended = CallRecord(
-                base_url=NAME,
-                seed=seed,
-                first_req_idx=first_req_idx,
-                num_requests=len(samples),
-                seconds=record.seconds,
-                error=error_text,
-            )
-            record.calls.append(ended)
-            if self._on_call is not None:
-                self._on_call(record)
 
     def close(self) -> None:
         self.engine.close()

@@ -12,7 +12,6 @@ forward pass runs on another thread. Built by `learner.build`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from learner.policy.generating import generating
 from learner.policy.load import Policy
 from learner.policy.packed import image_token_id
 from learner.records import EncodedPrompt, Rollout, Sample
-from learner.rollout.call_log import CallRecord, RolloutCallLog
+from learner.rollout.call_log import RolloutCallLog, local_call, recorded
 from learner.rollout.hf_decoding import logits_processors
 from learner.rollout.hf_inputs import pad_left, read_answer, stop_token_ids
 from learner.rollout.memory import is_out_of_memory
@@ -77,8 +76,7 @@ class HfBackend:
             ver=global_step,
         )
         mode = "greedy" if greedy else self.config.decoding.mode
-        begin = time.monotonic()
-        try:
+        with recorded(record, self._on_call):
             prompts = [self._encode(sample) for sample in samples]
             rollouts: list[Rollout] = []
             with generating(self._policy.model):
@@ -86,10 +84,6 @@ class HfBackend:
                     here = slice(start, start + self.chunk)
                     rollouts += self._generate(samples[here], prompts[here], start, mode, record)
             return rollouts
-        finally:
-            record.seconds = time.monotonic() - begin
-            if self._on_call is not None:
-                self._on_call(record)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -111,22 +105,8 @@ class HfBackend:
             req_idx=first_req_idx,
         )
         seeds = [offset_seed(seed, i) for i in range(len(samples))]
-        begin, error_text = time.monotonic(), ""
-        try:
+        with local_call(record, name=NAME, seed=seed, first_req_idx=first_req_idx, num_requests=len(samples)):
             answers = self._decode(prompts, seeds, mode)
-        except RolloutError as error:
-            error_text = str(error)
-            raise
-        finally:
-            ended = CallRecord(
-                base_url=NAME,
-                seed=seed,
-                first_req_idx=first_req_idx,
-                num_requests=len(samples),
-                seconds=time.monotonic() - begin,
-                error=error_text,
-            )
-            record.calls.append(ended)
         return [
             Rollout(
                 sample=sample,

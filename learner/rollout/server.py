@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from learner.config.schema import RolloutMatchingConfig, ServerEntry
 from learner.records import Rollout, Sample
-from learner.rollout.call_log import CallRecord, RolloutCallLog
+from learner.rollout.call_log import CallRecord, RolloutCallLog, recorded
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.distribution import Span, chunk_size, distribute
 from learner.rollout.lane import Batch, Lane
@@ -130,15 +130,10 @@ class ServerBackend:
         )
         requests = [infer_request(sample) for sample in samples]
         job = _Job(samples=samples, requests=requests, config=self._decoding[greedy], record=record)
-        begin = time.monotonic()
-        try:
+        with recorded(record, self._on_call):
             rollouts = self.loop.run(self._generate(job))
             record.ver = rollouts[0].ver
             return rollouts
-        finally:
-            record.seconds = time.monotonic() - begin
-            if self._on_call is not None:
-                self._on_call(record)
 
     def close(self) -> None:
         """Close connections and end the loop's thread; bounded in time, and harmless when repeated."""
