@@ -36,7 +36,7 @@ WANTED_OF_ENGINE = 0.97
 WANTED_AGAINST_TRL = 1.2
 NUM_REQUESTS = MAX_TOKENS = 256
 BATCH_SIZES = (4, 16, 64, 256)
-ROUNDS = 4
+ROUNDS = 3
 KV_CACHE_BYTES = 24 << 30
 _READY_TIMEOUT_S = 400.0
 
@@ -105,6 +105,8 @@ async def _measure(
         if trl is not None:
             sides |= await asyncio.to_thread(_trl_sides, trl, engine, num_requests)
         rates = await _take_turns(sides, engine, rounds)
+        if trl is not None:
+            await asyncio.to_thread(trl.stop)
         curve = await asyncio.to_thread(_curve, config, num_requests)
     return [*_figures(size, num_requests, rates), *(_point(size, n, rate) for n, rate in curve.items())]
 

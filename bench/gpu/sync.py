@@ -192,6 +192,7 @@ def _time_trl(server: TrlServer, policy: Policy) -> list[float]:
         client.reset_prefix_cache()
         seconds.append(time.perf_counter() - begin)
     client.close_communicator()
+    server.stop()
     return seconds[WARM_UP:]
 
 

@@ -34,7 +34,7 @@ class TrlServer:
         more = ["--max-num-seqs", str(max_num_seqs), "--kv-cache-memory-bytes", str(kv_cache_bytes)]
         # As TRL's own command does before it becomes vLLM's: its clients need the development endpoints.
         os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
-        processes.start("trl", build_command(arguments, more), devices=[device], log=log)
+        self._process = processes.start("trl", build_command(arguments, more), devices=[device], log=log)
 
     def client(self, timeout_s: float) -> Any:
         """A `VLLMClient`, once the server answers."""
@@ -43,3 +43,7 @@ class TrlServer:
         return VLLMClient(
             base_url=f"http://127.0.0.1:{self._port}", group_port=self._group_port, connection_timeout=timeout_s
         )
+
+    def stop(self) -> None:
+        """At once: asked to end, it takes half a minute."""
+        self._process.stop(timeout_s=1.0)
