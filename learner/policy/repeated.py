@@ -43,9 +43,11 @@ class RepeatedLogprobs:
         policy.logprobs(self._answers)  # whatever the first pass sets up must not be captured
         torch.cuda.synchronize(policy.device)
         self._graph = torch.cuda.CUDAGraph()
-        # thread_local: broadcasts may go on meanwhile, on threads of theirs
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._logprobs = policy.answer_logprobs(inputs)
+        with torch.cuda.device(policy.device):  # torch's own stream for captures is on whichever was current first
+            stream = torch.cuda.Stream()
+            # thread_local: broadcasts may go on meanwhile, on threads of theirs
+            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                self._logprobs = policy.answer_logprobs(inputs)
         self._inputs = inputs  # the graph reads their memory
         self._addresses = self._addresses_now()
 
