@@ -60,7 +60,7 @@ class TokenPieces:
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
         self._pieces = np.empty(_MAX_VOCABULARY + 1, dtype=object)  # by token id; the last stands for larger ids
-        self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int32)
+        self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
         self._pieces[-1], self._lengths[-1] = b"", 0
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -72,7 +72,7 @@ class TokenPieces:
         ends = self.lengths(ids).cumsum()
         return TokenText(ids, b"".join(self._pieces.take(ids, mode="clip").tolist()), ends)
 
-    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """[T] bytes of each token."""
         lengths = self._lengths.take(ids, mode="clip")
         if len(ids) and lengths.min() == _NOT_MET:

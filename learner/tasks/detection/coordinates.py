@@ -2,13 +2,12 @@
 
 In: an answer's text with each token's place in it. Out: `Coordinates`, in the order in which they stand there. What
 only looks like a coordinate (digits in a description, a coordinate token between two objects) is among them: the
-reader asks for those inside a list that its grammar has seen, and there each is a number of that list. Called by
-`read_answer`.
+judge asks for those inside a list that the grammar has seen, and there each is a number of that list. Called by
+`parse_rollout`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -19,21 +18,17 @@ from learner.tasks.pieces import TokenText
 
 _PLACES = (1, 10, 100)  # of a bin; the `bin` of a longer run of digits means nothing
 _NONE = np.empty(0, dtype=np.int64)
-NO_SLOTS = CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=_NONE)
 
 
 class Coordinates(NamedTuple):
-    """`slots` has the coordinates; `bins[i]` is said in bytes `begins[i]..ends[i]`."""
+    """`slots` has the C coordinates, each said in bytes `begins[i]..ends[i]`."""
 
     slots: CoordSlots
-    bins: list[int]
-    begins: list[int]
-    ends: list[int]
+    begins: NDArray[np.int64]  # [C]
+    ends: NDArray[np.int64]  # [C]
 
-    def between(self, begin: int, end: int) -> range:
-        """Those that lie wholly in bytes begin..end."""
-        first = bisect_left(self.begins, begin)
-        return range(first, bisect_right(self.ends, end, first))
+
+NO_COORDINATES = Coordinates(CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=_NONE), _NONE, _NONE)
 
 
 def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
@@ -41,7 +36,7 @@ def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coord
     bins = bin_of_token.take(text.ids, mode="clip")
     at = np.flatnonzero(bins >= 0)
     slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))
-    return Coordinates(slots, slots.bin.tolist(), text.starts()[at].tolist(), text.ends[at].tolist())
+    return Coordinates(slots, text.starts()[at], text.ends[at])
 
 
 def digit_coordinates(text: TokenText) -> Coordinates:
@@ -60,4 +55,4 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     for place, worth in enumerate(_PLACES):
         bins += digits[ends - 1 - place] * ((lengths > place) * worth)
     slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
-    return Coordinates(slots, bins.tolist(), begins.tolist(), ends.tolist())
+    return Coordinates(slots, begins, ends)

@@ -32,12 +32,12 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
         return np.zeros((len(a), len(b)))
     boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
-    if not any(obj.kind == "poly" for obj in (*a, *b)):
-        return _ratio(overlap, _box_areas(boxes_a), _box_areas(boxes_b))
     poly_a, poly_b = _is_poly(a), _is_poly(b)
+    if not (any(poly_a) or any(poly_b)):
+        return _ratio(overlap, _box_areas(boxes_a), _box_areas(boxes_b))
     shapes_a, shapes_b = _shapes(a), _shapes(b)
     # Disjoint bounding boxes need no polygon clipping, and two boxes are exact already.
-    rows, cols = np.nonzero((poly_a[:, None] | poly_b[None, :]) & (overlap > 0))
+    rows, cols = np.nonzero((np.array(poly_a)[:, None] | np.array(poly_b)) & (overlap > 0))
     overlap[rows, cols] = shapely.area(shapely.intersection(shapes_a[rows], shapes_b[cols]))
     return _ratio(overlap, shapely.area(shapes_a), shapely.area(shapes_b))
 
@@ -54,8 +54,8 @@ def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:
     return np.fromiter(chain.from_iterable(boxes), dtype=np.float64, count=4 * len(boxes)).reshape(-1, 4)
 
 
-def _is_poly(objects: Sequence[DetectionObject]) -> NDArray[np.bool_]:
-    return np.array([obj.kind == "poly" for obj in objects])
+def _is_poly(objects: Sequence[DetectionObject]) -> list[bool]:
+    return [obj.kind == "poly" for obj in objects]
 
 
 def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -10,6 +10,7 @@ bytes and possessive, so that reading is linear in the answer's length whatever 
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ from learner.config.schema import TaskConfig
 from learner.records import GeometryKind
 
 NUM_BINS = 1000
+_CACHED_STRINGS = 1 << 12
 GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "poly"}
 
 JSON_SPACE = b" \t\n\r"
@@ -87,3 +89,17 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
 
 def grammar_for(config: TaskConfig) -> Grammar:
     return grammar_of(config.container, config.coordinates)
+
+
+@lru_cache(maxsize=_CACHED_STRINGS)
+def decode(string: bytes) -> str | None:
+    """A JSON string's text; None where it is blank or no valid text."""
+    try:
+        text = string[1:-1].decode()
+    except UnicodeDecodeError:
+        return None
+    if "\\" in text:
+        text = json.loads(f'"{text}"')
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            return None  # half of a surrogate pair
+    return text if text.strip() else None

@@ -14,12 +14,15 @@ moves to the object before, and the objects behind it are no part of the result.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import ParsedRollout, Rollout
+from learner.tasks.detection.coordinates import NO_COORDINATES, Coordinates, digit_coordinates, token_coordinates
 from learner.tasks.detection.grammar import Grammar
+from learner.tasks.detection.judge import judge
 from learner.tasks.detection.read import Entry, read_answer
 from learner.tasks.pieces import TokenPieces, TokenText
 
@@ -36,29 +39,38 @@ def parse_rollout(
     tail opens the container anew.
     """
     text = pieces.text(rollout.response_token_ids)
-    reading = read_answer(text, bin_of_token, grammar)
+    reading = read_answer(text.data, grammar)
+    coordinates = _coordinates(text, bin_of_token, grammar) if reading.opened else NO_COORDINATES
+    outcomes = judge(reading.entries, text.data, coordinates, grammar)
+    drops = Counter([outcome for outcome in outcomes if isinstance(outcome, str)])
+    if reading.truncated:
+        drops["truncated"] += 1
     kept, prefix_length, tail_opening = _cut(text, reading.entries, grammar)
     entries = reading.entries[:kept]
     return ParsedRollout(
         rollout=rollout,
         token_ids=text.ids,
-        objects=tuple([entry.predicted for entry in entries if entry.predicted is not None]),
-        slots=reading.slots,
-        drops=dict(reading.drops),
+        objects=tuple([outcome for outcome in outcomes[:kept] if not isinstance(outcome, str)]),
+        slots=coordinates.slots,
+        drops=dict(drops),
         prefix_length=prefix_length,
         tail_opening=tail_opening,
         needs_separator=bool(entries),
-        next_index=1 + max((entry.number for entry in entries), default=0),
+        next_index=1 + max((entry[1] for entry in entries), default=0),
         truncated=not reading.closed,
         usable=reading.opened,
         closed=reading.clean,
     )
 
 
+def _coordinates(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> Coordinates:
+    return digit_coordinates(text) if grammar.digits else token_coordinates(text, bin_of_token)
+
+
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
     """How many entries are kept, how many tokens, and the text that the tail begins with."""
     for kept in range(len(entries), 0, -1):
-        end = entries[kept - 1].end
+        end = entries[kept - 1][0]
         length = text.tokens_until(end)
         if text.ends[length - 1] == end:
             return kept, length, ""

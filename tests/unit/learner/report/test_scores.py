@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
 from learner.report.scenes import Scene, judge
 from learner.report.scores import f1_estimate, f1_gain
-from learner.tasks.detection.coordinates import NO_SLOTS
+from learner.tasks.detection.coordinates import NO_COORDINATES
 from learner.tasks.detection.counts import count_objects
 from learner.tasks.detection.evaluate import evaluate_counts
 
@@ -48,7 +48,7 @@ def make_assignment(scene: Scene) -> Assignment:
         rollout=rollout,
         token_ids=np.empty(0, dtype=np.int64),
         objects=tuple(PredictedObject(object=o, slots=range(0)) for o in scene.predictions),
-        slots=NO_SLOTS,
+        slots=NO_COORDINATES.slots,
         drops={},
         prefix_length=0,
         tail_opening="",
