@@ -25,6 +25,7 @@ from shared.errors import ConfigError
 Wanted = Literal["auto", True, False]
 AUTO_PARAMETERS = 1_000_000_000  # below, a step has little to gain, and compiling takes longer than short runs
 BACKEND = "inductor"
+ERROR_LENGTH = 300  # characters of a compiler's words; advice on how to debug torch comes behind them
 
 
 def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device) -> str:
@@ -34,10 +35,8 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device)
     """
     if wanted is False:
         return "model.compile: false"
-    if wanted == "auto" and device.type != "cuda":
-        return "model.compile: auto compiles on CUDA only"
-    if wanted == "auto" and sum(p.numel() for p in model.parameters()) < AUTO_PARAMETERS:
-        return f"model.compile: auto compiles models of {AUTO_PARAMETERS:.0e} parameters and more"
+    if wanted == "auto" and (reason := _not_worth_it(model, device)):
+        return reason
     layers = decoder_layers(model)
     obstacle = _compiler_obstacle(device) if layers else f"{type(model).__name__} has no list of decoder layers"
     if obstacle and wanted is True:
@@ -70,12 +69,20 @@ def compiled_function(function: Callable[..., torch.Tensor]) -> Callable[..., to
     return torch.compile(function, dynamic=True, backend=BACKEND)
 
 
+def _not_worth_it(model: PreTrainedModel, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "model.compile: auto compiles on CUDA only"
+    if sum(p.numel() for p in model.parameters()) < AUTO_PARAMETERS:
+        return f"model.compile: auto compiles models of {AUTO_PARAMETERS:,} parameters and more"
+    return ""
+
+
 def _compiler_obstacle(device: torch.device) -> str:
     """Why torch.compile does not work here, tried on the smallest program; empty where it does."""
     try:
         torch.compile(_trial, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # whatever a missing compiler, header or package leads to, on any backend
-        return f"torch.compile fails: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"torch.compile fails: {' '.join(str(error).split())[:ERROR_LENGTH]}"
     return ""
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention weights `[H, L, L]` of one segment, float32."""
-    later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
-    return (q @ k.transpose(1, 2) * scale).masked_fill(later, float("-inf")).softmax(-1)
+def _weights(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+    """Attention weights `[H, L, L]` of one segment, float32."""
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1) & causal
+    return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 def _segments(cu_seqlens: torch.Tensor) -> list[slice]:
@@ -40,13 +40,12 @@ def _forward(
     scale: float | None = None,
     *options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert is_causal
     assert scale is not None
     num_heads = query.shape[1]
     out = torch.empty_like(query)
     for here in _segments(cu_seq_q):
         q, k, v = (_heads(x[here], num_heads) for x in (query, key, value))
-        out[here] = (_scores(q, k, scale) @ v).transpose(0, 1).to(out.dtype)
+        out[here] = (_weights(q, k, scale, is_causal) @ v).transpose(0, 1).to(out.dtype)
     return out, torch.zeros(num_heads, len(query)), torch.zeros(2, dtype=torch.uint64)
 
 
@@ -67,13 +66,12 @@ def _backward(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert is_causal
     assert scale is not None
     num_heads = query.shape[1]
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
     for here in _segments(cu_seq_q):
         q, k, v, g = (_heads(x[here], num_heads) for x in (query, key, value, grad_out))
-        p = _scores(q, k, scale)
+        p = _weights(q, k, scale, is_causal)
         dp = g @ v.transpose(1, 2)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
         for grad, whole in zip(grads, (ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g), strict=True):
