@@ -20,7 +20,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from learner.packing import pack_all
-from learner.policy.compiled import decoder_layers
 from learner.records import PackedRow, Segment
 
 Lengths = Literal["long tail", "demo"]
@@ -101,8 +100,8 @@ def model_flops(model: PreTrainedModel, row: PackedRow) -> float:
     before it, with H query heads of size D.
     """
     settings = model.config.get_text_config()
-    layers = decoder_layers(model)
-    weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.ndim == 2)
+    layers = model.get_decoder().layers
+    weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     supervised = sum(int((segment.labels != -100).sum()) for segment in row.segments)
     pairs = sum(len(segment) * (len(segment) + 1) for segment in row.segments)
     width = settings.num_attention_heads * settings.head_dim

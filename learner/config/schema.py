@@ -37,7 +37,7 @@ class ModelConfig(Section):
     freeze: list[str] = key("parameters whose names start with one of these are not trained", [])
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
     compile: Literal["auto"] | bool = key(
-        "compile the language model's layers and the loss for learning (torch.compile, once for rows of all lengths). "
+        "compile the model's layers and the loss for learning (torch.compile, once for rows of all lengths). "
         "`auto`: on CUDA from 1e9 parameters on, where a compiler is there",
         "auto",
     )

@@ -41,12 +41,13 @@ class SegmentLayout:
 
     lengths: tuple[int, ...]  # [S], tokens
     max_length: int  # tokens of the longest
+    max_patches: int  # of the largest image; 0: there is none
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> SegmentLayout:
+    def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), max(lengths), to_device(ends, device))
+        return cls(tuple(lengths), max(lengths), max_patches, to_device(ends, device))
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -85,7 +86,8 @@ def segment_attention(
     where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
         where = cu_seqlens = cu_seq_lens_q
-        max_length = max_length_q or int(cu_seqlens.diff().max())
+        # In a packed row known without asking the device; windows within an image are shorter, which does no harm.
+        max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
         where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length

@@ -1,24 +1,25 @@
-"""The decoder layers of the language model and the vocabulary loss, compiled (`model.compile`).
+"""The layers of language model and vision tower, and the vocabulary loss, compiled (`model.compile`).
 
-In: a transformers model and what the configuration wants. Out: the same model, its decoder layers compiled in place, or
-the reason why they stay as they are. Kernels between matrix products (norms, rotary positions, activations, residuals)
+In: a transformers model and what the configuration wants. Out: the same model, its layers compiled in place, or the
+reason why they stay as they are. Kernels between matrix products (norms, rotary positions, activations, residuals)
 do little but read and write memory; compiled, several become one.
 
 Invariants: parameters keep their names, their memory and their gradients, so that the sync, checkpoints, offload and
-adapters see no difference. All layers share one compiled program, and so do rows of all lengths. Only learning is
+adapters see no difference. Layers of a kind share one compiled program, and so do rows of all lengths. Only learning is
 compiled: whoever generates or scores does so inside `uncompiled()`. Gradient checkpointing goes around compiled layers.
 Called by `load.py`; torch.compile itself runs when the first row comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shared.errors import ConfigError
 
@@ -37,25 +38,19 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device)
         return "model.compile: false"
     if wanted == "auto" and (reason := _not_worth_it(model, device)):
         return reason
-    layers = decoder_layers(model)
-    obstacle = _compiler_obstacle(device) if layers else f"{type(model).__name__} has no list of decoder layers"
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    obstacle = _compiler_obstacle(device) if layers else f"{type(model).__name__} does not mark its layers"
     if obstacle and wanted is True:
         raise ConfigError(
             "the model can't be compiled",
             found=f"model.compile: true; {obstacle}",
-            wanted="decoder layers in a list, and a compiler that works: a C compiler, on CUDA also triton",
+            wanted="layers that transformers could checkpoint, and a compiler that works: gcc, on CUDA also triton",
             remedy="install them (on Debian: gcc g++ python3-dev), or set model.compile: auto or false",
         )
     if not obstacle:
         for layer in layers:
             layer.compile(dynamic=True, backend=BACKEND)
     return obstacle
-
-
-def decoder_layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
-    """The language model's layers, in order; none where it does not keep them as `layers`."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -53,7 +53,10 @@ def token_logprobs(
     of_chunk = compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
-    parts = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
+    # Copies, for a program compiled for views would not serve whole tensors.
+    parts = (
+        (h.clone(), t.clone()) for h, t in zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
+    )
     return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts])
 
 

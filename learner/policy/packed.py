@@ -57,14 +57,15 @@ def pack_inputs(row: PackedRow, model: PreTrainedModel, device: torch.device) ->
     starts = np.cumsum([0, *(len(s) for s in segments)])
     predict_at = np.concatenate([at + start - 1 for at, start in zip(supervised, starts[:-1], strict=True)])
     vision = [s.vision for s in segments if s.vision is not None]
+    grids = torch.cat([v.image_grid_thw for v in vision]) if vision else None  # [I, 3]
     input_ids, written = _input_ids(segments, model)
     weights = _gather([s.loss_weights for s in segments], supervised)
     return PackedInputs(
         input_ids=to_device(input_ids, device),
         position_ids=to_device(_positions(segments, model), device),
-        layout=SegmentLayout.of([len(s) for s in segments], device),
+        layout=SegmentLayout.of([len(s) for s in segments], device, max_patches=_max_patches(grids)),
         pixel_values=torch.cat([to_device(v.pixel_values, device) for v in vision]) if vision else None,
-        image_grid_thw=to_device(torch.cat([v.image_grid_thw for v in vision]), device) if vision else None,
+        image_grid_thw=to_device(grids, device) if grids is not None else None,
         written_image_tokens=to_device(written, device) if written is not None else None,
         predict_at=to_device(torch.from_numpy(predict_at), device),
         targets=to_device(_gather([s.labels for s in segments], supervised), device),
@@ -85,6 +86,10 @@ def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
 def image_token_id(model: PreTrainedModel) -> int | None:
     """The id of the image placeholder; None for a text-only model."""
     return getattr(model.config, "image_token_id", None)
+
+
+def _max_patches(grids: torch.Tensor | None) -> int:
+    return int(grids[:, 1:].prod(-1).max()) if grids is not None else 0
 
 
 def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torch.Tensor:

@@ -38,6 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_programs() -> Iterator[None]:
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 
