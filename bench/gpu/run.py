@@ -1,8 +1,8 @@
 """Every benchmark on GPUs, in one run: `python -m bench.gpu.run --name NAME [--part sync|infer|several|learning]`.
 
 Prints a table, and writes `bench/results/NAME.json`. A part is a process of its own, for CUDA keeps what it was given.
-`learning` needs one GPU, `several` four of one host, the others two; what the machine is too small for is left out, and said. Exit code 1 where a
-figure is not what was wanted.
+`learning` needs one GPU, `several` four of one host, the others two; what the machine is too small for is left out, and
+said. Exit code 1 where a figure is not what was wanted.
 """
 
 from __future__ import annotations

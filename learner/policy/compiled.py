@@ -12,12 +12,13 @@ Called by `load.py`; torch.compile itself runs when the first row comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -58,6 +59,20 @@ def uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around learning: a layer that can't be compiled, which its first row shows, ends in words. Raises ConfigError."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        raise ConfigError(
+            "a layer of the model, or the loss, can't be compiled",
+            found=_shortened(error),
+            wanted="what torch.compile takes",
+            remedy="set model.compile: false",
+        ) from error
+
+
 @cache
 def compiled_function(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`function`, compiled for arguments of all lengths; the same one for the same function."""
@@ -77,8 +92,12 @@ def _compiler_obstacle(device: torch.device) -> str:
     try:
         torch.compile(_trial, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # whatever a missing compiler, header or package leads to, on any backend
-        return f"torch.compile fails: {' '.join(str(error).split())[:ERROR_LENGTH]}"
+        return f"torch.compile fails: {_shortened(error)}"
     return ""
+
+
+def _shortened(error: Exception) -> str:
+    return " ".join(str(error).split())[:ERROR_LENGTH]
 
 
 def _trial(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from learner.config.schema import ModelConfig
 from learner.policy import lora
 from learner.policy.adapter import AdapterWeights
 from learner.policy.attention import use_segment_attention
-from learner.policy.compiled import compile_layers, uncompiled
+from learner.policy.compiled import compile_layers, compiling, uncompiled
 from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
@@ -86,13 +86,15 @@ class Policy:
     def backward(self, row: PackedRow) -> RowLoss:
         """One micro-batch of learning: adds the gradient of the row's summed loss; an empty row adds zeros (D5).
 
-        Raises LossError where the loss is not finite, before it reaches the gradients.
+        Raises LossError where the loss is not finite, before it reaches the gradients; ConfigError where the first row
+        shows that the model can't be compiled.
         """
         self.model.train()
-        loss, inputs = self.forward_row(row)
-        loss_sum = loss.item()
-        check_finite(loss_sum, [s.sample_id for s in row.segments])
-        loss.backward()  # launched, not waited for: the next row is packed meanwhile
+        with compiling():
+            loss, inputs = self.forward_row(row)
+            loss_sum = loss.item()
+            check_finite(loss_sum, [s.sample_id for s in row.segments])
+            loss.backward()  # launched, not waited for: the next row is packed meanwhile
         return RowLoss(loss_sum=loss_sum, weight_sum=inputs.weight_sum, num_supervised=len(inputs.targets))
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:

@@ -175,6 +175,19 @@ def test_a_compiler_that_does_not_work(tiny_text: Path, monkeypatch: pytest.Monk
     assert policy.backward(text_row(ROWS[0])).num_supervised > 0
 
 
+def layers_break_it(graph: Any, inputs: Any) -> Any:
+    if len(graph.graph.nodes) > 10:
+        raise RuntimeError("an operator without a kernel")
+    return graph
+
+
+def test_a_layer_that_can_not_be_compiled(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", layers_break_it)
+    policy = policy_of(tiny_text, compile=True)
+    with pytest.raises(ConfigError, match=r"an operator without a kernel.*set model.compile: false"):
+        policy.backward(text_row(ROWS[0]))
+
+
 def test_auto_leaves_the_cpu_and_small_models_alone(tiny_text: Path) -> None:
     policy = policy_of(tiny_text)
     assert ModelConfig(path=str(tiny_text)).compile == "auto"
