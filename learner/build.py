@@ -72,6 +72,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     basis = _basis(config, plan, ranks)
     batches, total_steps = _batches(basis, stack)
     console = _console(config, ranks, total_steps, stack)
+    _tell_compilation(basis.policy, log, console)
     timeline = Timeline(ranks.rank)
     after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
@@ -169,6 +170,13 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
     policy.broadcast(ranks)
     task = DetectionTask(config.task, policy.tokenizer)
     return Basis(config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task))
+
+
+def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None:
+    """Whether the model is compiled, and why not: in the log, on the screen too where a GPU could have used it."""
+    log.write("model", {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled})
+    if policy.why_not_compiled and policy.device.type == "cuda":
+        console.note(f"not compiled: {policy.why_not_compiled}")
 
 
 def load_data(config: RunConfig, task: Task) -> RunData:

@@ -1,8 +1,8 @@
-"""Every benchmark on GPUs, in one run: `python -m bench.gpu.run --name NAME [--part sync|infer|offload|several]`.
+"""Every benchmark on GPUs, in one run: `python -m bench.gpu.run --name NAME [--part PART]`.
 
 Prints a table, and writes `bench/results/NAME.json`. A part is a process of its own, for CUDA keeps what it was given.
-Needs two GPUs of one host, `offload` one, `several` four; what the machine is too small for is left out, and said. Exit
-code 1 where a figure is not what was wanted.
+`learning` and `offload` need one GPU, `several` four of one host, the others two; what the machine is too small for is
+left out, and said. Exit code 1 where a figure is not what was wanted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from bench.figures import RESULTS, Figure, save, show
 from bench.gpu.results import read
 
 _TIMEOUT_S = 1800.0
-Part = Literal["sync", "infer", "offload", "several"]
+Part = Literal["sync", "infer", "several", "learning", "offload"]
 # Name: (GPUs, module and its arguments)
 PARTS: dict[Part, tuple[int, list[list[str]]]] = {
     "sync": (2, [["bench.gpu.sync", "--size", "4B"]]),
     "infer": (2, [["bench.gpu.infer", "--size", "0.6B"], ["bench.gpu.infer", "--size", "4B"]]),
-    "offload": (1, [["bench.gpu.offload", "--size", "4B"]]),
     "several": (4, [["bench.gpu.sync", "--size", "4B", "--servers", "3"]]),
+    "learning": (1, [["bench.gpu.learning", "--size", "4B"]]),
+    "offload": (1, [["bench.gpu.offload", "--size", "4B"]]),
 }
 
 

@@ -36,6 +36,11 @@ class ModelConfig(Section):
     lora: LoraConfig | None = key("train an adapter; null: train the weights themselves", None, req="R09")
     freeze: list[str] = key("parameters whose names start with one of these are not trained", [])
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
+    compile: Literal["auto"] | bool = key(
+        "compile the model's layers and the loss for learning (torch.compile, once for rows of all lengths). "
+        "`auto`: on CUDA from 1e9 parameters on, where a compiler is there",
+        "auto",
+    )
 
 
 class DataConfig(Section):

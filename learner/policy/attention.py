@@ -6,6 +6,8 @@ attending to its own segment only (causally in the language model, fully among o
 language model's `SegmentLayout` down as a keyword, and vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
 
 On CUDA in 16 bits it is one varlen kernel per layer. Elsewhere neighbouring segments of like length share an SDPA call.
+Inside compiled layers (`compiled.py`) the kernel is one opaque operator: tensors in, and one number that may change
+from row to row. The SDPA calls depend on the lengths themselves, so they stay outside of what is compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ SEGMENT_ATTENTION = "segment_flash"
 
 MAX_PADDING = 1.25  # segments share a padded call as long as its area is at most this times theirs
 MATMUL_LENGTH = 512  # CPU, bf16: up to here plain matmuls (AMX) beat the backward pass of SDPA's kernel
-_VARLEN_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.12
+# torch 2.12 and later want to be told; before, the kernel takes fewer heads of keys and values as it is.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +40,19 @@ class SegmentLayout:
     """Where a row's S segments lie."""
 
     lengths: tuple[int, ...]  # [S], tokens
+    max_length: int  # tokens of the longest
+    max_patches: int  # of the largest image; 0: there is none
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> SegmentLayout:
+    def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), ends.to(device))
+        return cls(tuple(lengths), max(lengths), max_patches, to_device(ends, device))
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` from host memory to `device`. To CUDA without waiting for what the device still has to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def use_segment_attention(model: PreTrainedModel) -> None:
@@ -73,12 +83,14 @@ def segment_attention(
     assert attention_mask is None, "packed rows have no masks"
     assert dropout == 0.0, "packed rows have no attention dropout"
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
-        lengths, cu_seqlens = None, cu_seq_lens_q
-        max_length = max_length_q or int(cu_seqlens.diff().max())
+        where = cu_seqlens = cu_seq_lens_q
+        # In a packed row known without asking the device; windows within an image are shorter, which does no harm.
+        max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
-        lengths, cu_seqlens, max_length = segments.lengths, segments.cu_seqlens, max(segments.lengths)
+        where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length
     _refuse_variants(kwargs, max_length)
     if torch.is_autocast_enabled(query.device.type):  # normalised queries and keys come in float32
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -86,10 +98,7 @@ def segment_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if _varlen_can(query):
         return _varlen(query, key, value, cu_seqlens, max_length, scale, causal), None
-    if lengths is None:
-        lengths = tuple(cu_seqlens.diff().tolist())
-    assert sum(lengths) == query.shape[2], "segments do not add up to the row"
-    return _batched(query, key, value, lengths, scale, causal), None
+    return _batched(query, key, value, where, scale, causal), None
 
 
 def _refuse_variants(kwargs: dict[str, Any], max_length: int) -> None:
@@ -120,19 +129,24 @@ def _varlen(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if q.shape[1] != k.shape[1]:
-        if _VARLEN_HAS_GQA:
-            options["enable_gqa"] = True
-        else:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        options |= _GROUPED
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options)
     assert isinstance(out, torch.Tensor)
     return out[None]
 
 
+@torch.compiler.disable
 def _batched(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scale: float, causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    where: SegmentLayout | torch.Tensor,  # or cu_seqlens [S + 1]
+    scale: float,
+    causal: bool,
 ) -> torch.Tensor:
     """SDPA over groups of neighbouring segments, padded at the end: a causal query never sees what comes after it."""
+    lengths = where.lengths if isinstance(where, SegmentLayout) else tuple(where.diff().tolist())
+    assert sum(lengths) == query.shape[2], "segments do not add up to the row"
     pieces = [x[0].transpose(0, 1).split(list(lengths)) for x in (query, key, value)]  # S x [L_s, H, D]
     outputs: list[torch.Tensor] = []
     for start, end in share_calls(lengths, MAX_PADDING if causal else 1.0):

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from learner.policy.compiled import uncompiled
+
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
@@ -28,7 +30,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
         # `generate` fills what its caller leaves open from here: a checkpoint's sampling settings, for example.
         model.generation_config = GenerationConfig()
         model.eval()  # gradient checkpointing, too, only happens in training mode
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled():
             yield
     finally:
         settings._attn_implementation = attention

@@ -22,6 +22,7 @@ from learner.config.schema import ModelConfig
 from learner.policy import lora
 from learner.policy.adapter import AdapterWeights
 from learner.policy.attention import use_segment_attention
+from learner.policy.compiled import compile_layers, compiling, uncompiled
 from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
@@ -37,13 +38,21 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale",
 
 
 class Policy:
-    """One rank's copy of the trained model. `model` is the transformers model (adapters inside)."""
+    """One rank's copy of the trained model. `model` is the transformers model (adapters inside); `why_not_compiled` is
+    empty where its layers are compiled."""
 
     def __init__(
-        self, *, model: PreTrainedModel, adapter: Any | None, encoder: PromptEncoder, device: torch.device, bf16: bool
+        self,
+        *,
+        model: PreTrainedModel,
+        adapter: Any | None,
+        encoder: PromptEncoder,
+        device: torch.device,
+        bf16: bool,
+        why_not_compiled: str,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
-        self.device, self.bf16 = device, bf16
+        self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
 
     @property
     def tokenizer(self) -> Any:
@@ -64,22 +73,29 @@ class Policy:
         inputs = pack_inputs(row, self.model, self.device)
         with self._precision():
             hidden = hidden_states(self.model, inputs)
-            loss = weighted_loss(hidden, self._head, inputs.predict_at, inputs.targets, inputs.weights)
+            loss = weighted_loss(
+                hidden,
+                self._head,
+                inputs.predict_at,
+                inputs.targets,
+                inputs.weights,
+                compiled=not self.why_not_compiled,
+            )
         return loss, inputs
 
     def backward(self, row: PackedRow) -> RowLoss:
         """One micro-batch of learning: adds the gradient of the row's summed loss; an empty row adds zeros (D5).
 
-        Raises LossError where the loss is not finite, before it reaches the gradients.
+        Raises LossError where the loss is not finite, before it reaches the gradients; ConfigError where the first row
+        shows that the model can't be compiled.
         """
         self.model.train()
-        loss, inputs = self.forward_row(row)
-        loss_sum = loss.item()
-        check_finite(loss_sum, [s.sample_id for s in row.segments])
-        loss.backward()
-        return RowLoss(
-            loss_sum=loss_sum, weight_sum=float(inputs.weights.double().sum()), num_supervised=len(inputs.targets)
-        )
+        with compiling():
+            loss, inputs = self.forward_row(row)
+            loss_sum = loss.item()
+            check_finite(loss_sum, [s.sample_id for s in row.segments])
+            loss.backward()  # launched, not waited for: the next row is packed meanwhile
+        return RowLoss(loss_sum=loss_sum, weight_sum=inputs.weight_sum, num_supervised=len(inputs.targets))
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
         """Once per step, on every rank: the summed gradients become those of the step's weighted mean loss."""
@@ -108,7 +124,7 @@ class Policy:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self._precision():
+            with self._precision(), uncompiled():
                 hidden = hidden_states(self.model, inputs)[inputs.predict_at]
                 return token_logprobs(hidden, self._head, inputs.targets)
         finally:
@@ -147,7 +163,8 @@ def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded below it.
-    Raises ConfigError where the path holds no model, or one that the packed forward does not do right.
+    Raises ConfigError where the path holds no model, or one that the packed forward does not do right, or that can't be
+    compiled where it must.
     """
     base_path = lora.base_model_path(config) or config.path
     model = _load_model(base_path, getattr(torch, config.dtype))
@@ -159,7 +176,14 @@ def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(device)
-    return Policy(model=model, adapter=adapter, encoder=PromptEncoder.load(base_path), device=device, bf16=bf16)
+    return Policy(
+        model=model,
+        adapter=adapter,
+        encoder=PromptEncoder.load(base_path),
+        device=device,
+        bf16=bf16,
+        why_not_compiled=compile_layers(model, config.compile, device),
+    )
 
 
 def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

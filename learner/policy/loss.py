@@ -3,7 +3,8 @@
 In: hidden states, and per supervised token the predicting position, the target and the weight. Out: the *sum* of
 weighted losses; the trainer divides by the step's whole weight once, so packing and ranks do not change the gradient.
 
-Only supervised positions meet the output head: a row's full logits (T x vocabulary) are never made.
+Only supervised positions meet the output head, LOGITS_CHUNK of them at a time: a row's full logits (T x vocabulary) are
+never made. Compiled, not even a chunk's logits exist in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from learner.policy.compiled import compiled_function
 from shared.errors import LossError
 
 LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at a time; each chunk is recomputed in the backward pass
@@ -35,23 +37,31 @@ def weighted_loss(
     predict_at: torch.Tensor,  # [N]
     targets: torch.Tensor,  # [N]
     weights: torch.Tensor,  # [N]
+    *,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradient is zero, not absent (D5)."""
     if len(targets) == 0:
         return hidden.float().sum() * 0.0
-    return -(token_logprobs(hidden[predict_at], head, targets) * weights).sum()
+    return -(token_logprobs(hidden[predict_at], head, targets, compiled=compiled) * weights).sum()
 
 
-def token_logprobs(hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor) -> torch.Tensor:
+def token_logprobs(
+    hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *, compiled: bool = False
+) -> torch.Tensor:
     """Natural log-probabilities `[N]` of `targets` after `hidden` `[N, hidden]`, by a float32 log-softmax."""
-
-    def chunk_logprobs(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        return -F.cross_entropy(head(part).float(), wanted, reduction="none")
-
+    of_chunk = compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs
     if len(targets) <= LOGITS_CHUNK:
-        return chunk_logprobs(hidden, targets)
-    parts = zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
-    return torch.cat([checkpoint(chunk_logprobs, part, wanted, use_reentrant=False) for part, wanted in parts])
+        return of_chunk(head, hidden, targets)
+    # Copies, for a program compiled for views would not serve whole tensors.
+    parts = (
+        (h.clone(), t.clone()) for h, t in zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
+    )
+    return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts])
+
+
+def _chunk_logprobs(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -F.cross_entropy(head(hidden).float(), targets, reduction="none")
 
 
 def check_finite(loss_sum: float, sample_ids: list[str]) -> None:

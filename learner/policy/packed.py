@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from learner.policy.attention import SegmentLayout
+from learner.policy.attention import SegmentLayout, to_device
 from learner.records import PackedRow, Segment
 from learner.supervision import check_supervision
 
-# What an empty row computes on (D5): one token, nothing supervised.
+# What an empty row computes on (D5): two tokens (to a compiler, a size of 1 is a case of its own), nothing supervised.
 _BLANK = Segment(
     sample_id="",
-    input_ids=np.zeros(1, np.int64),
-    labels=np.full(1, -100, np.int64),
-    loss_weights=np.zeros(1, np.float32),
-    prompt_length=1,
+    input_ids=np.zeros(2, np.int64),
+    labels=np.full(2, -100, np.int64),
+    loss_weights=np.zeros(2, np.float32),
+    prompt_length=2,
 )
 
 
@@ -47,6 +47,7 @@ class PackedInputs:
     predict_at: torch.Tensor  # [N] positions in the row whose logits are used
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
+    weight_sum: float  # of `weights`, in float64
 
 
 def pack_inputs(row: PackedRow, model: PreTrainedModel, device: torch.device) -> PackedInputs:
@@ -56,17 +57,20 @@ def pack_inputs(row: PackedRow, model: PreTrainedModel, device: torch.device) ->
     starts = np.cumsum([0, *(len(s) for s in segments)])
     predict_at = np.concatenate([at + start - 1 for at, start in zip(supervised, starts[:-1], strict=True)])
     vision = [s.vision for s in segments if s.vision is not None]
+    grids = torch.cat([v.image_grid_thw for v in vision]) if vision else None  # [I, 3]
     input_ids, written = _input_ids(segments, model)
+    weights = _gather([s.loss_weights for s in segments], supervised)
     return PackedInputs(
-        input_ids=input_ids.to(device),
-        position_ids=_positions(segments, model).to(device),
-        layout=SegmentLayout.of([len(s) for s in segments], device),
-        pixel_values=torch.cat([v.pixel_values.to(device) for v in vision]) if vision else None,
-        image_grid_thw=torch.cat([v.image_grid_thw for v in vision]).to(device) if vision else None,
-        written_image_tokens=written.to(device) if written is not None else None,
-        predict_at=torch.from_numpy(predict_at).to(device),
-        targets=_gather([s.labels for s in segments], supervised).to(device),
-        weights=_gather([s.loss_weights for s in segments], supervised).to(device),
+        input_ids=to_device(input_ids, device),
+        position_ids=to_device(_positions(segments, model), device),
+        layout=SegmentLayout.of([len(s) for s in segments], device, max_patches=_max_patches(grids)),
+        pixel_values=torch.cat([to_device(v.pixel_values, device) for v in vision]) if vision else None,
+        image_grid_thw=to_device(grids, device) if grids is not None else None,
+        written_image_tokens=to_device(written, device) if written is not None else None,
+        predict_at=to_device(torch.from_numpy(predict_at), device),
+        targets=to_device(_gather([s.labels for s in segments], supervised), device),
+        weights=to_device(weights, device),
+        weight_sum=float(weights.double().sum()),
     )
 
 
@@ -82,6 +86,10 @@ def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
 def image_token_id(model: PreTrainedModel) -> int | None:
     """The id of the image placeholder; None for a text-only model."""
     return getattr(model.config, "image_token_id", None)
+
+
+def _max_patches(grids: torch.Tensor | None) -> int:
+    return int(grids[:, 1:].prod(-1).max()) if grids is not None else 0
 
 
 def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torch.Tensor:

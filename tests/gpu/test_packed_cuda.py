@@ -47,7 +47,7 @@ def test_varlen_attention_is_sdpa_per_segment(causal: bool) -> None:
     found, _ = segment_attention(torch.nn.Identity(), q, k, v, None, **({"segments": layout} if causal else vision))  # type: ignore[arg-type]
     wanted = torch.randn_like(found)
     found_grads = torch.autograd.grad(found, (q, k, v), wanted)
-    expected = attention._batched(q.float(), k.float(), v.float(), LENGTHS, 64**-0.5, causal)
+    expected = attention._batched(q.float(), k.float(), v.float(), layout, 64**-0.5, causal)
     expected_grads = torch.autograd.grad(expected, (q, k, v), wanted.float())
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=0)
     for one, other in zip(found_grads, expected_grads, strict=True):

@@ -1,0 +1,196 @@
+"""Compiled layers compute what the layers do, one program serves all rows, and nothing but learning is compiled.
+
+`aot_eager` traces and partitions as inductor does and leaves out its kernels; one test runs inductor itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import tests.unit.learner.policy.varlen  # noqa: F401  # the operators on the CPU
+from learner.config.schema import LoraConfig, ModelConfig
+from learner.policy import attention, compiled, loss
+from learner.policy.generating import generating
+from learner.policy.load import Policy
+from learner.records import EncodedPrompt, PackedRow
+from shared.errors import ConfigError
+from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
+
+# torch's own, from looking at tensors while it traces
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+ROWS = [(20, 30, 7), (50, 1, 8, 9), (200,), (33, 33), (7, 150, 9, 40, 1, 1), ()]  # tokens of answers
+PROMPT = EncodedPrompt(token_ids=(5, 6, 7), vision=None)
+
+
+@pytest.fixture(autouse=True)
+def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(loss, "LOGITS_CHUNK", 50)  # no size of a tiny model, which torch would take it for
+    compiled.compiled_function.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    compiled.compiled_function.cache_clear()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The varlen operators, for 16-bit tensors on the CPU too."""
+    monkeypatch.setattr(attention, "_varlen_can", lambda query: query.dtype == torch.bfloat16)
+
+
+def num_programs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def text_row(answers: Sequence[int]) -> PackedRow:
+    return row(*(segment(PROMPT, length, seed=i) for i, length in enumerate(answers)))
+
+
+def image_row(policy: Policy, sizes: Sequence[tuple[int, int]]) -> PackedRow:
+    prompts = [policy.encoder.encode(sample([image(*size)] if size[0] else [])) for size in sizes]
+    return row(*(segment(prompt, 15 + 40 * i, seed=i) for i, prompt in enumerate(prompts)))
+
+
+def assert_same_learning(one: Policy, other: Policy, what: PackedRow, *, rel: float) -> None:
+    for policy in (one, other):
+        policy.model.zero_grad()
+    assert other.backward(what).loss_sum == pytest.approx(one.backward(what).loss_sum, rel=rel)
+    expected, found = gradients(one), gradients(other)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] - grad).float().norm() <= 10 * rel * grad.float().norm() + 1e-6, name
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_one_program_for_all_layers_and_rows(tiny_text: Path, gradient_checkpointing: bool) -> None:
+    """No graph breaks, no recompilation: rows of all lengths, long and short chunks of logits, an empty row (D5)."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": gradient_checkpointing}
+    eager, policy = (policy_of(tiny_text, compile=wanted, **options) for wanted in (False, True))
+    assert_same_learning(eager, policy, text_row(ROWS[0]), rel=1e-3)
+    before = num_programs()
+    for answers in ROWS[1:]:
+        assert_same_learning(eager, policy, text_row(answers), rel=1e-3)
+    assert num_programs() == before
+    assert not counters["graph_break"]
+
+
+def test_without_the_kernel_too(tiny_vlm: Path) -> None:
+    """float32, images, deepstack features: attention is SDPA outside of what is compiled."""
+    eager, policy = (policy_of(tiny_vlm, compile=wanted) for wanted in (False, True))
+    for sizes in ([(64, 64), (0, 0)], [(128, 128), (96, 160), (0, 0)]):
+        assert_same_learning(eager, policy, image_row(eager, sizes), rel=1e-5)
+    before = num_programs()
+    assert_same_learning(eager, policy, image_row(eager, [(0, 0), (64, 64), (0, 0), (0, 0)]), rel=1e-5)
+    assert num_programs() == before
+
+
+def test_another_family(tiny_qwen2_5_vl: Path) -> None:
+    """Qwen2.5-VL: windows in the vision tower."""
+    eager, policy = (policy_of(tiny_qwen2_5_vl, compile=wanted) for wanted in (False, True))
+    for sizes in ([(128, 128), (0, 0)], [(64, 64), (96, 160), (256, 64)]):
+        assert_same_learning(eager, policy, image_row(eager, sizes), rel=1e-5)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_images_of_all_sizes_share_a_program(tiny_vlm: Path) -> None:
+    options: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    eager, policy = (policy_of(tiny_vlm, compile=wanted, **options) for wanted in (False, True))
+    assert_same_learning(eager, policy, image_row(eager, [(64, 64), (0, 0), (128, 96)]), rel=5e-3)
+    before = num_programs()
+    for sizes in ([(128, 128)], [(96, 160), (256, 64), (64, 64), (0, 0)], [(0, 0), (0, 0)]):
+        assert_same_learning(eager, policy, image_row(eager, sizes), rel=5e-3)
+    assert num_programs() == before
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_adapters_and_frozen_parts(tiny_vlm: Path) -> None:
+    """Autocast from float32 weights, LoRA on the language model, the vision tower frozen."""
+    options: dict[str, Any] = {"lora": LoraConfig(r=4), "freeze": ["model.visual"], "gradient_checkpointing": True}
+    eager, policy = (policy_of(tiny_vlm, bf16=True, compile=wanted, **options) for wanted in (False, True))
+    for one in (eager, policy):
+        torch.manual_seed(1)
+        for name, parameter in one.trainable:
+            if "lora_B" in name:  # zero at first, so that no gradient would reach lora_A
+                torch.nn.init.normal_(parameter, std=0.1)
+    for sizes in ([(64, 64), (0, 0)], [(128, 128), (96, 160)]):
+        assert_same_learning(eager, policy, image_row(eager, sizes), rel=5e-3)
+
+
+def test_names_and_scores_stay(tiny_text: Path) -> None:
+    eager, policy = (policy_of(tiny_text, compile=wanted) for wanted in (False, True))
+    policy.backward(text_row(ROWS[0]))
+    before = num_programs()
+    assert [name for name, _ in policy.trainable] == [name for name, _ in eager.trainable]
+    assert policy.weight_specs() == eager.weight_specs()
+    assert policy.model.state_dict().keys() == eager.model.state_dict().keys()
+    assert policy.logprobs([(PROMPT, [9, 10, 11])]) == eager.logprobs([(PROMPT, [9, 10, 11])])
+    assert num_programs() == before
+
+
+def test_generating_compiles_nothing(tiny_text: Path) -> None:
+    """And learning goes on with the program that it has."""
+    policy = policy_of(tiny_text, compile=True)
+    policy.backward(text_row(ROWS[0]))
+    policy.backward(text_row(ROWS[1]))
+    before = num_programs()
+    ids = torch.tensor([PROMPT.token_ids])
+    with generating(policy.model):
+        said = policy.model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    assert said.shape[1] > ids.shape[1]
+    policy.backward(text_row(ROWS[4]))
+    assert num_programs() == before
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on CPU")
+def test_inductor_itself(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    eager, policy = (policy_of(tiny_text, compile=wanted) for wanted in (False, True))
+    for answers in ROWS:
+        assert_same_learning(eager, policy, text_row(answers), rel=1e-4)
+
+
+def broken_backend(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("gcc: command not found")
+
+
+def test_a_compiler_that_does_not_work(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`true` ends with what is missing; `auto`, on a model that is worth it, goes on without."""
+    monkeypatch.setattr(compiled, "BACKEND", broken_backend)
+    with pytest.raises(ConfigError, match="gcc: command not found"):
+        policy_of(tiny_text, compile=True)
+    monkeypatch.setattr(compiled, "_not_worth_it", lambda model, device: "")
+    policy = policy_of(tiny_text, compile="auto")
+    assert "gcc: command not found" in policy.why_not_compiled
+    assert policy.backward(text_row(ROWS[0])).num_supervised > 0
+
+
+def layers_break_it(graph: Any, inputs: Any) -> Any:
+    if len(graph.graph.nodes) > 10:
+        raise RuntimeError("an operator without a kernel")
+    return graph
+
+
+def test_a_layer_that_can_not_be_compiled(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", layers_break_it)
+    policy = policy_of(tiny_text, compile=True)
+    with pytest.raises(ConfigError, match=r"an operator without a kernel.*set model.compile: false"):
+        policy.backward(text_row(ROWS[0]))
+
+
+def test_auto_leaves_the_cpu_and_small_models_alone(tiny_text: Path) -> None:
+    policy = policy_of(tiny_text)
+    assert ModelConfig(path=str(tiny_text)).compile == "auto"
+    assert "CUDA" in policy.why_not_compiled
+    assert "parameters" in compiled.compile_layers(policy.model, "auto", torch.device("cuda"))
+    assert all(module._compiled_call_impl is None for module in policy.model.modules())
