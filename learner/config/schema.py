@@ -36,6 +36,11 @@ class ModelConfig(Section):
     lora: LoraConfig | None = key("train an adapter; null: train the weights themselves", None, req="R09")
     freeze: list[str] = key("parameters whose names start with one of these are not trained", [])
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
+    sharding: Literal["none", "fsdp"] = key(
+        "`fsdp`: each rank holds its part of weights, gradients and moments (FSDP2), for models that do not fit one "
+        "GPU; `none`: each rank holds all. One rank alone always holds all",
+        "none",
+    )
 
 
 class DataConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from learner.config.rules import ROLLOUT, Rule, colocates, given
+from learner.config.rules import ROLLOUT, Rule, colocates, given, needs_rollouts, uses_servers
 from learner.config.schema import RunConfig
 from shared.config_errors import Mistake
 
@@ -25,7 +25,15 @@ def topology_rules(world_size: int) -> tuple[Rule, ...]:
     def packs(config: RunConfig) -> Iterator[Mistake]:
         return _step_fits_queue(config, world_size)
 
-    return batch, devices, packs
+    def rollouts(config: RunConfig) -> Iterator[Mistake]:
+        return _sharded_model_is_served(config, world_size)
+
+    return batch, devices, packs, rollouts
+
+
+def shards(config: RunConfig, world_size: int) -> bool:
+    """Whether each rank holds only its part of the model."""
+    return config.model.sharding == "fsdp" and world_size > 1
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
@@ -73,6 +81,17 @@ def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mis
         yield Mistake(
             path=path, found=given(config.rollout_matching.vllm, "tensor_parallel_size"), wanted=wanted, remedy=remedy
         )
+
+
+def _sharded_model_is_served(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    """Ranks generate at their own pace, each from whole weights."""
+    if not shards(config, world_size) or not needs_rollouts(config) or uses_servers(config):
+        return
+    rollout = config.rollout_matching
+    backend = "rollout_backend: hf" if rollout.rollout_backend == "hf" else f"vllm.mode: {rollout.vllm.mode}"
+    remedy = f"set {ROLLOUT}.rollout_backend: vllm and vllm.mode: server, or model.sharding: none"
+    wanted = "rollouts from servers (vllm.mode: server), as no rank has the whole model"
+    yield Mistake(path="model.sharding", found=f"fsdp with {backend}", wanted=wanted, remedy=remedy)
 
 
 def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:

@@ -9,7 +9,8 @@ Invariants: between `reduce_gradients` calls gradients are plain local sums of w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
 from learner.policy.patches import use_linear_patch_embedding
+from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.prompt import PromptEncoder
 from learner.records import EncodedPrompt, PackedRow, Segment
@@ -40,10 +42,22 @@ class Policy:
     """One rank's copy of the trained model. `model` is the transformers model (adapters inside)."""
 
     def __init__(
-        self, *, model: PreTrainedModel, adapter: Any | None, encoder: PromptEncoder, device: torch.device, bf16: bool
+        self,
+        *,
+        model: PreTrainedModel,
+        adapter: Any | None,
+        encoder: PromptEncoder,
+        device: torch.device,
+        bf16: bool,
+        sharded: ShardedForward | None = None,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
-        self.device, self.bf16 = device, bf16
+        self.device, self.bf16, self._sharded = device, bf16, sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are spread over ranks, so that whatever needs them is collective (`sharding.py`)."""
+        return self._sharded is not None
 
     @property
     def tokenizer(self) -> Any:
@@ -61,11 +75,13 @@ class Policy:
 
         Raises LossError where supervision leaves an assistant span.
         """
-        inputs = pack_inputs(row, self.model, self.device)
-        with self._precision():
+        inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
+
+        def row_loss() -> torch.Tensor:
             hidden = hidden_states(self.model, inputs)
-            loss = weighted_loss(hidden, self._head, inputs.predict_at, inputs.targets, inputs.weights)
-        return loss, inputs
+            return weighted_loss(hidden, self._head, inputs.predict_at, inputs.targets, inputs.weights)
+
+        return self._forward(row_loss), inputs
 
     def backward(self, row: PackedRow) -> RowLoss:
         """One micro-batch of learning: adds the gradient of the row's summed loss; an empty row adds zeros (D5).
@@ -76,18 +92,22 @@ class Policy:
         loss, inputs = self.forward_row(row)
         loss_sum = loss.item()
         check_finite(loss_sum, [s.sample_id for s in row.segments])
-        loss.backward()
+        with collective_errors() if self.is_sharded else nullcontext():
+            loss.backward()
         return RowLoss(
             loss_sum=loss_sum, weight_sum=float(inputs.weights.double().sum()), num_supervised=len(inputs.targets)
         )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
         """Once per step, on every rank: the summed gradients become those of the step's weighted mean loss."""
-        reduce_gradients([p for _, p in self.trainable], ranks, weight_sum=weight_sum)
+        summed_by = Ranks() if self.is_sharded else ranks  # parts were summed over ranks by each backward pass
+        reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
     def broadcast(self, ranks: Ranks) -> None:
-        """Give every rank rank 0's weights; once, before the first step."""
-        broadcast_parameters(self.model, ranks)
+        """Give every rank rank 0's weights (a sharded model's parts are rank 0's already); once, before the first
+        step."""
+        if not self.is_sharded:
+            broadcast_parameters(self.model, ranks)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +120,7 @@ class Policy:
         """The inputs of `logprobs`' forward pass."""
         segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
         row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
-        return pack_inputs(row, self.model, self.device)
+        return pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
 
     @torch.no_grad()
     def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
@@ -108,9 +128,9 @@ class Policy:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self._precision():
-                hidden = hidden_states(self.model, inputs)[inputs.predict_at]
-                return token_logprobs(hidden, self._head, inputs.targets)
+            return self._forward(
+                lambda: token_logprobs(hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets)
+            )
         finally:
             self.model.train(was_training)
 
@@ -135,19 +155,24 @@ class Policy:
         """The adapter by itself, and the weights below it; None without one. See `adapter.py`."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+    def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # Autocast's cache would keep 16-bit copies of layers that sharding has freed.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=not self.is_sharded):
+            return self._sharded.run(work) if self._sharded else work()
 
     @property
     def _head(self) -> torch.nn.Module:
         return self.model.get_output_embeddings()
 
 
-def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False) -> Policy:
-    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`.
+def load_policy(
+    config: ModelConfig, *, device: torch.device, bf16: bool = False, shard_over: Ranks | None = None
+) -> Policy:
+    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`, whole or, with
+    `shard_over`, each of these ranks its part (collective).
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded below it.
-    Raises ConfigError where the path holds no model, or one that the packed forward does not do right.
+    Raises ConfigError where the path holds no model, or one that the packed forward or the sharding does not do right.
     """
     base_path = lora.base_model_path(config) or config.path
     model = _load_model(base_path, getattr(torch, config.dtype))
@@ -158,8 +183,10 @@ def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sharded = shard(model, shard_over) if shard_over else None
     model.to(device)
-    return Policy(model=model, adapter=adapter, encoder=PromptEncoder.load(base_path), device=device, bf16=bf16)
+    encoder = PromptEncoder.load(base_path)
+    return Policy(model=model, adapter=adapter, encoder=encoder, device=device, bf16=bf16, sharded=sharded)
 
 
 def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
