@@ -3,8 +3,9 @@
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
 names. Knows text-only causal language models and image-text-to-text models of the Qwen-VL kind.
 
-Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses; `logprobs` and
-`named_weights` change nothing that training sees. Called by the trainer, the sync and `learner/checkpoint.py`.
+Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses (a sharded model's: parts
+of the sum over ranks); `logprobs` and `named_weights` change nothing that training sees, and are collective where the
+model is sharded. Called by the trainer, the sync and `learner/checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -184,7 +185,8 @@ def load_policy(
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
-    model.to(device)
+    if sharded is None:
+        model.to(device)
     encoder = PromptEncoder.load(base_path)
     return Policy(model=model, adapter=adapter, encoder=encoder, device=device, bf16=bf16, sharded=sharded)
 

@@ -11,7 +11,7 @@ on the other ranks. Every wait is bounded by `training.collective_timeout_s`. Ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from learner.policy.parallel import Ranks
+from learner.sync.fleet import Logprobs
 from learner.sync.source import AdapterSource, WeightSource
 from shared.weights import plan_buckets
 from shared.wire import TensorSpec
-
-Logprobs = Callable[[], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

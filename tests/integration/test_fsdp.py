@@ -49,7 +49,7 @@ def make(model: Path, ranks: Ranks, *, sharded: bool, **settings: Any) -> tuple[
     """Ranks begin with different weights, of which rank 0's must reach all."""
     torch.manual_seed(ranks.rank)
     config = ModelConfig(path=str(model), **settings)
-    policy = load_policy(config, device=CPU, shard_over=ranks if sharded else None)
+    policy = load_policy(config, device=ranks.device, shard_over=ranks if sharded else None)
     policy.broadcast(ranks)
     # A large epsilon: else noise decides the direction in which weights without a gradient go.
     training = TrainingConfig(output_dir="unused", learning_rate=1e-2, adam_epsilon=1e-2, weight_decay=0.1)
@@ -135,7 +135,8 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
         bucket_bytes=200_000,
     )
     with respx.mock(assert_all_called=False) as router:
-        server = PolicyServer(router, URL, PORT, world_size=1)
+        wire = "nccl" if ranks.device.type == "cuda" else "gloo"
+        server = PolicyServer(router, URL, PORT, world_size=1, backend=wire)
         server.serve(model, canary)
         backend = ServerBackend(fakes.config([URL], first_port=PORT), run_seed=0)
         backend.connect()
@@ -147,7 +148,7 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
             canary=canary,
             learner_logprobs=team.learner_logprobs,
             fence=team,
-            device=CPU,
+            device=ranks.device,
             join=joiner([server]),
         )
         sync.connect()
@@ -157,7 +158,7 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
             sync.sync()
         server.fails_after_bucket = None
         receipt = sync.sync()
-        assert receipt.canary_gap_max < 1e-4
+        assert receipt.canary_gap_max < 1e-3
         own = dict(policy.named_weights())
         assert receipt.num_tensors == len(own)
         if ranks.is_main:
