@@ -21,13 +21,17 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from learner.policy.sharding import is_part, whole, whole_copy
+from shared.errors import ConfigError
 from shared.wire import TensorSpec
 
 _BASE = ".base_layer."
 
 
 class CheckpointWeights:
-    """Of one model, whose structure stays as it is. Without `merge`: the weights below its adapter."""
+    """Of one model, whose structure stays as it is. Without `merge`: the weights below its adapter.
+
+    Raises ConfigError for a sharded model that would have to be gathered all at once.
+    """
 
     def __init__(self, model: PreTrainedModel, *, merge: bool = True) -> None:
         self._model, self._merge = model, merge
@@ -36,6 +40,13 @@ class CheckpointWeights:
         stored = revert_weight_conversion(model, dict(shapes))
         # Else the checkpoint splits or fuses tensors, which takes them all at once.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
+        if not self._stored_as_is and any(map(is_part, self._own.values())):
+            raise ConfigError(
+                "model.sharding: fsdp: this model's weights can't be gathered one by one",
+                found=f"checkpoints of {type(model).__name__} store fused or split what the model has otherwise",
+                wanted="a model whose tensors are its checkpoint's, for rollouts from synced servers",
+                remedy="set model.sharding: none, or trainer_variant: sft without evaluations",
+            )
 
     @torch.no_grad()
     def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -29,8 +29,11 @@ from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, ColocateSync, Sync, WeightSync
+from learner.sync.fleet import Logprobs
 from learner.sync.handshake import check_servers
+from learner.sync.source import AdapterSource, WeightSource, check_specs
 from learner.sync.team import Team
+from learner.sync.weight_sync import Fence
 from learner.target import ground_truth_target
 from learner.tasks.task import Task
 from learner.timeline import Timeline
@@ -114,27 +117,25 @@ def _server_sync(
     canary: list[CanaryItem],
     answers: RepeatedLogprobs,
 ) -> WeightSync:
-    vllm, adapter = config.rollout_matching.vllm, _synced_adapter(config, policy)
-    if not policy.is_sharded:
-        return WeightSync(
-            backend,
-            policy,
-            adapter=adapter,
-            config=vllm,
-            canary=canary,
-            learner_logprobs=answers,
-            fence=ranks,
-            device=ranks.device,
-        )
-    team = Team(ranks, learner_logprobs=answers, bucket_bytes=vllm.sync.bucket_bytes)
+    """With a sharded model, all ranks do what rank 0 needs of the weights."""
+    vllm = config.rollout_matching.vllm
+    weights: WeightSource = policy
+    adapter: AdapterSource | None = _synced_adapter(config, policy)
+    learner_logprobs: Logprobs = answers
+    fence: Fence = ranks
+    if policy.is_sharded:
+        check_specs(policy.weight_specs())  # at once, not when the first step's rollouts wait for it
+        fence = team = Team(ranks, learner_logprobs=answers, bucket_bytes=vllm.sync.bucket_bytes)
+        weights, learner_logprobs = team.source(policy), team.learner_logprobs
+        adapter = team.adapter_source(adapter) if adapter else None
     return WeightSync(
         backend,
-        team.source(policy),
-        adapter=team.adapter_source(adapter) if adapter else None,
+        weights,
+        adapter=adapter,
         config=vllm,
         canary=canary,
-        learner_logprobs=team.learner_logprobs,
-        fence=team,
+        learner_logprobs=learner_logprobs,
+        fence=fence,
         device=ranks.device,
     )
 

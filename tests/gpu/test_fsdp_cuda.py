@@ -27,7 +27,7 @@ from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import whole
 from shared.ports import free_port
 from tests.gpu.devices import needs_gpus
-from tests.integration.test_fsdp import sync_twice
+from tests.integration.test_fsdp_sync import sync_twice
 from tests.ranks import ROOT, launch
 from tests.runs import events
 from tests.servers import running_server

@@ -1,4 +1,4 @@
-"""A sharded model learns, is saved and is synced as a whole one (two real processes, gloo)."""
+"""A sharded model learns and is saved as a whole one (two real processes, gloo)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import respx
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -22,19 +21,13 @@ from learner.optim import Optimizer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import whole
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
-from learner.sync.team import Team
-from shared.errors import CheckpointError, CollectiveError, CoverageError
+from shared.errors import CheckpointError, CollectiveError
 from tests.ranks import launch
-from tests.unit.learner.policy.rows import CPU, gradients, image, row, sample, segment
-from tests.unit.learner.rollout import fakes
-from tests.unit.learner.sync.fakes import FakeServer, joiner
+from tests.unit.learner.policy.rows import gradients, image, row, sample, segment
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 10.0
 STEPS, SAVED_AT = 4, 2
-URL, PORT = "http://server.test", 51216
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "frozen": {"freeze": ["model.visual."], "gradient_checkpointing": True},
@@ -110,89 +103,6 @@ def resume(model: Path, out: Path, written: Path, ranks: Ranks, variant: str, *,
             save_file(trained(policy), out / f"{variant}-{mode}-from-{writer}-{ranks.rank}.safetensors")
 
 
-class PolicyServer(FakeServer):
-    """Scores the canary by a whole model of the weights that it was sent."""
-
-    def serve(self, model: Path, canary: list[CanaryItem]) -> None:
-        self.canary, self.policy = canary, load_policy(ModelConfig(path=str(model)), device=CPU)
-
-    def _scores(self, answers: Any) -> dict[str, Any]:
-        self.policy.model.load_state_dict(self.tensors, strict=False)
-        assert len(answers) == len(self.canary)
-        logprobs = self.policy.logprobs([(item.prompt, item.response_token_ids) for item in self.canary])
-        prompts = [item.prompt.token_ids for item in self.canary]
-        return {"ver": self.ver, "logprobs": logprobs, "prompt_token_ids": prompts}
-
-
-def sync_twice(model: Path, ranks: Ranks) -> None:
-    """R09, R24: a sync that fails on the way fails on all ranks; the next one gives the server what each rank has."""
-    policy, optimizer = make(model, ranks, sharded=True)
-    scene = sample([image(64, 64)])
-    canary = [CanaryItem(sample=scene, prompt=policy.encoder.encode(scene), response_token_ids=(5, 6, 7))]
-    team = Team(
-        ranks,
-        learner_logprobs=lambda: policy.logprobs([(item.prompt, item.response_token_ids) for item in canary]),
-        bucket_bytes=200_000,
-    )
-    with respx.mock(assert_all_called=False) as router:
-        wire = "nccl" if ranks.device.type == "cuda" else "gloo"
-        server = PolicyServer(router, URL, PORT, world_size=1, backend=wire)
-        server.serve(model, canary)
-        backend = ServerBackend(fakes.config([URL], first_port=PORT), run_seed=0)
-        backend.connect()
-        vllm = backend.config.vllm
-        sync = WeightSync(
-            backend,
-            team.source(policy),
-            config=vllm.model_copy(update={"sync": vllm.sync.model_copy(update={"bucket_bytes": 200_000})}),
-            canary=canary,
-            learner_logprobs=team.learner_logprobs,
-            fence=team,
-            device=ranks.device,
-            join=joiner([server]),
-        )
-        sync.connect()
-        learn(policy, optimizer, ranks, 0)
-        server.fails_after_bucket = (2, CoverageError("a layer was not written"))
-        with pytest.raises(CoverageError, match="a layer was not written"):
-            sync.sync()
-        server.fails_after_bucket = None
-        receipt = sync.sync()
-        assert receipt.canary_gap_max < 1e-3
-        own = dict(policy.named_weights())
-        assert receipt.num_tensors == len(own)
-        if ranks.is_main:
-            assert len(server.updates[-1].buckets) > 3
-            assert server.tensors.keys() == own.keys()
-            assert all(torch.equal(server.tensors[name], tensor) for name, tensor in own.items())
-        else:
-            assert server.updates == [], "only rank 0 talks to servers"
-        sync.close()
-        backend.close()
-
-
-def adapter_alone(model: Path, ranks: Ranks) -> None:
-    """R08: an adapter's own tensors, and those below it, are those of a whole model, bit for bit."""
-    settings = {"lora": LoraConfig(r=3, alpha=6), "freeze": ["model.visual."]}
-    policy, optimizer = make(model, ranks, sharded=True, **settings)
-    learn(policy, optimizer, ranks, 0)
-    plain, _ = make(model, Ranks(), sharded=False, **settings)
-    plain.model.load_state_dict({name: whole(t) for name, t in policy.model.state_dict().items()})
-    adapter, wanted = policy.adapter_weights(), plain.adapter_weights()
-    assert adapter is not None
-    assert wanted is not None
-    assert adapter.obstacle == ""
-    team = Team(ranks, learner_logprobs=tuple, bucket_bytes=100_000)
-    shared = team.adapter_source(adapter)
-    if ranks.is_main:
-        for source, reference in ((shared, wanted), (shared.base, wanted.base)):
-            found = dict(source.named_weights(torch.bfloat16))
-            expected = dict(reference.named_weights(torch.bfloat16))
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert team.broadcast_object("done") == "done"
-
-
 def stay_away(model: Path, ranks: Ranks) -> None:
     """Rank 1 learns one row fewer than rank 0, which must be told so; and rank 0 can't save what rank 1 has."""
     policy, optimizer = make(model, ranks, sharded=True)
@@ -214,8 +124,6 @@ def rank_main(model: Path, out: Path, written: Path) -> None:
         run_variant(model, out, ranks, variant, modes=modes)
         resume(model, out, written, ranks, variant, modes=modes)
     if several:
-        sync_twice(model, ranks)
-        adapter_alone(model, ranks)
         stay_away(model, ranks)
 
 
