@@ -5,11 +5,13 @@ Every case is two processes of its own with a time limit. `pytest -rP` shows the
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "autocast": {"dtype": "float32", "bf16": True},
     "bfloat16": {"dtype": "bfloat16", "bf16": True, "gradient_checkpointing": True},
 }
+MODES = ("none", "fsdp")
 ROW_TOKENS = 2048
 GIB = 2**30
 
@@ -75,34 +78,34 @@ def compare(model: Path, ranks: Ranks, name: str) -> dict[str, float]:
 
 
 def measure(model: Path, ranks: Ranks, mode: str) -> dict[str, float]:
-    """GiB that this rank's tensors take after two steps of long rows, and at most meanwhile."""
-    policy, optimizer = make(
-        model, ranks, sharded=mode == "fsdp", dtype="bfloat16", bf16=True, gradient_checkpointing=True
-    )
-    tokens = ROW_TOKENS if ranks.device.type == "cuda" else 64
+    """Seconds of the last of three steps of long rows, GiB that this rank's tensors take after it and took at most."""
+    on_gpu = ranks.device.type == "cuda"
+    if on_gpu:
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+    settings = SETTINGS["bfloat16"]
+    policy, optimizer = make(model, ranks, sharded=mode == "fsdp", **settings)
     prompt = policy.encoder.encode(sample())
-    for step in range(2):
-        results = [policy.backward(row(segment(prompt, tokens, seed=2 * step + ranks.rank))) for _ in range(2)]
+    for step in range(3):
+        ranks.barrier()
+        begin = time.monotonic()
+        one = row(segment(prompt, ROW_TOKENS if on_gpu else 64, seed=2 * step + ranks.rank))
+        results = [policy.backward(one) for _ in range(2)]
         (weight,) = ranks.all_reduce_sum(sum(result.weight_sum for result in results))
         policy.reduce_gradients(ranks, weight_sum=weight)
-        optimizer.update(step)
-    if ranks.device.type != "cuda":
-        return {}
-    allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-    return {"held_gib": allocated / GIB, "peak_gib": peak / GIB}
+        optimizer.update(step)  # waits for the device
+    seconds = time.monotonic() - begin
+    held, peak = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if on_gpu else (0, 0)
+    return {"held_gib": held / GIB, "peak_gib": peak / GIB, "step_s": seconds}
 
 
-def rank_main(case: str, name: str, model: Path, out: Path) -> None:
+def rank_main(case: str, model: Path, out: Path) -> None:
     ranks = init_ranks(os.environ, timeout_s=TIMEOUT_S)
-    match case:
-        case "compare":
-            found = compare(model, ranks, name)
-        case "measure":
-            found = measure(model, ranks, name)
-        case _:
-            sync_twice(model, ranks)
-            found = {}
-    (out / f"{case}-{name}-{ranks.rank}.json").write_text(json.dumps(found))
+    if case == "sync":
+        sync_twice(model, ranks)
+    for name in {"compare": SETTINGS, "measure": MODES, "sync": ()}[case]:
+        found = compare(model, ranks, name) if case == "compare" else measure(model, ranks, name)
+        (out / f"{name}-{ranks.rank}.json").write_text(json.dumps(found))
     ranks.barrier()
     ranks.close()
 
@@ -110,11 +113,11 @@ def rank_main(case: str, name: str, model: Path, out: Path) -> None:
 # ---- what is asked of it -------------------------------------------------------------------------------------------
 
 
-def on_two(case: str, name: str, model: Path, out: Path) -> list[dict[str, float]]:
-    """What each rank found."""
-    for process in launch("tests.gpu.test_fsdp_cuda", 2, case, name, str(model), str(out), timeout_s=CASE_S):
+def on_two(case: str, model: Path, out: Path) -> Callable[[str], list[dict[str, float]]]:
+    """What each rank found, by name."""
+    for process in launch("tests.gpu.test_fsdp_cuda", 2, case, str(model), str(out), timeout_s=CASE_S):
         assert process.returncode == 0, process.stderr[-3000:]
-    return [json.loads((out / f"{case}-{name}-{rank}.json").read_text()) for rank in range(2)]
+    return lambda name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -124,31 +127,33 @@ def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_gradients_are_those_of_whole_models(vlm: Path, tmp_path: Path, name: str) -> None:
+def test_gradients_are_those_of_whole_models(vlm: Path, tmp_path: Path) -> None:
     """D5: images on one rank only, an empty row on the other."""
-    for found in on_two("compare", name, vlm, tmp_path):
-        print(name, found)
-        assert found["cosine"] > (1 - 1e-6 if name == "float32" else 0.999)
-        assert found["sharded_norm"] == pytest.approx(found["norm"], rel=1e-4 if name == "float32" else 2e-2)
+    found = on_two("compare", vlm, tmp_path)
+    for name in SETTINGS:
+        print(name, found(name)[0])
+    for name in SETTINGS:
+        for rank in found(name):
+            assert rank["cosine"] > (1 - 1e-6 if name == "float32" else 0.999)
+            assert rank["sharded_norm"] == pytest.approx(rank["norm"], rel=1e-4 if name == "float32" else 2e-2)
 
 
 def test_each_gpu_holds_half(tmp_path: Path) -> None:
     """Weights and moments of 0.6B parameters in bfloat16: 3.6 GB whole."""
     models.build(tmp_path / "model", "0.6B", device=torch.device("cuda"))
-    found = {mode: on_two("measure", mode, tmp_path / "model", tmp_path) for mode in ("none", "fsdp")}
-    print(f"{'':8}{'held GiB':>10}{'peak GiB':>10}   per rank")
-    for mode, ranks in found.items():
-        for rank in ranks:
-            print(f"{mode:8}{rank['held_gib']:10.2f}{rank['peak_gib']:10.2f}")
-    for part, all_ in zip(found["fsdp"], found["none"], strict=True):
+    found = on_two("measure", tmp_path / "model", tmp_path)
+    print(f"{'per GPU':8}{'held GiB':>10}{'peak GiB':>10}{'step s':>8}")
+    for mode in MODES:
+        for rank in found(mode):
+            print(f"{mode:8}{rank['held_gib']:10.2f}{rank['peak_gib']:10.2f}{rank['step_s']:8.3f}")
+    for part, all_ in zip(found("fsdp"), found("none"), strict=True):
         assert part["held_gib"] < 0.6 * all_["held_gib"]
         assert part["peak_gib"] < all_["peak_gib"]
 
 
 def test_a_sync_sends_what_was_gathered(vlm: Path, tmp_path: Path) -> None:
     """R09: bit for bit, after one that failed on the way; the server's half is in rank 0's process."""
-    on_two("sync", "twice", vlm, tmp_path)
+    on_two("sync", vlm, tmp_path)
 
 
 @needs_gpus(3)
@@ -202,4 +207,4 @@ def test_a_run_against_a_server(vlm: Path, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank_main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    rank_main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
