@@ -31,7 +31,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from learner.policy.parallel import Ranks
 from shared.errors import CollectiveError, ConfigError
 
-T = TypeVar("T")
 M = TypeVar("M", bound=torch.nn.Module)
 
 
