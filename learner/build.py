@@ -18,6 +18,7 @@ from learner.config.load import load_config, write_resolved
 from learner.config.plan import Plan, resolve
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
+from learner.config.topology import shards
 from learner.console import Console
 from learner.data import Batches, load_samples
 from learner.data.window import WindowRepeater, steps_per_epoch
@@ -107,8 +108,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
 
 def export(checkpoint: str, out: str, dtype: str) -> int:
     """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code."""
-    from learner.checkpoint import export_model
     from learner.config.schema import ModelConfig
+    from learner.model_files import export_model
 
     policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
     export_model(policy, Path(out), dtype=getattr(torch, dtype))
@@ -166,7 +167,8 @@ def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack)
 def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
     """The policy, equal on all ranks, the task and the samples."""
     torch.manual_seed(config.training.seed)
-    policy = load_policy(config.model, device=ranks.device, bf16=config.training.bf16)
+    shard_over = ranks if shards(config, ranks.world_size) else None
+    policy = load_policy(config.model, device=ranks.device, bf16=config.training.bf16, shard_over=shard_over)
     policy.broadcast(ranks)
     task = DetectionTask(config.task, policy.tokenizer)
     return Basis(config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task))

@@ -10,7 +10,8 @@
 
 Invariants: a folder of that name is complete (written elsewhere, synced to disk, renamed); rotation never removes the
 newest; rank 0 writes while the others wait, and its failure reaches them (`save_alone` waits for no one). Resuming from
-step n gives, bit for bit, the run that was never interrupted, on as many ranks.
+step n gives, bit for bit, the run that was never interrupted, on as many ranks. What a sharded model writes is what any
+other writes, gathered before a tensor at a time into rank 0's host memory; each goes on from the other's.
 """
 
 from __future__ import annotations
@@ -26,12 +27,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from learner.model_files import contiguous, gathered_weights, load_weights, save_model
 from learner.optim import Optimizer
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
@@ -59,6 +59,16 @@ class TrainerState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Content:
+    """What rank 0 writes."""
+
+    weights: Mapping[str, torch.Tensor] | None  # see `gathered_weights`
+    moments: Mapping[str, torch.Tensor]
+    state: TrainerState
+    generators: Generators
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointStore:
     """The checkpoints of one run, under `root`. `save` and `load` are collective: every rank calls them."""
 
@@ -74,26 +84,39 @@ class CheckpointStore:
 
         `generators`: as they were when `state` was reached; None: as they are now.
         """
-        if generators is None:
-            generators = self.generators()
-        return self._finish(state, self.ranks.broadcast_object(self._try(policy, optimizer, state, generators)))
+        content = Content(
+            weights=gathered_weights(policy, keep=self.ranks.is_main),
+            moments=optimizer.state(keep=self.ranks.is_main),
+            state=state,
+            generators=self.generators() if generators is None else generators,
+        )
+        return self._finish(state, self.ranks.broadcast_object(self._try(policy, content)))
 
     def save_alone(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators
     ) -> Path | None:
-        """`save` when other ranks may be gone: rank 0 writes, nobody waits. None on the others."""
-        failure = self._try(policy, optimizer, state, generators)
+        """`save` when other ranks may be gone: rank 0 writes, nobody waits. None on the others. Raises CheckpointError
+        on every rank where rank 0 has not all weights."""
+        if policy.is_sharded:
+            raise CheckpointError(
+                "a sharded model can't be saved by one rank",
+                found="model.sharding: fsdp, and ranks that may be gone with their parts of the weights",
+                wanted="all ranks, at the same step",
+                remedy="resume from the last checkpoint; a smaller training.save_steps loses fewer steps",
+            )
+        content = Content(weights=None, moments=optimizer.state(), state=state, generators=generators)
+        failure = self._try(policy, content)
         return self._finish(state, failure) if self.ranks.is_main else None
 
     def generators(self) -> Generators:
         """The state of every rank's random generators now. Collective."""
         return self.ranks.all_gather_object(_generator_state(self.ranks))
 
-    def _try(self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators) -> str:
+    def _try(self, policy: Policy, content: Content) -> str:
         """Write on rank 0; what went wrong, or nothing."""
         if self.ranks.is_main:
             try:
-                self._write(self._path(state), policy, optimizer, state, generators)
+                self._write(self._path(content.state), policy, content)
             except (OSError, SafetensorError) as error:
                 return f"{type(error).__name__}: {error}"
         return ""
@@ -126,7 +149,7 @@ class CheckpointStore:
                 remedy="unset training.resume_from_checkpoint to start at the beginning, or name a path",
             )
         verify(path)
-        _load_weights(path, policy)
+        load_weights(path, policy)
         optimizer.load_state(load_file(path / OPTIMIZER))
         stored = json.loads((path / STATE).read_text())
         if stored["config_digest"] != self.config_digest:
@@ -143,23 +166,17 @@ class CheckpointStore:
         found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
 
-    def _write(
-        self,
-        path: Path,
-        policy: Policy,
-        optimizer: Optimizer,
-        state: TrainerState,
-        generators: Generators,
-    ) -> None:
+    def _write(self, path: Path, policy: Policy, content: Content) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(leftover)
         work = self.root / f"{_UNFINISHED}{path.name}"
         work.mkdir()
-        save_model(policy, work)
-        save_file(_contiguous(optimizer.state()), work / OPTIMIZER)
-        save_file({f"{rank}.{key}": t for rank, own in enumerate(generators) for key, t in own.items()}, work / RNG)
-        stored = asdict(state) | {"config_digest": self.config_digest, "world_size": self.ranks.world_size}
+        save_model(policy, work, content.weights)
+        save_file(contiguous(content.moments), work / OPTIMIZER)
+        generators = {f"{rank}.{key}": t for rank, own in enumerate(content.generators) for key, t in own.items()}
+        save_file(generators, work / RNG)
+        stored = asdict(content.state) | {"config_digest": self.config_digest, "world_size": self.ranks.world_size}
         (work / STATE).write_text(json.dumps(stored, indent=2))
         (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
         _sync_to_disk(work)
@@ -185,28 +202,6 @@ class CheckpointStore:
             torch.cuda.set_rng_state(tensors[f"{rank}.cuda"], self.ranks.device)
 
 
-def save_model(policy: Policy, path: Path) -> None:
-    """The trained model as Hugging Face files (with an adapter: the adapter's), with tokenizer and processor."""
-    if policy.adapter is not None:
-        policy.adapter.save_pretrained(path, save_embedding_layers=False)
-    else:
-        policy.model.save_pretrained(path)
-    (policy.encoder.processor or policy.tokenizer).save_pretrained(path)
-
-
-def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
-    """The merged model in `dtype`, ready to be served or fine-tuned, without anything to resume from."""
-    path.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(_contiguous(dict(policy.named_weights(dtype))), path)
-    settings = policy.model.config.to_dict() | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "architectures": [type(policy.model).__name__],
-    }
-    type(policy.model.config).from_dict(settings).save_pretrained(path)
-    policy.model.generation_config.save_pretrained(path)
-    (policy.encoder.processor or policy.tokenizer).save_pretrained(path)
-
-
 def verify(path: Path) -> None:
     """Raises CheckpointError where a file of the checkpoint is missing, shorter or different from what was written."""
     try:
@@ -229,37 +224,11 @@ def write_atomically(path: Path, text: str) -> None:
     work.replace(path)
 
 
-def _load_weights(path: Path, policy: Policy) -> None:
-    try:
-        if policy.adapter is not None:
-            peft.set_peft_model_state_dict(policy.adapter, peft.load_peft_weights(str(path), device="cpu"))
-            return
-        model = policy.model
-        # With the present configuration: another model's must not decide how much memory is taken.
-        stored, info = type(model).from_pretrained(
-            path, config=model.config, dtype=model.dtype, attn_implementation="sdpa", output_loading_info=True
-        )
-        if foreign := sorted([*info["missing_keys"], *info["unexpected_keys"]]):
-            raise ValueError(f"{len(foreign)} names differ: {foreign[:3]}")
-        model.load_state_dict(stored.state_dict())
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            "the checkpoint's weights do not fit the model",
-            found=f"{path}: {str(error).splitlines()[0]}",
-            wanted=f"weights of this {type(policy.model).__name__}{' and its adapter' if policy.adapter else ''}",
-            remedy="resume with the model.path and model.lora that the checkpoint was written with",
-        ) from error
-
-
 def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if ranks.device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(ranks.device)
     return state
-
-
-def _contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from learner.config.rules import ROLLOUT
 from learner.config.schema import OffloadConfig
 from learner.optim import Optimizer
 from learner.policy.load import Policy
+from learner.policy.sharding import is_part
 from shared.errors import ConfigError
 
 HOST = torch.device("cpu")
@@ -60,7 +60,7 @@ def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer) ->
 def _require_whole(policy: Policy) -> None:
     """The optimizer's state is laid out as the parameters are."""
     for name, parameter in policy.model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if is_part(parameter):
             raise _unsafe(f"{name} sharded over ranks (a DTensor, as FSDP makes it)", policy)
         if parameter.device != policy.device:
             raise _unsafe(f"{name} on {parameter.device}", policy)

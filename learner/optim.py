@@ -15,9 +15,11 @@ from typing import Literal
 import torch
 
 from learner.config.schema import TrainingConfig
+from learner.policy.sharding import is_part, part_of, whole, whole_on_host
 from shared.errors import CheckpointError, LossError
 
 Schedule = Literal["constant", "linear", "cosine"]
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # shaped, and where the model is sharded laid out, as the parameter
 
 
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
@@ -57,7 +59,10 @@ class Optimizer:
         Raises LossError where the gradient is not finite, before any weight is touched.
         """
         config = self._config
-        norm = float(torch.nn.utils.clip_grad_norm_([p for _, p in self._named], config.max_grad_norm))
+        parameters = [p for _, p in self._named]
+        total_norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, total_norm)
+        norm = float(total_norm)
         if not math.isfinite(norm):
             raise LossError(
                 f"the gradient of optimizer step {step} is not finite",
@@ -84,11 +89,13 @@ class Optimizer:
             for key, tensor in state.items():
                 state[key] = tensor.to(device)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update."""
-        return {
+    def state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update. Of a
+        sharded model they are gathered into host memory where `keep` is true, and nothing elsewhere; collective."""
+        state = {
             f"{name}.{key}": tensor for name, p in self._named for key, tensor in self._adamw.state.get(p, {}).items()
         }
+        return whole_on_host(state, keep=keep) if any(map(is_part, state.values())) else state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from `state()` of a like optimizer. Raises CheckpointError where the trained parameters differ."""
@@ -106,4 +113,7 @@ class Optimizer:
                 remedy="resume with the same model.freeze and model.lora, or start anew from the checkpoint's model",
             )
         for name, p in self._named if stored else ():
-            self._adamw.state[p] = {moment: tensor.clone().to(p.device) for moment, tensor in stored[name].items()}
+            self._adamw.state[p] = {
+                moment: (part_of(tensor, p) if moment in _MOMENTS else tensor).to(p.device, copy=True)
+                for moment, tensor in stored[name].items()
+            }

@@ -9,7 +9,7 @@ in a later micro-step, or named by `waiting` (R12).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from learner.data import MicroBatch
@@ -113,3 +113,14 @@ def empty_rows(num_rows: int, ranks: Ranks, capacity: int) -> list[PackedRow]:
     """Zero-weight rows: those that this rank's `num_rows` are short of the rank that has most (D5). Collective."""
     wanted = int(ranks.all_reduce_max(num_rows))
     return [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
+
+
+def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int) -> Iterator[PackedRow]:
+    """This rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: no rank goes
+    on before each has its next row, or none is left, so that passes in which ranks wait for each other meet."""
+    remaining = iter(rows)
+    while True:
+        row = next(remaining, None)
+        if not ranks.all_reduce_max(row is not None):
+            return
+        yield PackedRow(segments=(), capacity=capacity) if row is None else row

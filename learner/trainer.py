@@ -30,7 +30,7 @@ from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
-from learner.row_source import RowSource, empty_rows
+from learner.row_source import RowSource, empty_rows, in_lockstep
 from learner.stage2.driver import Stage2Driver
 from learner.stopping import Stopped, StopRequest
 from learner.sync import Sync
@@ -163,10 +163,12 @@ class Trainer:
                 break  # the last window of an epoch may be shorter
 
     def learn_to_completion(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
-        """Learn a step's rows as they come, then empty ones until every rank has run as many passes (D5)."""
+        """Learn a step's rows as they come, then empty ones until every rank has run as many passes (D5). Passes of a
+        sharded model wait for each other, and so its rows do too."""
         num_rows = 0
         with closing(rows):  # an error here must end the rollouts under way too
-            for row in rows:
+            length = self.config.global_max_length
+            for row in in_lockstep(rows, self.ranks, length) if self.policy.is_sharded else rows:
                 with self.clock.phase("learn"):
                     totals.add(row, self.policy.backward(row))
                 num_rows += 1

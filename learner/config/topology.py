@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from learner.config.rules import ROLLOUT, Rule, colocates, given
+from learner.config.rules import ROLLOUT, Rule, colocates, given, needs_rollouts, uses_servers
 from learner.config.schema import RunConfig
 from shared.config_errors import Mistake
 
@@ -16,16 +17,19 @@ from shared.config_errors import Mistake
 def topology_rules(world_size: int) -> tuple[Rule, ...]:
     """Rules that hold for `world_size` learner ranks."""
 
-    def batch(config: RunConfig) -> Iterator[Mistake]:
-        return _batch_divides(config, world_size)
+    rules = (
+        _batch_divides,
+        _tensor_parallel_divides,
+        _step_fits_queue,
+        _sharded_model_is_served,
+        _sharded_model_is_eager,
+    )
+    return tuple(partial(rule, world_size=world_size) for rule in rules)
 
-    def devices(config: RunConfig) -> Iterator[Mistake]:
-        return _tensor_parallel_divides(config, world_size)
 
-    def packs(config: RunConfig) -> Iterator[Mistake]:
-        return _step_fits_queue(config, world_size)
-
-    return batch, devices, packs
+def shards(config: RunConfig, world_size: int) -> bool:
+    """Whether each rank holds only its part of the model."""
+    return config.model.sharding == "fsdp" and world_size > 1
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
@@ -72,6 +76,26 @@ def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mis
         path = f"{ROLLOUT}.vllm.tensor_parallel_size"
         yield Mistake(
             path=path, found=given(config.rollout_matching.vllm, "tensor_parallel_size"), wanted=wanted, remedy=remedy
+        )
+
+
+def _sharded_model_is_served(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    """Ranks generate at their own pace, each from whole weights."""
+    if not shards(config, world_size) or not needs_rollouts(config) or uses_servers(config):
+        return
+    rollout = config.rollout_matching
+    backend = "rollout_backend: hf" if rollout.rollout_backend == "hf" else f"vllm.mode: {rollout.vllm.mode}"
+    remedy = f"set {ROLLOUT}.rollout_backend: vllm and vllm.mode: server, or model.sharding: none"
+    wanted = "rollouts from servers (vllm.mode: server), as no rank has the whole model"
+    yield Mistake(path="model.sharding", found=f"fsdp with {backend}", wanted=wanted, remedy=remedy)
+
+
+def _sharded_model_is_eager(config: RunConfig, world_size: int) -> Iterator[Mistake]:
+    """Ranks gather and free weights around every layer."""
+    if shards(config, world_size) and config.model.compile is True:
+        remedy = "set model.compile: auto, or model.sharding: none"
+        yield Mistake(
+            path="model.compile", found="true with model.sharding: fsdp", wanted="auto or false", remedy=remedy
         )
 
 

@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from learner.policy.sharding import whole
 from learner.policy.weights import CheckpointWeights
 from shared.weights import spec_of
 from shared.wire import TensorSpec
@@ -50,7 +51,7 @@ class AdapterWeights:
         """In `dtype` (None: as trained), detached. Tensors may share memory with the model."""
         for module, layer in self._layers.items():
             (adapter,) = layer.active_adapters
-            lora_a, lora_b = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
+            lora_a, lora_b = (whole(half[adapter].weight.detach()) for half in (layer.lora_A, layer.lora_B))
             yield f"{module}.lora_A.weight", lora_a.to(dtype or lora_a.dtype)
             yield f"{module}.lora_B.weight", (lora_b.float() * layer.scaling[adapter]).to(dtype or lora_b.dtype)
 
@@ -72,7 +73,7 @@ def _only(halves: torch.nn.ModuleDict) -> torch.nn.Linear:
 def _is_idle(layer: LoraLayer) -> bool:
     """Neither trained (`model.freeze`) nor of any effect, so that an engine may do without it."""
     frozen = not any(p.requires_grad for name, p in layer.named_parameters() if "lora_" in name)
-    return frozen and not any(half.weight.any() for half in layer.lora_B.values())
+    return frozen and not any(whole(half.weight).any() for half in layer.lora_B.values())
 
 
 def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
@@ -95,7 +96,10 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
     """Module name in the checkpoint by module name in the model; none where the checkpoint fuses or splits it."""
-    weights = {f"{name}.weight": layer.get_base_layer().weight.to("meta") for name, layer in layers.items()}
+    weights = {
+        f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")
+        for name, layer in layers.items()
+    }
     stored = {id(tensor): name for name, tensor in revert_weight_conversion(model, dict(weights)).items()}
     return {
         name.removesuffix(".weight"): stored[id(tensor)].removesuffix(".weight")

@@ -30,13 +30,16 @@ BACKEND = "inductor"
 ERROR_LENGTH = 300  # characters of a compiler's words; advice on how to debug torch comes behind them
 
 
-def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device) -> str:
-    """Compile what there is to compile. Returns why nothing is compiled, or nothing where it is.
+def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device, *, sharded: bool = False) -> str:
+    """Compile what there is to compile. Returns why nothing is compiled, or nothing where it is. A sharded model stays
+    as it is: its ranks gather and free weights around every layer.
 
     Raises ConfigError where `wanted` is true and this machine or model can't do it.
     """
     if wanted is False:
         return "model.compile: false"
+    if sharded:
+        return "model.sharding: fsdp"
     if wanted == "auto" and (reason := _not_worth_it(model, device)):
         return reason
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

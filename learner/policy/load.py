@@ -3,13 +3,15 @@
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
 names. Knows text-only causal language models and image-text-to-text models of the Qwen-VL kind.
 
-Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses; `logprobs` and
-`named_weights` change nothing that training sees. Called by the trainer, the sync and `learner/checkpoint.py`.
+Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses (a sharded model's: parts
+of the sum over ranks); `logprobs` and `named_weights` change nothing that training sees, and are collective where the
+model is sharded. Called by the trainer, the sync and `learner/checkpoint.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
 from learner.policy.patches import use_linear_patch_embedding
+from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.prompt import PromptEncoder
 from learner.records import EncodedPrompt, PackedRow, Segment
@@ -50,9 +53,16 @@ class Policy:
         device: torch.device,
         bf16: bool,
         why_not_compiled: str,
+        sharded: ShardedForward | None = None,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
+        self._sharded = sharded
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are spread over ranks, so that whatever needs them is collective (`sharding.py`)."""
+        return self._sharded is not None
 
     @property
     def tokenizer(self) -> Any:
@@ -70,10 +80,11 @@ class Policy:
 
         Raises LossError where supervision leaves an assistant span.
         """
-        inputs = pack_inputs(row, self.model, self.device)
-        with self._precision():
+        inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
+
+        def row_loss() -> torch.Tensor:
             hidden = hidden_states(self.model, inputs)
-            loss = weighted_loss(
+            return weighted_loss(
                 hidden,
                 self._head,
                 inputs.predict_at,
@@ -81,7 +92,8 @@ class Policy:
                 inputs.weights,
                 compiled=not self.why_not_compiled,
             )
-        return loss, inputs
+
+        return self._forward(row_loss), inputs
 
     def backward(self, row: PackedRow) -> RowLoss:
         """One micro-batch of learning: adds the gradient of the row's summed loss; an empty row adds zeros (D5).
@@ -94,16 +106,20 @@ class Policy:
             loss, inputs = self.forward_row(row)
             loss_sum = loss.item()
             check_finite(loss_sum, [s.sample_id for s in row.segments])
-            loss.backward()  # launched, not waited for: the next row is packed meanwhile
+            with collective_errors() if self.is_sharded else nullcontext():
+                loss.backward()  # launched, not waited for: the next row is packed meanwhile
         return RowLoss(loss_sum=loss_sum, weight_sum=inputs.weight_sum, num_supervised=len(inputs.targets))
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
         """Once per step, on every rank: the summed gradients become those of the step's weighted mean loss."""
-        reduce_gradients([p for _, p in self.trainable], ranks, weight_sum=weight_sum)
+        summed_by = Ranks() if self.is_sharded else ranks  # parts were summed over ranks by each backward pass
+        reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
     def broadcast(self, ranks: Ranks) -> None:
-        """Give every rank rank 0's weights; once, before the first step."""
-        broadcast_parameters(self.model, ranks)
+        """Give every rank rank 0's weights (a sharded model's parts are rank 0's already); once, before the first
+        step."""
+        if not self.is_sharded:
+            broadcast_parameters(self.model, ranks)
 
     # ---- looking ---------------------------------------------------------------------------------------------------
 
@@ -116,7 +132,7 @@ class Policy:
         """The inputs of `logprobs`' forward pass."""
         segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
         row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
-        return pack_inputs(row, self.model, self.device)
+        return pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
 
     @torch.no_grad()
     def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
@@ -124,9 +140,12 @@ class Policy:
         was_training = self.model.training
         self.model.eval()
         try:
-            with self._precision(), uncompiled():
-                hidden = hidden_states(self.model, inputs)[inputs.predict_at]
-                return token_logprobs(hidden, self._head, inputs.targets)
+            with uncompiled():
+                return self._forward(
+                    lambda: token_logprobs(
+                        hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets
+                    )
+                )
         finally:
             self.model.train(was_training)
 
@@ -151,20 +170,25 @@ class Policy:
         """The adapter by itself, and the weights below it; None without one. See `adapter.py`."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+    def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        # Autocast's cache would keep 16-bit copies of layers that sharding has freed.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=not self.is_sharded):
+            return self._sharded.run(work) if self._sharded else work()
 
     @property
     def _head(self) -> torch.nn.Module:
         return self.model.get_output_embeddings()
 
 
-def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False) -> Policy:
-    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`.
+def load_policy(
+    config: ModelConfig, *, device: torch.device, bf16: bool = False, shard_over: Ranks | None = None
+) -> Policy:
+    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`, whole or, with
+    `shard_over`, each of these ranks its part (collective).
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded below it.
-    Raises ConfigError where the path holds no model, or one that the packed forward does not do right, or that can't be
-    compiled where it must.
+    Raises ConfigError where the path holds no model, or one that the packed forward or the sharding does not do right,
+    or that can't be compiled where it must.
     """
     base_path = lora.base_model_path(config) or config.path
     model = _load_model(base_path, getattr(torch, config.dtype))
@@ -175,14 +199,17 @@ def load_policy(config: ModelConfig, *, device: torch.device, bf16: bool = False
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.to(device)
+    sharded = shard(model, shard_over) if shard_over else None
+    if sharded is None:
+        model.to(device)
     return Policy(
         model=model,
         adapter=adapter,
         encoder=PromptEncoder.load(base_path),
         device=device,
         bf16=bf16,
-        why_not_compiled=compile_layers(model, config.compile, device),
+        why_not_compiled=compile_layers(model, config.compile, device, sharded=sharded is not None),
+        sharded=sharded,
     )
 
 

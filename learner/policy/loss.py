@@ -40,9 +40,10 @@ def weighted_loss(
     *,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradient is zero, not absent (D5)."""
+    """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradient is zero, not absent (D5), for
+    the head's weights too."""
     if len(targets) == 0:
-        return hidden.float().sum() * 0.0
+        return head(hidden[:1]).float().sum() * 0.0
     return -(token_logprobs(hidden[predict_at], head, targets, compiled=compiled) * weights).sum()
 
 

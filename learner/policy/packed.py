@@ -11,9 +11,10 @@ Called by `load.Policy`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from learner.policy.attention import SegmentLayout, to_device
-from learner.records import PackedRow, Segment
+from learner.records import PackedRow, Segment, VisionInputs
 from learner.supervision import check_supervision
 
 # What an empty row computes on (D5): two tokens (to a compiler, a size of 1 is a case of its own), nothing supervised.
@@ -50,9 +51,17 @@ class PackedInputs:
     weight_sum: float  # of `weights`, in float64
 
 
-def pack_inputs(row: PackedRow, model: PreTrainedModel, device: torch.device) -> PackedInputs:
-    """The row's tensors on `device`. Raises LossError where supervision leaves a segment's assistant span."""
+def pack_inputs(
+    row: PackedRow, model: PreTrainedModel, device: torch.device, *, always_image: bool = False
+) -> PackedInputs:
+    """The row's tensors on `device`. `always_image`: a row without images gets a blank one, in a segment of its own
+    that nothing is learned from, so that the vision tower runs in every pass.
+
+    Raises LossError where supervision leaves a segment's assistant span.
+    """
     segments = row.segments or (_BLANK,)
+    if always_image and all(s.vision is None for s in segments):
+        segments += _blank_image(model)
     supervised = [check_supervision(s) for s in segments]
     starts = np.cumsum([0, *(len(s) for s in segments)])
     predict_at = np.concatenate([at + start - 1 for at, start in zip(supervised, starts[:-1], strict=True)])
@@ -90,6 +99,19 @@ def image_token_id(model: PreTrainedModel) -> int | None:
 
 def _max_patches(grids: torch.Tensor | None) -> int:
     return int(grids[:, 1:].prod(-1).max()) if grids is not None else 0
+
+
+def _blank_image(model: PreTrainedModel) -> tuple[Segment, ...]:
+    """The smallest image that makes one token, alone in a segment; none for a text-only model."""
+    token_id = image_token_id(model)
+    if token_id is None:
+        return ()
+    patch_dim = next(math.prod(m.weight.shape[1:]) for m in model.modules() if isinstance(m, torch.nn.Conv3d))
+    side = model.config.vision_config.spatial_merge_size
+    pixels = VisionInputs(
+        pixel_values=torch.zeros(side * side, patch_dim), image_grid_thw=torch.tensor([[1, side, side]])
+    )
+    return (replace(_BLANK, input_ids=np.array([token_id], np.int64), vision=pixels),)
 
 
 def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torch.Tensor:

@@ -3,7 +3,7 @@
 In: a policy and answers that stay the same. Out: a call that gives what `Policy.logprobs` gives. On CUDA, for answers
 without images, the forward pass is captured once as a CUDA graph: replayed, a model of 4B takes 10 ms, where launching
 every kernel from Python takes several times as long. A vision tower looks at its inputs on the host, which no graph can
-hold. Made by `learner/rollout/connect.py`.
+hold, and a sharded model's layers are at other places in every pass. Made by `learner/rollout/connect.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RepeatedLogprobs:
     def __init__(self, policy: Policy, answers: Answers) -> None:
         self._policy, self._answers = policy, answers
         can = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
-        self._captures = can and len(answers) > 0
+        self._captures = can and len(answers) > 0 and not policy.is_sharded
         self._addresses: tuple[int, ...] = ()
         if self._captures:
             self._capture()

@@ -29,7 +29,11 @@ from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.server import ServerBackend
 from learner.sync import CanaryItem, ColocateSync, Sync, WeightSync
+from learner.sync.fleet import Logprobs
 from learner.sync.handshake import check_servers
+from learner.sync.source import AdapterSource, WeightSource, check_specs
+from learner.sync.team import Team
+from learner.sync.weight_sync import Fence
 from learner.target import ground_truth_target
 from learner.tasks.task import Task
 from learner.timeline import Timeline
@@ -86,7 +90,7 @@ def connect_sync(
     num_canaries = config.rollout_matching.vllm.sync.canary_samples
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
 
-    asked = canary if ranks.is_main or isinstance(backend, ColocateBackend) else []
+    asked = canary if ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend) else []
     answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in asked])
     if isinstance(backend, ColocateBackend):
         return ColocateSync(
@@ -100,18 +104,40 @@ def connect_sync(
             ranks=ranks,
         )
     check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
-    sync = WeightSync(
-        backend,
-        policy,
-        adapter=_synced_adapter(config, policy),
-        config=config.rollout_matching.vllm,
-        canary=canary,
-        learner_logprobs=answers,
-        fence=ranks,
-        device=ranks.device,
-    )
+    sync = _server_sync(config, ranks, policy, backend, canary, answers)
     sync.connect()
     return sync
+
+
+def _server_sync(
+    config: RunConfig,
+    ranks: Ranks,
+    policy: Policy,
+    backend: ServerBackend,
+    canary: list[CanaryItem],
+    answers: RepeatedLogprobs,
+) -> WeightSync:
+    """With a sharded model, all ranks do what rank 0 needs of the weights."""
+    vllm = config.rollout_matching.vllm
+    weights: WeightSource = policy
+    adapter: AdapterSource | None = _synced_adapter(config, policy)
+    learner_logprobs: Logprobs = answers
+    fence: Fence = ranks
+    if policy.is_sharded:
+        check_specs(policy.weight_specs())  # at once, not when the first step's rollouts wait for it
+        fence = team = Team(ranks, learner_logprobs=answers, bucket_bytes=vllm.sync.bucket_bytes)
+        weights, learner_logprobs = team.source(policy), team.learner_logprobs
+        adapter = team.adapter_source(adapter) if adapter else None
+    return WeightSync(
+        backend,
+        weights,
+        adapter=adapter,
+        config=vllm,
+        canary=canary,
+        learner_logprobs=learner_logprobs,
+        fence=fence,
+        device=ranks.device,
+    )
 
 
 def _colocate(

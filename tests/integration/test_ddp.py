@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,34 +17,11 @@ from learner.config.schema import TrainingConfig
 from learner.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from shared.errors import DeadlineError
-from shared.ports import free_port
+from tests.ranks import launch
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 pytestmark = pytest.mark.integration
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 10
-
-
-def launch(world_size: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """Run this file once per rank, as torchrun would."""
-    port = free_port()
-    processes = []
-    for rank in range(world_size):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        environment = os.environ | {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-        command = [sys.executable, "-m", "tests.integration.test_ddp", *arguments]
-        processes.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    try:
-        outputs = [p.communicate(timeout=120) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
 
 
 def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool) -> None:
@@ -109,7 +85,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
     found = {}
     for world_size in (1, 2):
         out = tmp_path_factory.mktemp(f"ranks-{world_size}")
-        done = launch(world_size, str(model), str(out))
+        done = launch("tests.integration.test_ddp", world_size, str(model), str(out))
         for process in done:
             assert process.returncode == 0, process.stderr[-3000:]
         found[world_size] = Run(world_size, out, done[0].stdout)

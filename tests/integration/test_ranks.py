@@ -36,9 +36,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """A learner on two ranks, which learns ground truth without end; killed at the end of a test."""
 
-    def __init__(self, folder: Path, model: Path, data: Path) -> None:
+    def __init__(self, folder: Path, model: Path, data: Path, sharding: str = "none") -> None:
         config = {
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "sharding": sharding},
             "data": {"train": str(data), "shuffle": False},
             "training": {
                 "output_dir": str(folder / "run"),
@@ -107,9 +107,10 @@ def jobs() -> Iterator[list[Job]]:
             job.close()
 
 
-def test_a_killed_rank_ends_all(model: Path, jobs: list[Job], tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_a_killed_rank_ends_all(model: Path, jobs: list[Job], tmp_path: Path, sharding: str) -> None:
     """R24: by SIGKILL, as the kernel does it where memory runs out."""
-    job = Job(tmp_path, model, write_data(tmp_path / "train.jsonl", 8))
+    job = Job(tmp_path, model, write_data(tmp_path / "train.jsonl", 8), sharding)
     jobs.append(job)
     job.wait_for_step(2)
     os.kill(job.ranks()[1], signal.SIGKILL)
@@ -117,6 +118,7 @@ def test_a_killed_rank_ends_all(model: Path, jobs: list[Job], tmp_path: Path) ->
     assert code not in (0, None), printed
     assert "torchrun: rank 1" in printed, printed
     assert "SIGKILL" in printed, printed
+    assert "Traceback" not in printed, printed
 
 
 def test_an_error_on_one_rank_ends_all_and_is_told(model: Path, jobs: list[Job], tmp_path: Path) -> None:

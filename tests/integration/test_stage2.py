@@ -69,7 +69,8 @@ def config_of(folder: Path, base_url: str, group_port: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """`within`: rollouts within the step; `ahead`: the asynchronous actor-learner. One after the other."""
+    """`within`: rollouts within the step; `sharded`: so too, with half a model per rank; `ahead`: the asynchronous
+    actor-learner. One after the other."""
     folder = tmp_path_factory.mktemp("stage2")
     build(folder / "model", "tiny", seed=0)
     build_data.build(build_data.Build(train=NUM_STEPS * ROLLOUTS_PER_STEP, val=0, test=1), folder)
@@ -80,7 +81,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         ahead["training"] |= {"output_dir": str(folder / "ahead"), "per_device_train_batch_size": 2}
         ahead["training"] |= {"max_steps": STEPS_AHEAD}
         ahead["stage2_ab"] |= {"async_actor_learner": {"enabled": True}}
-        return {name: learn(folder, name, config) for name, config in (("within", within), ("ahead", ahead))}
+        sharded = copy.deepcopy(within)
+        sharded["training"] |= {"output_dir": str(folder / "sharded")}
+        sharded["model"] |= {"sharding": "fsdp"}
+        configs = {"within": within, "sharded": sharded, "ahead": ahead}
+        return {name: learn(folder, name, config) for name, config in configs.items()}
 
 
 def learn(folder: Path, name: str, config: dict[str, Any]) -> Run:
@@ -147,6 +152,16 @@ def test_rollouts_come_in_calls_that_overlap_with_learning(finished: Run) -> Non
         assert metrics["stage2_ab/rollout_s"] > 0.0
         assert "wait_s" in metrics
         assert "rollout_s" not in metrics, "the thread that learns waited for a whole call"
+
+
+def test_half_a_model_per_rank_learns_the_same_steps(runs: dict[str, Run]) -> None:
+    """D5: rows come to the ranks at their own pace, and every pass needs both."""
+    sharded, whole = (runs[name].events("step") for name in ("sharded", "within"))
+    assert [step["channel"] for step in sharded] == [step["channel"] for step in whole]
+    assert [step["num_segments"] for step in sharded] == [step["num_segments"] for step in whole]
+    assert sharded[0]["channel"] == "A", "on ground truth, so the same tokens"
+    for key in ("loss", "grad_norm"):
+        assert sharded[0][key] == pytest.approx(whole[0][key], rel=1e-3)
 
 
 def test_steps_learn_packs_that_were_made_ahead_of_them(ahead: Run) -> None:

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner import checkpoint
-from learner.checkpoint import CheckpointStore, TrainerState, export_model, save_model, write_atomically
+from learner.checkpoint import CheckpointStore, TrainerState, write_atomically
 from learner.config.schema import LoraConfig, TrainingConfig
+from learner.model_files import export_model, save_model
 from learner.optim import Optimizer
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.packing import PackingBuffer
-from learner.records import Segment
+from learner.records import PackedRow, Segment
+from learner.row_source import in_lockstep
 from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
 from shared.errors import DataError
+from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
 CAPACITY = 20
 MICRO_STEPS = st.lists(st.lists(st.integers(2, CAPACITY), max_size=4), min_size=1, max_size=8)
@@ -58,3 +62,25 @@ def test_a_segment_longer_than_a_row_is_named_and_nothing_is_taken(kind: str) ->
     with pytest.raises(DataError, match="sample long does not fit"):
         maker.rows([segment("short", 3), segment("long", CAPACITY + 1)])
     assert maker.carried() == []
+
+
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_ranks_in_lockstep_run_as_many_rows(counts: list[int]) -> None:
+    """D5, R24: each rank its own rows in their order, then empty ones; none runs ahead of the others by a row."""
+    meeting, passes = Meeting(len(counts)), [0] * len(counts)
+
+    def rank_main(rank: int) -> list[int]:
+        ranks = ThreadRanks(rank=rank, world_size=len(counts), meeting=meeting)
+        own = (PackedRow(segments=(segment(str(i), 2),), capacity=CAPACITY) for i in range(counts[rank]))
+        seen = []
+        for row in in_lockstep(own, ranks, CAPACITY):
+            passes[rank] += 1
+            assert max(passes) - min(passes) <= 1
+            seen += [int(one.sample_id) for one in row.segments] or [-1]
+        return seen
+
+    with ThreadPoolExecutor(len(counts)) as pool:
+        seen = list(pool.map(rank_main, range(len(counts))))
+    most = max(counts)
+    assert seen == [[*range(count), *[-1] * (most - count)] for count in counts]

@@ -234,7 +234,7 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
             if config.rollout_matching.rollout_backend == "vllm":
                 monkeypatch.setattr(build, "connect_backend", connect_backend)
             monkeypatch.setattr(build, "connect_sync", connect_sync)
-            monkeypatch.setattr(checkpoint, "_load_weights", _load_alone)
+            monkeypatch.setattr(checkpoint, "load_weights", _load_alone)
             monkeypatch.setattr(build.Policy, "broadcast", lambda *_: None)
             monkeypatch.setattr(build, "log_to_file", lambda *_: None)  # a process' logging is not a test's to change
             made = build.build(config, resolve(config, ranks.world_size), ranks, token=None, stack=stack)
@@ -269,7 +269,7 @@ def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, world_size: int = 1)
 
 
 _BUILDING = threading.Lock()
-_load_weights = checkpoint._load_weights
+_load_weights = checkpoint.load_weights
 
 
 def _load_alone(path: Path, policy: Policy) -> None:

@@ -327,6 +327,27 @@ def test_r04_tensor_parallel_size_divides_the_ranks() -> None:
         valid(minimal(), {**changes, **nothing_is_rolled_out}, world_size=6)
 
 
+@pytest.mark.parametrize("rollouts", [COLOCATE, HF])
+def test_a_sharded_model_rolls_out_on_servers(rollouts: dict[str, Any]) -> None:
+    """R24: no rank has the whole model to generate by; one rank alone always has."""
+    changes = {"model.sharding": "fsdp"}
+    valid(minimal(), changes, world_size=2)
+    mistake = only_mistake(minimal(), {**changes, **rollouts}, world_size=2)
+    assert mistake.path == "model.sharding"
+    assert "vllm.mode: server" in mistake.wanted
+    valid(minimal(), {**changes, **rollouts}, world_size=1)
+    valid(minimal(), {**changes, **rollouts, "custom.trainer_variant": "sft"}, world_size=2)
+    evaluated = {"custom.trainer_variant": "sft", "training.eval_on_end": True, "data.val": "val.jsonl"}
+    assert only_mistake(minimal(), {**changes, **rollouts, **evaluated}, world_size=2).path == "model.sharding"
+
+
+def test_a_sharded_model_is_not_compiled() -> None:
+    changes = {"model.sharding": "fsdp", "model.compile": True}
+    assert only_mistake(minimal(), changes, world_size=2).path == "model.compile"
+    valid(minimal(), changes, world_size=1)
+    valid(minimal(), {**changes, "model.compile": "auto"}, world_size=2)
+
+
 def test_what_is_the_default_is_called_so() -> None:
     """A number that the user did not write can't be found in their file."""
     assert only_mistake(minimal(), {f"{VLLM}.mode": "colocate"}, world_size=2).found == "the default 4"

@@ -35,3 +35,13 @@ def test_a_loss_that_is_not_finite_raises(value: float) -> None:
     with pytest.raises(LossError, match="s7"):
         check_finite(value, ["s7"])
     check_finite(3.0, ["s7"])
+
+
+def test_nothing_supervised_is_a_zero_for_every_weight() -> None:
+    """D5: all ranks reduce the same gradients, those of the head too."""
+    head, hidden = torch.nn.Linear(8, 50), torch.randn(3, 8, requires_grad=True)
+    none = torch.zeros(0, dtype=torch.int64)
+    weighted_loss(hidden, head, none, none, torch.zeros(0)).backward()
+    for tensor in (hidden, head.weight, head.bias):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from learner.policy.load import Policy
+from learner.policy.loss import weighted_loss
 from learner.policy.packed import hidden_states, pack_inputs
 from learner.records import Segment
 from tests.unit.learner.policy.rows import CPU, gradients, image, policy_of, row, sample, segment
@@ -136,6 +137,30 @@ def test_an_empty_row_gives_zero_gradient(vlm: Policy) -> None:
     found = gradients(vlm)
     assert "model.language_model.layers.0.self_attn.q_proj.weight" in found
     assert all(not grad.any() for grad in found.values())
+
+
+@pytest.mark.parametrize("family", ["tiny_vlm", "tiny_qwen2_5_vl"])
+@pytest.mark.parametrize("num_segments", [0, 2])
+def test_a_blank_image_reaches_every_weight_and_adds_nothing(
+    family: str, num_segments: int, request: pytest.FixtureRequest
+) -> None:
+    """What a sharded model learns on, so that every rank's pass uses every layer."""
+    policy = policy_of(request.getfixturevalue(family))
+    policy.backward(row(*make(policy, [([(64, 64)], 5)])))
+    used = gradients(policy).keys()
+    policy.model.zero_grad()
+    one = row(*make(policy, [([], 20), ([], 9)][:num_segments]))
+    policy.backward(one)
+    expected = gradients(policy)
+    policy.model.zero_grad()
+    inputs = pack_inputs(one, policy.model, CPU, always_image=True)
+    hidden = hidden_states(policy.model, inputs)
+    head = policy.model.get_output_embeddings()
+    weighted_loss(hidden, head, inputs.predict_at, inputs.targets, inputs.weights).backward()
+    found = gradients(policy)
+    assert found.keys() == used
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected.get(name, torch.zeros_like(grad)), atol=1e-5, rtol=1e-3)
 
 
 def test_an_image_token_in_the_answer_is_text(vlm: Policy) -> None:

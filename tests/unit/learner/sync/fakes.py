@@ -148,6 +148,7 @@ class FakeServer:
     base_url: str
     group_port: int
     world_size: int = 2
+    backend: str = "gloo"  # that it expects the learner to ask for
     ver: int = 0
     dtype: str = ""
     max_lora_rank: int = 0
@@ -186,7 +187,7 @@ class FakeServer:
     async def _init(self, request: httpx.Request) -> httpx.Response:
         call = json.loads(request.content)
         assert call["group_port"] == self.group_port
-        assert call["backend"] == "gloo"
+        assert call["backend"] == self.backend
         self.log.append("init")
         if self.refuses_init:
             return fakes.error(self.refuses_init)

@@ -1,0 +1,148 @@
+"""FSDP2: each rank holds its part of every parameter, gradient and moment, for models that do not fit one device.
+
+In: a model in host memory, and the ranks. Out: a `ShardedForward`, which every forward pass runs in, and the little
+that others need to know about parts: whole tensors from parts, and a rank's part of a whole tensor. Nobody else names a
+DTensor. A layer of the decoder or of the vision tower is whole on a device only while it computes; everything outside
+those layers (embeddings, head, the vision tower's ends) is whole during a pass.
+
+Invariants: the model is never whole on a device. All ranks make the same passes and the same calls of `whole` in the
+same order, since each is a collective. Every pass uses every layer (`packed.py` adds a blank image, `loss.py` sends a
+token through the head), else ranks with other rows would gather and reduce other tensors. Gradients are summed over
+ranks, not averaged, in float32, by every backward pass: putting that off to a step's last pass would save transfers
+that hide behind computation, and cost a whole gradient of the model per device, which is what parts are there to spare.
+Called by `load.py`, `weights.py`, `adapter.py`, the optimizer and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from learner.policy.parallel import Ranks
+from shared.errors import CollectiveError, ConfigError
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+class ShardedForward(torch.nn.Module):
+    """The outermost module of a sharded model: FSDP gathers and frees around calls, so there must be one module whose
+    call is a whole pass, and the learner never calls the model itself (the head is left to the loss)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return work()
+
+    def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One forward pass: what `work` computes by the model. Collective. Raises CollectiveError."""
+        assert isinstance(self, FSDPModule)
+        with collective_errors():
+            result: torch.Tensor = self(work)
+            if not torch.is_grad_enabled():
+                self.reshard()  # which else the backward pass does
+        return result
+
+
+def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
+    """Leave each rank its part of rank 0's `model`, on its device. Collective.
+
+    Raises ConfigError where the model's layers are not to be found.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            "model.sharding: fsdp: this model can't be sharded layer by layer",
+            found=f"a {type(model).__name__} without a GradientCheckpointingLayer of transformers",
+            wanted="a model whose layers transformers marks as such",
+            remedy="set model.sharding: none, or choose another model",
+        )
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    forward = ShardedForward(model)
+    for module in [*layers, forward]:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(ranks.device)
+                ranks.broadcast_tensor(tensor.data)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+    return forward
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is only this rank's part of what its shape says."""
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a part, on every rank, detached; any other tensor as it is. Collective. Raises CollectiveError."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad(), collective_errors():
+        return tensor.full_tensor()
+
+
+def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Each tensor whole and in host memory where `keep` is true; nothing elsewhere. Collective, one tensor at a time.
+
+    Names of one tensor share one in the result too.
+    """
+    gathered: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        if id(tensor) not in gathered:
+            found = whole(tensor).detach()
+            gathered[id(tensor)] = found.to("cpu", copy=True) if keep else torch.empty(0)
+    return {name: gathered[id(tensor)] for name, tensor in tensors.items()} if keep else {}
+
+
+@torch.no_grad()
+def whole_copy(module: M) -> M:
+    """`module` and its submodules with whole parameters; what is whole already is shared with it. Collective."""
+    duplicate = copy.copy(module)
+    duplicate._parameters = {
+        name: p if p is None else torch.nn.Parameter(whole(p.detach()), requires_grad=False)
+        for name, p in module._parameters.items()
+    }
+    duplicate._modules = {name: m if m is None else whole_copy(m) for name, m in module._modules.items()}
+    return duplicate
+
+
+def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole `tensor`, laid out as `like` and on its device; where `like` is whole, the tensor
+    itself."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    chunks = tensor.chunk(mesh.size())  # the last ranks get nothing of what has fewer rows than there are ranks
+    own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else tensor[:0]
+    return DTensor.from_local(
+        own.to(like.device, copy=True), mesh, like.placements, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+@contextmanager
+def collective_errors() -> Iterator[None]:
+    """What torch raises where a rank does not come to a collective of FSDP or DTensor, as CollectiveError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+            raise
+        raise CollectiveError(
+            "a collective of the sharded model did not complete",
+            found=str(error).splitlines()[0],
+            wanted="every rank there within training.collective_timeout_s",
+            remedy="the log of the rank that stopped first says why; a slow rank needs a longer timeout",
+        ) from error
