@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig, OffloadConfig, RolloutMatchingConfig, TrainingConfig
-from learner.offload import make_offload
+from learner.offload import Offload, make_offload
 from learner.optim import Optimizer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
@@ -53,15 +54,36 @@ class World:
         return backend.generate(samples, global_step=1, micro_step_idx=0, first_req_idx=0)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["stays", "offloaded"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+class Switched(Offload):
+    """An offload that can be turned off: a process can have only one engine that sleeps."""
+
+    def __init__(self, offload: Offload) -> None:
+        self.offload, self.on = offload, True
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        with self.offload.away() if self.on else nullcontext():
+            yield
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Switched]]:
+    """The engine starts while training's state is away."""
     path = tmp_path_factory.mktemp("models") / "demo"
     build(path, "demo", seed=0)
     policy = load_policy(ModelConfig(path=str(path)), device=CUDA)
     optimizer = Optimizer(policy.trainable, TrainingConfig(output_dir="run", max_steps=1), total_steps=1)
-    away = OffloadConfig(enabled=request.param, offload_model=True, offload_optimizer=True)
-    with colocated_engine(CONFIG, path, make_offload(away, policy, optimizer), RANKS) as engine:
-        yield World(policy, engine)
+    away = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
+    offload = Switched(make_offload(away, policy, optimizer))
+    with colocated_engine(CONFIG, path, offload, RANKS) as engine:
+        yield World(policy, engine), offload
+
+
+@pytest.fixture(params=[False, True], ids=["stays", "offloaded"])
+def world(request: pytest.FixtureRequest, started: tuple[World, Switched]) -> World:
+    world, offload = started
+    offload.on = request.param
+    return world
 
 
 def test_syncs_are_checked_and_change_the_answers(world: World) -> None:
