@@ -51,6 +51,14 @@ class Entry(NamedTuple):
     predicted: PredictedObject | None  # None: dropped
 
 
+class _Field(NamedTuple):
+    """One field's value as it stands in the answer."""
+
+    string: bytes | None  # with its quotes; None where the value is none
+    at: int  # the string's first byte
+    list_bytes: tuple[int, int]  # a flat list's content; negative where the value is none
+
+
 @dataclass(slots=True)
 class Reading:
     """What was read of one answer."""
@@ -86,7 +94,7 @@ def read_answer(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Gramm
         usual = grammar.usual_pattern.match(data, pos)
         if usual:
             number, string, geometry, follows = usual.group("number", "desc", "kind", "follows")
-            outcome = objects.made_of(string, geometry, *usual.span("list"))
+            outcome = objects.made_of(string, usual.start("desc"), geometry, *usual.span("list"))
             _add(reading, usual.start("end"), int(number or 0), outcome, grammar)
             pos = usual.end()
             continue
@@ -147,38 +155,37 @@ class _ObjectReader:
         """From the byte after an object's "{": the offset after its "}" (None where it never closes), and the object
         or why it is dropped."""
         data, start = self.data, pos - 1
-        fields: dict[bytes, tuple[bytes | None, tuple[int, int]]] = {}
+        fields: dict[bytes, _Field] = {}
         repeated = False
         while match := FIELD.match(data, pos):
             name, string, _, stop = match.groups()
             repeated = repeated or name in fields
-            fields[name] = string, match.span(3)
+            fields[name] = _Field(string, match.start(2), match.span(3))
             pos = match.end()
             if stop == b"}":
                 return pos, "key_invalid" if repeated else self._judge(fields, complete=True)
         end = closing_brace(data, start)
         return end, "key_invalid" if repeated else self._judge(fields, complete=False)
 
-    def _judge(
-        self, fields: Mapping[bytes, tuple[bytes | None, tuple[int, int]]], *, complete: bool
-    ) -> PredictedObject | DropReason:
-        string = fields[self._desc_name][0] if self._desc_name in fields else None
-        if string is None or _decode(string) is None:
+    def _judge(self, fields: Mapping[bytes, _Field], *, complete: bool) -> PredictedObject | DropReason:
+        desc = fields.get(self._desc_name)
+        if desc is None or desc.string is None or _decode(desc.string) is None:
             return "missing_desc"
         geometries = [name for name in fields if name in GEOMETRY_KINDS]
         if len(fields) > 1 + len(geometries) or len(geometries) > 1:
             return "unknown_geom"
-        if not geometries or fields[geometries[0]][1][0] < 0:
+        if not geometries or fields[geometries[0]].list_bytes[0] < 0:
             return "missing_geom"
         if not complete:
             return "unknown_geom"
-        start, end = fields[geometries[0]][1]
+        start, end = fields[geometries[0]].list_bytes
         if self.grammar.list_pattern.fullmatch(self.data, start, end) is None:
             return "non_coord_token" if self.data[start:end].strip(JSON_SPACE) else "wrong_arity"
-        return self.made_of(string, geometries[0], start, end)
+        return self.made_of(desc.string, desc.at, geometries[0], start, end)
 
-    def made_of(self, string: bytes, geometry: bytes, start: int, end: int) -> PredictedObject | DropReason:
-        """The object with description `string` and the list of coordinates that bytes start..end look like."""
+    def made_of(self, string: bytes, at: int, geometry: bytes, start: int, end: int) -> PredictedObject | DropReason:
+        """The object with description `string`, which stands at byte `at`, and the list of coordinates that bytes
+        start..end look like."""
         desc, kind = _decode(string), GEOMETRY_KINDS[geometry]
         if desc is None:
             return "missing_desc"
@@ -190,7 +197,7 @@ class _ObjectReader:
             return "wrong_arity"
         if not encloses_something(kind, bins):
             return "bbox_invalid"
-        return PredictedObject(DetectionObject(desc, kind, bins), slots)
+        return PredictedObject(DetectionObject(desc, kind, bins), slots, (at + 1, at + len(string) - 1))
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
