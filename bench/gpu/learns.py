@@ -1,0 +1,317 @@
+"""Whether it learns: rollout matching against continued `sft`, from one converged model: `python -m bench.gpu.learns`.
+
+Hard digit scenes (crowded, overlapping, among shapes that are no digits); stage 1 on them by plain teacher forcing from
+the demo's checkpoint; then the arms of `learns_arms.py` from what stage 1 gave, several side by side, each by the
+product's own two programs; then a table with intervals over scenes and seeds.
+
+In `--out`: the stage-1 model (`base/`), a result file per run (`results/`), the ends of failed runs' logs (`failed/`),
+`learns.json` and `learns.md`. What is there is not done again, so a second command with the same `--out` goes on, on
+another machine too. Every phase has a time limit, and what has ended is reported whatever happens. `--folder` is
+scratch: data, run directories, logs. Two GPUs or more; with one, engines are beside the training; with none, one slot
+on the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bench.figures import circumstances
+from bench.gpu.learns_arms import ARMS, BASE, FIRST_SEED, REFERENCE, SEEDS, Run, Settings, all_runs, run_config
+from bench.gpu.learns_report import markdown, read_results, summarize, write_result
+from bench.gpu.learns_slots import Place, open_slots, places, run_all, wait_open
+from deploy.demo.build_data import Build, build
+from deploy.demo.scenes import StyleName
+from deploy.launch import Processes, learner_argv, supervised
+from learner.checkpoint import write_atomically
+from shared.config_io import write_yaml
+from shared.errors import DeadlineError, ProjectError, ServerError
+
+INITIAL = Path("deploy/demo/checkpoint")
+_SERVERS_READY_S = 150.0
+_EXPORT_S = 60.0
+_STOP_S = 40.0
+_MOST_STEPS = 50  # times the others' steps, at equal time
+_LAST_LINES = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage1:
+    scenes: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    limit_s: float
+
+
+@dataclass
+class Queue:
+    """The runs that are left, in order; those of equal time wait for what they are measured by."""
+
+    runs: list[Run]
+    results: Path
+    steps: int
+    failed: set[str] = field(default_factory=set)
+
+    def next_run(self) -> Run | None:
+        for i, run in enumerate(self.runs):
+            if self.steps_of(run) is not None:
+                return self.runs.pop(i)
+        return None
+
+    def steps_of(self, run: Run) -> int | None:
+        """None: not known yet."""
+        if not run.arm.wall:
+            return self.steps
+        found = read_results(self.results)
+        reference = [r for r in found if r.arm == REFERENCE]
+        own = [r for r in found if r.arm == run.arm.name.removesuffix(", equal time")]
+        if not reference or not own:
+            return None
+        seconds = sum(r.train_s / r.steps for r in own) / len(own)
+        fitting = round(sum(r.train_s for r in reference) / len(reference) / seconds)
+        return max(1, min(fitting, _MOST_STEPS * self.steps))
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Results and the stage-1 model; what is there is kept.")],
+    folder: Annotated[Path, typer.Option(help="Scratch: data, run directories, logs.")] = Path("runs/learns"),
+    only_stage1: Annotated[bool, typer.Option(help="Stop after stage 1.")] = False,
+    arm: Annotated[list[str] | None, typer.Option(help="Only these arms, by name; again for each.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=SEEDS, help="Of an arm, at most.")] = SEEDS,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of an arm.")] = 48,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
+    learning_rate: Annotated[float, typer.Option(help="Peak, of the arms.")] = 1e-4,
+    train: Annotated[int, typer.Option(min=1, help="Scenes that the arms train on.")] = 10_000,
+    test: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 500,
+    style: Annotated[StyleName, typer.Option(help="How hard the scenes are.")] = "hard",
+    stage1_scenes: Annotated[int, typer.Option(min=1)] = 30_000,
+    stage1_steps: Annotated[int, typer.Option(min=0, help="0: the arms begin with the demo's checkpoint.")] = 800,
+    stage1_batch_size: Annotated[int, typer.Option(min=1)] = 256,
+    stage1_learning_rate: Annotated[float, typer.Option()] = 1e-3,
+    stage1_limit_s: Annotated[float, typer.Option(help="Stage 1 ends then, with the weights that it has.")] = 240.0,
+    slots: Annotated[int, typer.Option(min=1, help="Runs at a time, per GPU.")] = 4,
+    limit_s: Annotated[float, typer.Option(help="Everything has ended then.")] = 560.0,
+    run_limit_s: Annotated[float, typer.Option(help="A single run is given up then.")] = 240.0,
+    eager: Annotated[bool, typer.Option(help="No CUDA graphs in the servers.")] = False,
+) -> None:
+    """Train, compare, report."""
+    deadline = time.monotonic() + limit_s - 8.0  # for the report
+    if torch.cuda.is_available():
+        os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
+    first = Stage1(
+        scenes=stage1_scenes,
+        steps=stage1_steps,
+        batch_size=stage1_batch_size,
+        learning_rate=stage1_learning_rate,
+        limit_s=stage1_limit_s,
+    )
+    settings = Settings(
+        model=out / "base" if stage1_steps else INITIAL,
+        data=folder / "data",
+        runs=folder / "runs",
+        steps=steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        max_new_tokens=640 if style == "hard" else 256,
+        decode_batch_size=256 if torch.cuda.is_available() else 64,
+        eval_scenes=test,
+    )
+    for made in (out / "results", out / "failed", settings.runs, settings.data):
+        made.mkdir(parents=True, exist_ok=True)
+    code = 0
+    try:
+        with supervised() as processes:
+            _all(processes, settings, first, Build(train=train, val=0, test=test, style=style, seed=2), out, folder,
+                 deadline=deadline, only_stage1=only_stage1, runs=all_runs(frozenset(arm or ()), seeds), slots=slots,
+                 run_limit_s=run_limit_s, eager=eager)  # fmt: skip
+    except ProjectError as error:
+        say(f"error: {error}")
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    _report(out)
+    sys.exit(code)
+
+
+def _all(
+    processes: Processes,
+    settings: Settings,
+    first: Stage1,
+    data: Build,
+    out: Path,
+    folder: Path,
+    *,
+    deadline: float,
+    only_stage1: bool,
+    runs: Sequence[Run],
+    slots: int,
+    run_limit_s: float,
+    eager: bool,
+) -> None:
+    num_gpus, num_cores = torch.cuda.device_count(), os.cpu_count() or 1
+    where = places(num_gpus, slots, data_workers=2 if num_gpus else 0)
+    # The servers get the weights by the first sync, so they can start with any model of the same shape, meanwhile.
+    opening = [] if only_stage1 else open_slots(
+        processes, where, model=INITIAL, image_root=settings.data, folder=settings.runs, eager=eager
+    )  # fmt: skip
+    began = time.monotonic()
+    build(data, settings.data, workers=num_cores)
+    if first.steps and not (settings.model / "config.json").is_file():
+        build(
+            Build(train=first.scenes, val=0, test=0, style=data.style, seed=1),
+            folder / "stage1_data",
+            workers=num_cores,
+        )
+        say(f"data: {time.monotonic() - began:.0f} s")
+        _train_stage1(processes, first, folder, settings.model, num_gpus, num_cores)
+    if only_stage1:
+        return
+    ready = wait_open(opening, _SERVERS_READY_S, say)
+    if not ready and any(place.server_url for place in where) and not eager:
+        say("no server with CUDA graphs: once more without")
+        again = open_slots(processes, where, model=INITIAL, image_root=settings.data, folder=settings.runs, eager=True)
+        ready = wait_open(again, _SERVERS_READY_S, say)
+    say(f"{len(ready)} slots ready, {deadline - time.monotonic():.0f} s left")
+    _compare(processes, ready, settings, out, deadline, runs, run_limit_s)
+
+
+def _train_stage1(
+    processes: Processes, first: Stage1, folder: Path, model: Path, num_gpus: int, num_cores: int
+) -> None:
+    """Plain teacher forcing on all GPUs, and the weights as a model in bfloat16."""
+    ranks = max(1, num_gpus)
+    run_dir, path = folder / "stage1", folder / "stage1.yaml"
+    write_yaml(path, stage1_config(first, folder / "stage1_data", run_dir, ranks, num_cores // ranks - 2), "bench")
+    began = time.monotonic()
+    learner = processes.start(
+        "stage 1", learner_argv(str(path), ranks), devices=range(num_gpus), log=folder / "stage1.log"
+    )
+    try:
+        learner.popen.wait(first.limit_s)
+    except subprocess.TimeoutExpired:
+        say(f"stage 1 is stopped after {first.limit_s:g} s")
+        learner.stop(_STOP_S)  # it saves what it has
+    checkpoints = sorted(run_dir.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+    if not checkpoints:
+        raise ServerError("stage 1 has failed", found=last_words(folder / "stage1.log"), wanted="a checkpoint")
+    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoints[-1]), "--out", str(model)]
+    export = subprocess.run(argv, timeout=_EXPORT_S, capture_output=True, text=True, check=False)
+    if export.returncode != 0:
+        raise DeadlineError("stage 1 could not be exported", found=export.stderr[-500:], wanted=f"a model in {model}")
+    told = _losses(run_dir)
+    say(f"stage 1: {checkpoints[-1].name} in {time.monotonic() - began:.0f} s, loss by step {told}")
+    write_atomically(
+        model.parent / "stage1.json", json.dumps({"checkpoint": checkpoints[-1].name, "loss": told}) + "\n"
+    )
+
+
+def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers: int) -> dict[str, Any]:
+    return {
+        "model": {"path": str(INITIAL), "dtype": "float32"},
+        "data": {"train": str(data / "train.jsonl"), "num_workers": max(0, min(14, workers))},
+        "training": {
+            "output_dir": str(run_dir),
+            "seed": 1,
+            "max_steps": first.steps,
+            "effective_batch_size": first.batch_size,
+            "per_device_train_batch_size": first.batch_size // ranks,
+            "learning_rate": first.learning_rate,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": first.steps // 12,
+            "weight_decay": 0.01,
+            "bf16": True,
+        },
+        "logging": {"tensorboard": False, "progress_bar": False},
+        "custom": {"trainer_variant": "sft"},
+        "global_max_length": 65536,
+    }
+
+
+def _losses(run_dir: Path) -> dict[int, float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+    chosen = steps[:: max(1, len(steps) // 8)] + steps[-1:]
+    return {event["global_step"]: round(event["loss"], 3) for event in chosen}
+
+
+def _compare(
+    processes: Processes,
+    slots: Sequence[Any],
+    settings: Settings,
+    out: Path,
+    deadline: float,
+    runs: Sequence[Run],
+    run_limit_s: float,
+) -> None:
+    """Every run whose result is not there, as far as the time goes."""
+    results = out / "results"
+    left = [run for run in runs if not (results / f"{run.name}.json").is_file()]
+    queue = Queue(runs=left, results=results, steps=settings.steps)
+
+    def configure(run: Run, place: Place) -> tuple[Mapping[str, Any], Sequence[str]]:
+        shutil.rmtree(settings.runs / run.name, ignore_errors=True)  # one that was broken off
+        steps = queue.steps_of(run)
+        assert steps is not None, "a run begins when its length is known"
+        return run_config(run, settings, place, steps), [sys.executable, "-m", "learner", "--config"]
+
+    def ended(run: Run, code: int | None) -> None:
+        log = settings.runs / f"{run.name}.log"
+        if code != 0:
+            (out / "failed" / f"{run.name}.log").write_text(last_words(log, _LAST_LINES))
+            say(f"{run.name}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
+            return
+        if run.evaluates_first:
+            write_result(settings.runs / run.name, BASE, FIRST_SEED, results / f"{BASE}.json", at_start=True)
+        write_result(settings.runs / run.name, run.arm.name, run.seed, results / f"{run.name}.json")
+        say(f"{run.name}: {_last_evaluation(settings.runs / run.name)}")
+
+    run_all(
+        processes,
+        slots,
+        next_run=queue.next_run,
+        configure=configure,
+        ended=ended,
+        folder=settings.runs,
+        deadline=deadline,
+        run_limit_s=run_limit_s,
+    )
+
+
+def _last_evaluation(run_dir: Path) -> str:
+    events = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    metrics = [event["metrics"] for event in events if event["event"] == "eval"][-1]
+    shown = ("f1@0.5", "recall@0.5", "precision@0.5", "duplicate_rate")
+    return "  ".join(f"{name} {metrics[name]:.3f}" for name in shown)
+
+
+def _report(out: Path) -> None:
+    summary = summarize(read_results(out / "results"))
+    write_atomically(out / "learns.json", json.dumps({**circumstances(), **summary}, indent=1) + "\n")
+    text = markdown(summary, [BASE, *ARMS])
+    write_atomically(out / "learns.md", text)
+    print(text, flush=True)
+
+
+def last_words(log: Path, num_lines: int = 3) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "\n".join(lines[-num_lines:])
+
+
+def say(text: str) -> None:
+    print(f"[learns] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
