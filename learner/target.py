@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from learner.config.schema import LossConfig
 from learner.coordinate_labels import coordinate_labels
 from learner.description_labels import description_labels
-from learner.overrun import overrun_label, without_unmatched_end
+from learner.overrun import overrun_label
+from learner.prefix_end import up_to_first_miss, up_to_last_match
 from learner.records import Assignment, DetectionObject, EncodedPrompt, Sample, Segment, Target
 from learner.supervision import IGNORED, check_supervision
 from learner.tasks.pieces import TokenPieces, pieces_of
@@ -47,8 +48,9 @@ def build_target(
 
     Raises LossError where a coordinate's tokens are not in the prefix.
     """
-    if loss.cut_unmatched_end:
-        assignment = without_unmatched_end(assignment, task)
+    if loss.prefix_end != "last_object":
+        cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
+        assignment = cut(assignment, task)
     parsed = assignment.parsed
     tail = task.serialize(_missed(assignment, loss), after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]

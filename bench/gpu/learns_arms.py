@@ -21,7 +21,8 @@ BASE = "base"
 SEEDS = 3
 FIRST_SEED = 17
 # The loss on Y_train as it is defined leaves wrong names in the right place, and predictions that match nothing.
-TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "cut_unmatched_end": True}
+TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "last_match"}
+FIRST_MISS: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +62,13 @@ def _arms() -> Iterator[Arm]:
     yield Arm(name=REFERENCE, seeds=SEEDS)
     yield Arm(name="stage2_ab_training", stage2_ab=_ab(0.5), seeds=SEEDS, **ab)
     yield Arm(name="rollout_matching_sft, default loss", loss={}, seeds=SEEDS)
+    yield Arm(name="rollout_matching_sft, cut at the first miss", loss=FIRST_MISS, seeds=SEEDS)
     yield Arm(name="sft, equal time", seeds=SEEDS, wall=True, **sft)
     yield Arm(name="stage2_ab_training, equal time", stage2_ab=_ab(0.5), seeds=SEEDS, wall=True, **ab)
     yield Arm(name="no names taught", loss={**TUNED, "matched_desc_weight": 0.0})
-    yield Arm(name="end not cut", loss={**TUNED, "cut_unmatched_end": False})
+    yield Arm(name="end not cut", loss={"matched_desc_weight": 1.0})
     yield Arm(name="end not cut, closer taught", loss={"matched_desc_weight": 1.0, "overrun_close_weight": 1.0})
-    yield Arm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "cut_unmatched_end": True})
+    yield Arm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "prefix_end": "last_match"})
     yield Arm(name="missed objects in random order", loss={**TUNED, "missed_order": "random"})
     yield Arm(name="temperature 0.7", decoding={"temperature": 0.7})
     yield Arm(name="temperature 1", decoding={"temperature": 1.0})

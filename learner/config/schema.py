@@ -80,10 +80,11 @@ class LossConfig(Section):
         0.0,
         ge=0.0,
     )
-    cut_unmatched_end: bool = key(
-        "cut the prefix after the last matched prediction, so that what matches nothing behind it gives way to the "
-        "missed objects or the end. For labels that are complete: an object without a label matches nothing",
-        False,
+    prefix_end: Literal["last_object", "last_match", "first_miss"] = key(
+        "where the rollout's prefix ends: after its last object; after its last matched prediction; or where it first "
+        "skipped an object. What it then lacks is appended. The latter two are for complete labels: an object "
+        "without a label matches nothing",
+        "last_object",
     )
     missed_order: Literal["canonical", "random"] = key(
         "order of the missed objects that are appended; `random`: one that belongs to the sample", "canonical"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.schema import LossConfig
-from learner.overrun import overrun_label, without_unmatched_end
+from learner.overrun import overrun_label
 from learner.records import Assignment, DetectionObject
 from learner.supervision import IGNORED
 from learner.target import build_target
@@ -96,44 +96,3 @@ def test_the_target_has_one_more_label_of_that_weight(weight: float) -> None:
     assert changed.tolist() == [label[0]]
     assert plain.labels[label[0]] == IGNORED
     assert (target.labels[label[0]], target.loss_weights[label[0]]) == (label[1], weight)
-
-
-@given(st.sampled_from(CONTAINERS), st.sampled_from(COORDINATES), st.sets(st.sampled_from(MERGES)), st.integers(0, 2))
-def test_a_cut_answer_goes_on_with_what_it_missed(
-    container: str, coordinates: str, merges: set[bytes], num_found: int
-) -> None:
-    """What matched nothing behind the last match is gone; missed objects and the end are taught in its place."""
-    task, tokenizer = make_task(container, coordinates, merges)
-    ids = tokenizer.encode(task.serialize([*FOUND[:num_found], *EXTRA], after=None).text)
-    assignment = Assignment(
-        parsed=task.parse(make_rollout(ids, FOUND)),
-        pairs=tuple((i, i, 1.0) for i in range(num_found)),
-        missed=tuple(range(num_found, len(FOUND))),
-        spurious=tuple(range(num_found, num_found + len(EXTRA))),
-    )
-    cut = without_unmatched_end(assignment, task)
-    if cut is assignment:
-        assert any(b"0" in merge for merge in merges), "only a coordinate fused with the end may keep what follows"
-        return
-    target = build_target(assignment, task, tokenizer, loss=LossConfig(cut_unmatched_end=True))
-    prefix = tuple(target.token_ids[: target.prefix_length])
-    assert prefix == tuple(ids[: len(prefix)])
-    said = task.parse(make_rollout(target.token_ids[:-1].tolist()))
-    assert [p.object for p in said.objects] == FOUND
-    assert said.closed
-    assert cut.spurious == ()
-    assert (target.labels[target.prefix_length + 1 :] == target.token_ids[target.prefix_length + 1 :]).all()
-
-
-def test_unmatched_predictions_in_the_middle_stay() -> None:
-    """The prefix is the rollout's own up to its cut: nothing is taken out of it."""
-    task, tokenizer = make_task()
-    ids = tokenizer.encode(task.serialize([EXTRA[0], FOUND[0], EXTRA[1]], after=None).text)
-    parsed = task.parse(make_rollout(ids, FOUND))
-    assignment = Assignment(parsed=parsed, pairs=((1, 0, 1.0),), missed=(1,), spurious=(0, 2))
-    cut = without_unmatched_end(assignment, task)
-    assert [p.object for p in cut.parsed.objects] == [EXTRA[0], FOUND[0]]
-    assert cut.spurious == (0,)
-    target = build_target(assignment, task, tokenizer, loss=LossConfig(cut_unmatched_end=True))
-    said = task.parse(make_rollout(target.token_ids[:-1].tolist()))
-    assert [p.object for p in said.objects] == [EXTRA[0], FOUND[0], FOUND[1]]
