@@ -28,7 +28,18 @@ import torch
 import typer
 
 from bench.figures import circumstances
-from bench.gpu.learns_arms import ARMS, BASE, FIRST_SEED, REFERENCE, SEEDS, Run, Settings, all_runs, run_config
+from bench.gpu.learns_arms import (
+    ARMS,
+    BASE,
+    FIRST_SEED,
+    REFERENCE,
+    SEEDS,
+    Run,
+    Settings,
+    all_runs,
+    read_arm,
+    run_config,
+)
 from bench.gpu.learns_report import markdown, read_results, summarize, write_result
 from bench.gpu.learns_slots import Place, open_slots, places, run_all, wait_open
 from deploy.demo.build_data import Build, build
@@ -89,10 +100,11 @@ def main(
     folder: Annotated[Path, typer.Option(help="Scratch: data, run directories, logs.")] = Path("runs/learns"),
     only_stage1: Annotated[bool, typer.Option(help="Stop after stage 1.")] = False,
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms, by name; again for each.")] = None,
+    add_arm: Annotated[list[str] | None, typer.Option(help="One more arm, as JSON; again for each.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=SEEDS, help="Of an arm, at most.")] = SEEDS,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of an arm.")] = 48,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
-    learning_rate: Annotated[float, typer.Option(help="Peak, of the arms.")] = 1e-4,
+    learning_rate: Annotated[float, typer.Option(help="Peak, of the arms.")] = 3e-5,
     train: Annotated[int, typer.Option(min=1, help="Scenes that the arms train on.")] = 10_000,
     test: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 500,
     style: Annotated[StyleName, typer.Option(help="How hard the scenes are.")] = "hard",
@@ -107,6 +119,8 @@ def main(
     eager: Annotated[bool, typer.Option(help="No CUDA graphs in the servers.")] = False,
 ) -> None:
     """Train, compare, report."""
+    arms = {**ARMS, **{one.name: one for one in map(read_arm, add_arm or ())}}
+    wanted = [one for name, one in arms.items() if not arm or name in arm or name not in ARMS]
     deadline = time.monotonic() + limit_s - 8.0  # for the report
     if torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
@@ -134,14 +148,14 @@ def main(
     try:
         with supervised() as processes:
             _all(processes, settings, first, Build(train=train, val=0, test=test, style=style, seed=2), out, folder,
-                 deadline=deadline, only_stage1=only_stage1, runs=all_runs(frozenset(arm or ()), seeds), slots=slots,
+                 deadline=deadline, only_stage1=only_stage1, runs=all_runs(wanted, seeds), slots=slots,
                  run_limit_s=run_limit_s, eager=eager)  # fmt: skip
     except ProjectError as error:
         say(f"error: {error}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    _report(out)
+    _report(out, [BASE, *arms])
     sys.exit(code)
 
 
@@ -296,10 +310,10 @@ def _last_evaluation(run_dir: Path) -> str:
     return "  ".join(f"{name} {metrics[name]:.3f}" for name in shown)
 
 
-def _report(out: Path) -> None:
+def _report(out: Path, order: Sequence[str]) -> None:
     summary = summarize(read_results(out / "results"))
     write_atomically(out / "learns.json", json.dumps({**circumstances(), **summary}, indent=1) + "\n")
-    text = markdown(summary, [BASE, *ARMS])
+    text = markdown(summary, order)
     write_atomically(out / "learns.md", text)
     print(text, flush=True)
 

@@ -9,12 +9,14 @@ so wait for it; ablations change one thing of REFERENCE each, and have one seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.learns_slots import Place
+from shared.errors import ConfigError
 
 REFERENCE = "rollout_matching_sft"
 BASE = "base"
@@ -69,6 +71,7 @@ def _arms() -> Iterator[Arm]:
     yield Arm(name="end not cut", loss={"matched_desc_weight": 1.0})
     yield Arm(name="end not cut, closer taught", loss={"matched_desc_weight": 1.0, "overrun_close_weight": 1.0})
     yield Arm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "prefix_end": "last_match"})
+    yield Arm(name="coordinates of weight 0.25", loss={**TUNED, "matched_coordinate_weight": 0.25})
     yield Arm(name="missed objects in random order", loss={**TUNED, "missed_order": "random"})
     yield Arm(name="temperature 0.7", decoding={"temperature": 0.7})
     yield Arm(name="temperature 1", decoding={"temperature": 1.0})
@@ -102,11 +105,23 @@ class Run:
         return self.arm.name == "sft" and self.seed == FIRST_SEED
 
 
-def all_runs(only: frozenset[str] = frozenset(), most_seeds: int = SEEDS) -> list[Run]:
-    """In order of what is wanted most: a seed of each main arm, then the next seed; `only`: of these arms."""
-    runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in ARMS.values() for i in range(min(arm.seeds, most_seeds))]
-    wanted = [run for run in runs if not only or run.arm.name in only]
-    return sorted(wanted, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
+def read_arm(text: str) -> Arm:
+    """One more arm, as a JSON object of `Arm`'s fields. Raises ConfigError."""
+    try:
+        return Arm(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "an arm can't be read",
+            found=f"{text[:200]}: {error}",
+            wanted=f"a JSON object with some of {', '.join(f.name for f in fields(Arm))}",
+            remedy='such as {"name": "cooler", "decoding": {"temperature": 0.5}}',
+        ) from error
+
+
+def all_runs(arms: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
+    """In order of what is wanted most: a seed of each main arm, then the next seed; then what has one seed."""
+    runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in arms for i in range(min(arm.seeds, most_seeds))]
+    return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
 
 
 def run_config(run: Run, settings: Settings, place: Place, steps: int) -> dict[str, Any]:

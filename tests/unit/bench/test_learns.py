@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bench.gpu import learns
-from bench.gpu.learns_arms import ARMS, REFERENCE, SEEDS, TUNED, Run, Settings, all_runs, run_config
+from bench.gpu.learns_arms import ARMS, REFERENCE, SEEDS, TUNED, Run, Settings, all_runs, read_arm, run_config
 from bench.gpu.learns_report import Draws, Result, markdown, read_results, summarize, write_result
 from bench.gpu.learns_slots import Place, Slot, places, run_all, server_config
 from deploy.launch import supervised
@@ -22,6 +22,7 @@ from learner.config.load import load_config
 from learner.tasks.detection.counts import COLUMNS
 from rollout_server.config import load_server_config
 from shared.config_io import write_yaml
+from shared.errors import ConfigError
 
 SERVED = Place(index=0, server_devices=(0,), learner_devices=(1,), server_url="http://127.0.0.1:9000", group_port=9001)
 COLOCATED = Place(index=0, learner_devices=(0,))
@@ -66,17 +67,24 @@ def test_stage_1_is_a_configuration_that_the_learner_takes(tmp_path: Path) -> No
 
 
 def test_what_is_wanted_most_runs_first_and_each_run_once() -> None:
-    runs = all_runs()
+    runs = all_runs(ARMS.values())
     assert len({run.name for run in runs}) == len(runs)
     main = [run for run in runs if run.arm.seeds == SEEDS]
     assert runs[: len(main)] == main
-    assert {run.seed for run in runs[:4]} == {17}
+    assert {run.seed for run in runs[:5]} == {17}
     assert sum(run.evaluates_first for run in runs) == 1
-    assert {run.arm.name for run in all_runs(frozenset({"sft"}), 2)} == {"sft"}
-    assert len(all_runs(frozenset({"sft"}), 2)) == 2
+    assert [run.name for run in all_runs([ARMS["sft"]], 2)] == ["sft-17", "sft-18"]
     ablations = [run.arm for run in runs if run.arm.variant == REFERENCE and run.arm.seeds == 1]
     assert all(arm != replace(ARMS[REFERENCE], name=arm.name, seeds=1) for arm in ablations)
     assert ARMS[REFERENCE].loss == TUNED
+
+
+def test_an_arm_can_be_added_in_words() -> None:
+    arm = read_arm('{"name": "cooler", "decoding": {"temperature": 0.5}, "seeds": 2}')
+    assert (arm.decoding, arm.loss, arm.seeds) == ({"temperature": 0.5}, TUNED, 2)
+    for text in ("cooler", '{"name": "x", "temperature": 1}', "{}"):
+        with pytest.raises(ConfigError, match="an arm can't be read"):
+            read_arm(text)
 
 
 def test_two_gpus_hold_servers_and_learners_crosswise() -> None:
