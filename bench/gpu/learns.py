@@ -16,12 +16,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -42,28 +42,16 @@ from bench.gpu.learns_arms import (
 )
 from bench.gpu.learns_report import markdown, read_results, summarize, write_result
 from bench.gpu.learns_slots import Place, open_slots, places, run_all, wait_open
+from bench.gpu.learns_stage1 import INITIAL, Stage1, last_words, say, train_stage1
 from deploy.demo.build_data import Build, build
 from deploy.demo.scenes import StyleName
-from deploy.launch import Processes, learner_argv, supervised
+from deploy.launch import Processes, supervised
 from learner.checkpoint import write_atomically
-from shared.config_io import write_yaml
-from shared.errors import DeadlineError, ProjectError, ServerError
+from shared.errors import ProjectError
 
-INITIAL = Path("deploy/demo/checkpoint")
 _SERVERS_READY_S = 150.0
-_EXPORT_S = 60.0
-_STOP_S = 40.0
 _MOST_STEPS = 50  # times the others' steps, at equal time
 _LAST_LINES = 60
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage1:
-    scenes: int
-    steps: int
-    batch_size: int
-    learning_rate: float
-    limit_s: float
 
 
 @dataclass
@@ -73,7 +61,6 @@ class Queue:
     runs: list[Run]
     results: Path
     steps: int
-    failed: set[str] = field(default_factory=set)
 
     def next_run(self) -> Run | None:
         for i, run in enumerate(self.runs):
@@ -90,8 +77,7 @@ class Queue:
         own = [r for r in found if r.arm == run.arm.name.removesuffix(", equal time")]
         if not reference or not own:
             return None
-        seconds = sum(r.train_s / r.steps for r in own) / len(own)
-        fitting = round(sum(r.train_s for r in reference) / len(reference) / seconds)
+        fitting = round(median(r.train_s for r in reference) / median(r.medians["step_s"] for r in own))
         return max(1, min(fitting, _MOST_STEPS * self.steps))
 
 
@@ -155,7 +141,8 @@ def main(
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    _report(out, [BASE, *arms])
+    finally:
+        _report(out, [BASE, *arms])
     sys.exit(code)
 
 
@@ -189,7 +176,7 @@ def _all(
             workers=num_cores,
         )
         say(f"data: {time.monotonic() - began:.0f} s")
-        _train_stage1(processes, first, folder, settings.model, num_gpus, num_cores)
+        train_stage1(processes, first, folder, settings.model, num_gpus, num_cores)
     if only_stage1:
         return
     ready = wait_open(opening, _SERVERS_READY_S, say)
@@ -199,65 +186,6 @@ def _all(
         ready = wait_open(again, _SERVERS_READY_S, say)
     say(f"{len(ready)} slots ready, {deadline - time.monotonic():.0f} s left")
     _compare(processes, ready, settings, out, deadline, runs, run_limit_s)
-
-
-def _train_stage1(
-    processes: Processes, first: Stage1, folder: Path, model: Path, num_gpus: int, num_cores: int
-) -> None:
-    """Plain teacher forcing on all GPUs, and the weights as a model in bfloat16."""
-    ranks = max(1, num_gpus)
-    run_dir, path = folder / "stage1", folder / "stage1.yaml"
-    write_yaml(path, stage1_config(first, folder / "stage1_data", run_dir, ranks, num_cores // ranks - 2), "bench")
-    began = time.monotonic()
-    learner = processes.start(
-        "stage 1", learner_argv(str(path), ranks), devices=range(num_gpus), log=folder / "stage1.log"
-    )
-    try:
-        learner.popen.wait(first.limit_s)
-    except subprocess.TimeoutExpired:
-        say(f"stage 1 is stopped after {first.limit_s:g} s")
-        learner.stop(_STOP_S)  # it saves what it has
-    checkpoints = sorted(run_dir.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-    if not checkpoints:
-        raise ServerError("stage 1 has failed", found=last_words(folder / "stage1.log"), wanted="a checkpoint")
-    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoints[-1]), "--out", str(model)]
-    export = subprocess.run(argv, timeout=_EXPORT_S, capture_output=True, text=True, check=False)
-    if export.returncode != 0:
-        raise DeadlineError("stage 1 could not be exported", found=export.stderr[-500:], wanted=f"a model in {model}")
-    told = _losses(run_dir)
-    say(f"stage 1: {checkpoints[-1].name} in {time.monotonic() - began:.0f} s, loss by step {told}")
-    write_atomically(
-        model.parent / "stage1.json", json.dumps({"checkpoint": checkpoints[-1].name, "loss": told}) + "\n"
-    )
-
-
-def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers: int) -> dict[str, Any]:
-    return {
-        "model": {"path": str(INITIAL), "dtype": "float32"},
-        "data": {"train": str(data / "train.jsonl"), "num_workers": max(0, min(14, workers))},
-        "training": {
-            "output_dir": str(run_dir),
-            "seed": 1,
-            "max_steps": first.steps,
-            "effective_batch_size": first.batch_size,
-            "per_device_train_batch_size": first.batch_size // ranks,
-            "learning_rate": first.learning_rate,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": first.steps // 12,
-            "weight_decay": 0.01,
-            "bf16": True,
-        },
-        "logging": {"tensorboard": False, "progress_bar": False},
-        "custom": {"trainer_variant": "sft"},
-        "global_max_length": 65536,
-    }
-
-
-def _losses(run_dir: Path) -> dict[int, float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
-    chosen = steps[:: max(1, len(steps) // 8)] + steps[-1:]
-    return {event["global_step"]: round(event["loss"], 3) for event in chosen}
 
 
 def _compare(
@@ -316,15 +244,6 @@ def _report(out: Path, order: Sequence[str]) -> None:
     text = markdown(summary, order)
     write_atomically(out / "learns.md", text)
     print(text, flush=True)
-
-
-def last_words(log: Path, num_lines: int = 3) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return "\n".join(lines[-num_lines:])
-
-
-def say(text: str) -> None:
-    print(f"[learns] {text}", flush=True)
 
 
 if __name__ == "__main__":

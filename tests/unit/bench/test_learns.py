@@ -17,6 +17,7 @@ from bench.gpu import learns
 from bench.gpu.learns_arms import ARMS, REFERENCE, SEEDS, TUNED, Run, Settings, all_runs, read_arm, run_config
 from bench.gpu.learns_report import Draws, Result, markdown, read_results, summarize, write_result
 from bench.gpu.learns_slots import Place, Slot, places, run_all, server_config
+from bench.gpu.learns_stage1 import Stage1, stage1_config
 from deploy.launch import supervised
 from learner.config.load import load_config
 from learner.tasks.detection.counts import COLUMNS
@@ -60,9 +61,9 @@ def test_a_slots_server_is_a_configuration_that_the_server_takes(on_gpu: bool, e
 
 
 def test_stage_1_is_a_configuration_that_the_learner_takes(tmp_path: Path) -> None:
-    first = learns.Stage1(scenes=10, steps=24, batch_size=8, learning_rate=1e-3, limit_s=10.0)
+    first = Stage1(scenes=10, steps=24, batch_size=8, learning_rate=1e-3, limit_s=10.0)
     path = tmp_path / "stage1.yaml"
-    write_yaml(path, learns.stage1_config(first, tmp_path, tmp_path / "run", 2, 1), "test")
+    write_yaml(path, stage1_config(first, tmp_path, tmp_path / "run", 2, 1), "test")
     assert load_config(str(path), world_size=2).training.per_device_train_batch_size == 4
 
 

@@ -12,7 +12,8 @@ import pytest
 import typer
 
 from bench.gpu import topologies
-from bench.gpu.topologies import MODES, Served, Topology, Work, learner_config, markdown, told
+from bench.gpu.topologies import MODES, Served, Topology, Work, learner_config
+from bench.gpu.topologies_report import WARM_UP_STEPS, markdown, told
 from bench.gpu.watch import Watch, family, read_smi
 from deploy.launch import Process
 from learner.config.load import load_config
@@ -102,7 +103,7 @@ def test_a_runs_events_come_to_rates_and_phases() -> None:
             "channel": "B",
             "metrics": {"step_s": 2.0, "rollout_s": 1.0, "learn_s": 0.5, "rollout_tokens": 100.0},
         }
-        for _ in range(topologies.WARM_UP_STEPS + 4)
+        for _ in range(WARM_UP_STEPS + 4)
     ]
     syncs = [{"event": "sync", "seconds": 0.1 * i, "num_bytes": 10**9, "canary_gap": 0.01} for i in range(1, 6)]
     row = told([*steps, *syncs])
