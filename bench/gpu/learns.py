@@ -41,7 +41,7 @@ from bench.gpu.learns_arms import (
     run_config,
 )
 from bench.gpu.learns_report import markdown, read_results, summarize, write_result
-from bench.gpu.learns_slots import Place, open_slots, places, run_all, wait_open
+from bench.gpu.learns_slots import Place, Slot, open_slots, places, run_all, wait_open
 from bench.gpu.learns_stage1 import INITIAL, Stage1, last_words, say, train_stage1
 from deploy.demo.build_data import Build, build
 from deploy.demo.scenes import StyleName
@@ -50,8 +50,29 @@ from learner.checkpoint import write_atomically
 from shared.errors import ProjectError
 
 _SERVERS_READY_S = 150.0
+_REPORT_S = 15.0  # for what still runs to be stopped, and for the report
 _MOST_STEPS = 50  # times the others' steps, at equal time
 _LAST_LINES = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a command asks for. No runs: stage 1 alone."""
+
+    settings: Settings
+    stage1: Stage1
+    data: Build  # what the arms train and are tested on
+    out: Path
+    folder: Path
+    runs: tuple[Run, ...]
+    slots_per_gpu: int
+    eager: bool
+    deadline: float  # monotonic
+    run_limit_s: float
+
+    @property
+    def results(self) -> Path:
+        return self.out / "results"
 
 
 @dataclass
@@ -107,99 +128,84 @@ def main(
     """Train, compare, report."""
     arms = {**ARMS, **{one.name: one for one in map(read_arm, add_arm or ())}}
     wanted = [one for name, one in arms.items() if not arm or name in arm or name not in ARMS]
-    deadline = time.monotonic() + limit_s - 8.0  # for the report
     if torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
-    first = Stage1(
-        scenes=stage1_scenes,
-        steps=stage1_steps,
-        batch_size=stage1_batch_size,
-        learning_rate=stage1_learning_rate,
-        limit_s=stage1_limit_s,
+    plan = Plan(
+        settings=Settings(
+            model=out / "base" if stage1_steps else INITIAL,
+            data=folder / "data",
+            runs=folder / "runs",
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            max_new_tokens=640 if style == "hard" else 256,
+            decode_batch_size=256 if torch.cuda.is_available() else 64,
+            eval_scenes=test,
+        ),
+        stage1=Stage1(
+            scenes=stage1_scenes,
+            steps=stage1_steps,
+            batch_size=stage1_batch_size,
+            learning_rate=stage1_learning_rate,
+            limit_s=stage1_limit_s,
+        ),
+        data=Build(train=train, val=0, test=test, style=style, seed=2),
+        out=out,
+        folder=folder,
+        runs=() if only_stage1 else tuple(all_runs(wanted, seeds)),
+        slots_per_gpu=slots,
+        eager=eager,
+        deadline=time.monotonic() + limit_s - _REPORT_S,
+        run_limit_s=run_limit_s,
     )
-    settings = Settings(
-        model=out / "base" if stage1_steps else INITIAL,
-        data=folder / "data",
-        runs=folder / "runs",
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        max_new_tokens=640 if style == "hard" else 256,
-        decode_batch_size=256 if torch.cuda.is_available() else 64,
-        eval_scenes=test,
-    )
-    for made in (out / "results", out / "failed", settings.runs, settings.data):
+    for made in (plan.results, out / "failed", plan.settings.runs, plan.settings.data):
         made.mkdir(parents=True, exist_ok=True)
     code = 0
     try:
         with supervised() as processes:
-            _all(processes, settings, first, Build(train=train, val=0, test=test, style=style, seed=2), out, folder,
-                 deadline=deadline, only_stage1=only_stage1, runs=all_runs(wanted, seeds), slots=slots,
-                 run_limit_s=run_limit_s, eager=eager)  # fmt: skip
+            try:
+                _carry_out(plan, processes)
+            finally:  # before the servers are stopped, which takes its time
+                _report(out, [BASE, *arms])
     except ProjectError as error:
         say(f"error: {error}")
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
-    finally:
-        _report(out, [BASE, *arms])
     sys.exit(code)
 
 
-def _all(
-    processes: Processes,
-    settings: Settings,
-    first: Stage1,
-    data: Build,
-    out: Path,
-    folder: Path,
-    *,
-    deadline: float,
-    only_stage1: bool,
-    runs: Sequence[Run],
-    slots: int,
-    run_limit_s: float,
-    eager: bool,
-) -> None:
-    num_gpus, num_cores = torch.cuda.device_count(), os.cpu_count() or 1
-    where = places(num_gpus, slots, data_workers=2 if num_gpus else 0)
-    # The servers get the weights by the first sync, so they can start with any model of the same shape, meanwhile.
-    opening = [] if only_stage1 else open_slots(
-        processes, where, model=INITIAL, image_root=settings.data, folder=settings.runs, eager=eager
-    )  # fmt: skip
+def _carry_out(plan: Plan, processes: Processes) -> None:
+    """All phases. Raises ProjectError where one can't go on."""
+    settings, num_gpus, num_cores = plan.settings, torch.cuda.device_count(), os.cpu_count() or 1
+    where = places(num_gpus, plan.slots_per_gpu, data_workers=2 if num_gpus else 0) if plan.runs else []
+
+    def open_all(*, eager: bool) -> list[Slot[Run]]:
+        # The first sync brings the weights, so a server can start with any model of the same shape, before stage 1.
+        return open_slots(processes, where, model=INITIAL, image_root=settings.data, folder=settings.runs, eager=eager)
+
+    opening = open_all(eager=plan.eager)
     began = time.monotonic()
-    build(data, settings.data, workers=num_cores)
-    if first.steps and not (settings.model / "config.json").is_file():
-        build(
-            Build(train=first.scenes, val=0, test=0, style=data.style, seed=1),
-            folder / "stage1_data",
-            workers=num_cores,
-        )
+    build(plan.data, settings.data, workers=num_cores)
+    if plan.stage1.steps and not settings.model.is_dir():
+        first = Build(train=plan.stage1.scenes, val=0, test=0, style=plan.data.style, seed=1)
+        build(first, plan.folder / "stage1_data", workers=num_cores)
         say(f"data: {time.monotonic() - began:.0f} s")
-        train_stage1(processes, first, folder, settings.model, num_gpus, num_cores)
-    if only_stage1:
+        train_stage1(processes, plan.stage1, plan.folder, settings.model, num_gpus, num_cores)
+    if not plan.runs:
         return
     ready = wait_open(opening, _SERVERS_READY_S, say)
-    if not ready and any(place.server_url for place in where) and not eager:
+    if not ready and not plan.eager:
         say("no server with CUDA graphs: once more without")
-        again = open_slots(processes, where, model=INITIAL, image_root=settings.data, folder=settings.runs, eager=True)
-        ready = wait_open(again, _SERVERS_READY_S, say)
-    say(f"{len(ready)} slots ready, {deadline - time.monotonic():.0f} s left")
-    _compare(processes, ready, settings, out, deadline, runs, run_limit_s)
+        ready = wait_open(open_all(eager=True), _SERVERS_READY_S, say)
+    say(f"{len(ready)} slots ready, {plan.deadline - time.monotonic():.0f} s left")
+    _compare(plan, processes, ready)
 
 
-def _compare(
-    processes: Processes,
-    slots: Sequence[Any],
-    settings: Settings,
-    out: Path,
-    deadline: float,
-    runs: Sequence[Run],
-    run_limit_s: float,
-) -> None:
+def _compare(plan: Plan, processes: Processes, slots: Sequence[Slot[Run]]) -> None:
     """Every run whose result is not there, as far as the time goes."""
-    results = out / "results"
-    left = [run for run in runs if not (results / f"{run.name}.json").is_file()]
+    settings, results, failed = plan.settings, plan.results, plan.out / "failed"
+    left = [run for run in plan.runs if not (results / f"{run.name}.json").is_file()]
     queue = Queue(runs=left, results=results, steps=settings.steps)
 
     def configure(run: Run, place: Place) -> tuple[Mapping[str, Any], Sequence[str]]:
@@ -209,15 +215,15 @@ def _compare(
         return run_config(run, settings, place, steps), [sys.executable, "-m", "learner", "--config"]
 
     def ended(run: Run, code: int | None) -> None:
-        log = settings.runs / f"{run.name}.log"
+        run_dir, log = settings.runs / run.name, settings.runs / f"{run.name}.log"
         if code != 0:
-            (out / "failed" / f"{run.name}.log").write_text(last_words(log, _LAST_LINES))
+            (failed / f"{run.name}.log").write_text(last_words(log, _LAST_LINES))
             say(f"{run.name}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
             return
         if run.evaluates_first:
-            write_result(settings.runs / run.name, BASE, FIRST_SEED, results / f"{BASE}.json", at_start=True)
-        write_result(settings.runs / run.name, run.arm.name, run.seed, results / f"{run.name}.json")
-        say(f"{run.name}: {_last_evaluation(settings.runs / run.name)}")
+            write_result(run_dir, BASE, FIRST_SEED, results / f"{BASE}.json", at_start=True)
+        write_result(run_dir, run.arm.name, run.seed, results / f"{run.name}.json")
+        say(f"{run.name}: {_last_evaluation(run_dir)}")
 
     run_all(
         processes,
@@ -226,8 +232,8 @@ def _compare(
         configure=configure,
         ended=ended,
         folder=settings.runs,
-        deadline=deadline,
-        run_limit_s=run_limit_s,
+        deadline=plan.deadline,
+        run_limit_s=plan.run_limit_s,
     )
 
 

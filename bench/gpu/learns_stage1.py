@@ -81,12 +81,14 @@ def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers:
 
 
 def _export(checkpoint: Path, model: Path) -> None:
-    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(model)]
+    unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder of that name is complete
+    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
     try:
         subprocess.run(argv, timeout=_EXPORT_S, capture_output=True, text=True, check=True)
     except subprocess.SubprocessError as error:
         said = getattr(error, "stderr", None) or str(error)
         raise CheckpointError("stage 1 could not be exported", found=str(said)[-500:], wanted=f"{model}") from error
+    unfinished.rename(model)
 
 
 def _losses(run_dir: Path) -> dict[int, float]:
