@@ -2,7 +2,8 @@
 
 In: the programs' process ids, the folders to look into, and a size. Out, once it has been left: `gpus`, `written` and
 `new_files`. Bytes are those given to any write call (`wchar` of /proc/PID/io), whatever the file system; weights that
-travelled as files would be among them. Called by `topologies.py`.
+travelled as files would be among them (and without a GPU those that gloo writes to its sockets are). Called by
+`topologies.py`.
 """
 
 from __future__ import annotations
