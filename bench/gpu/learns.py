@@ -116,7 +116,7 @@ def main(
     test: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 500,
     style: Annotated[StyleName, typer.Option(help="How hard the scenes are.")] = "hard",
     stage1_scenes: Annotated[int, typer.Option(min=1)] = 30_000,
-    stage1_steps: Annotated[int, typer.Option(min=0, help="0: the arms begin with the demo's checkpoint.")] = 800,
+    stage1_steps: Annotated[int, typer.Option(min=0, help="0: the arms begin with the demo's checkpoint.")] = 1000,
     stage1_batch_size: Annotated[int, typer.Option(min=1)] = 256,
     stage1_learning_rate: Annotated[float, typer.Option()] = 1e-3,
     stage1_limit_s: Annotated[float, typer.Option(help="Stage 1 ends then, with the weights that it has.")] = 240.0,
