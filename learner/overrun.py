@@ -9,9 +9,8 @@ In: an `Assignment`. Out: that position and that token. Pure. Called by `target.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from learner.records import Assignment, ParsedRollout
+from learner.prefix_end import up_to_object
+from learner.records import Assignment
 from learner.tasks.pieces import pieces_of
 from learner.tasks.task import Task, Tokenizer
 
@@ -26,7 +25,7 @@ def overrun_label(assignment: Assignment, task: Task, tokenizer: Tokenizer) -> t
         return None
     parsed = assignment.parsed
     last = max((index for index, *_ in assignment.pairs), default=-1)
-    covered = _up_to_object(parsed, last, task)
+    covered = up_to_object(parsed, last, task)
     if len(covered.objects) > last + 1:  # its end is fused with a coordinate, and the next place to close is further on
         return None
     closing = pieces_of(tokenizer).encode(task.serialize((), after=covered).text)
@@ -35,14 +34,3 @@ def overrun_label(assignment: Assignment, task: Task, tokenizer: Tokenizer) -> t
         if token != wanted:
             return position, wanted
     return None
-
-
-def _up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:
-    """The answer as it stood when its valid object `index` had just been closed (-1: before the first)."""
-    rollout = parsed.rollout
-    length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
-    while True:
-        begun = task.parse(replace(rollout, response_token_ids=rollout.response_token_ids[:length]))
-        if len(begun.objects) > index:
-            return begun
-        length += 1

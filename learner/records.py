@@ -77,10 +77,12 @@ class CoordSlots(NamedTuple):
 
 
 class PredictedObject(NamedTuple):
-    """A valid object of a rollout; `slots` are the places of its coordinates in the rollout's `CoordSlots`."""
+    """A valid object of a rollout; `slots` are the places of its coordinates in the rollout's `CoordSlots`,
+    `desc_bytes` those bytes of the answer's text that are its description, quotes included."""
 
     object: DetectionObject
     slots: range
+    desc_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

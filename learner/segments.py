@@ -106,8 +106,7 @@ class RolloutSource:
                     self._task,
                     self._tokenizer,
                     self._eos_token_id,
-                    desc_weight=self._loss.desc_weight,
-                    overrun_close_weight=self._loss.overrun_close_weight,
+                    self._loss,
                 )
                 stats = segment_stats(assignment)
                 segments.append(build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats))

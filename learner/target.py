@@ -11,23 +11,30 @@ Called by the trainer's target stage.
 
 Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included.
 
-Matched coordinates. `learner.coordinate_labels` says what each token should have been.
+Matched predictions. `learner.coordinate_labels` says what each token of a coordinate should have been, and
+`learner.description_labels` those of a description. By default (SPEC) coordinates have weight 1 and descriptions none.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.config.schema import LossConfig
 from learner.coordinate_labels import coordinate_labels
+from learner.description_labels import description_labels
 from learner.overrun import overrun_label
-from learner.records import Assignment, EncodedPrompt, Sample, Segment, Target
+from learner.prefix_end import up_to_first_miss, up_to_last_match
+from learner.records import Assignment, DetectionObject, EncodedPrompt, Sample, Segment, Target
 from learner.supervision import IGNORED, check_supervision
 from learner.tasks.pieces import TokenPieces, pieces_of
 from learner.tasks.task import SerializedTail, Task, Tokenizer
 from shared.errors import LossError
+
+SPECIFIED = LossConfig()  # the loss on Y_train as it is defined
 
 
 def build_target(
@@ -35,27 +42,46 @@ def build_target(
     task: Task,
     tokenizer: Tokenizer,
     eos_token_id: int | None = None,
-    desc_weight: float = 1.0,
-    overrun_close_weight: float = 0.0,
+    loss: LossConfig = SPECIFIED,
 ) -> Target:
-    """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's).
+    """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's), weighted as `loss` says.
 
-    `overrun_close_weight` is that of the closer where the answer had found everything and went on (`overrun.py`).
     Raises LossError where a coordinate's tokens are not in the prefix.
     """
+    if loss.prefix_end != "last_object":
+        cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
+        assignment = cut(assignment, task)
     parsed = assignment.parsed
-    truth = parsed.rollout.sample.objects
-    tail = task.serialize([truth[i] for i in assignment.missed], after=parsed)
+    tail = task.serialize(_missed(assignment, loss), after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
-    target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, desc_weight)
+    target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, loss.desc_weight)
     read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may part from the truth behind it
-    positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
-    target.labels[positions] = labels
-    target.loss_weights[positions] = 1.0
-    overrun = overrun_label(assignment, task, tokenizer) if overrun_close_weight else None
-    if overrun is not None and target.labels[overrun[0]] == IGNORED:  # the end of a number may be taught there
-        target.labels[overrun[0]], target.loss_weights[overrun[0]] = overrun[1], overrun_close_weight
+    if loss.matched_coordinate_weight:
+        positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
+        target.labels[positions] = labels
+        target.loss_weights[positions] = loss.matched_coordinate_weight
+    if loss.matched_desc_weight:
+        for position, label in description_labels(assignment, task.desc_text, tokenizer):
+            _teach_besides(target, position, label, loss.matched_desc_weight)
+    overrun = overrun_label(assignment, task, tokenizer) if loss.overrun_close_weight else None
+    if overrun is not None:
+        _teach_besides(target, *overrun, loss.overrun_close_weight)
     return target
+
+
+def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
+    """The objects to append, in canonical order or in one that belongs to the sample."""
+    sample = assignment.parsed.rollout.sample
+    missed = [sample.objects[i] for i in assignment.missed]
+    if loss.missed_order == "random":
+        random.Random(sample.sample_id).shuffle(missed)
+    return missed
+
+
+def _teach_besides(target: Target, position: int, label: int, weight: float) -> None:
+    """Add a label, unless the token is a coordinate's too: that is taught what the coordinate says."""
+    if target.labels[position] == IGNORED:
+        target.labels[position], target.loss_weights[position] = label, weight
 
 
 def ground_truth_target(

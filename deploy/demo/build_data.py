@@ -1,7 +1,8 @@
 """Build the demo's data: `python -m deploy.demo.build_data --out DIR --train 1500 --val 100 --test 200`.
 
-In: how many scenes of each split, and a seed. Out, under DIR: `images/<split>/000000.png`, and per split the same
-annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`; both name images relative to DIR.
+In: how many scenes of each split, how hard they are, and a seed. Out, under DIR: `images/<split>/000000.png`, and per
+split the same annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`; both name images
+relative to DIR.
 
 Invariants: scene i of a split depends on (seed, split, i) alone, so neither on the number of workers nor on the number
 of scenes; annotation dropout changes labels, never pixels; the stamp `build.json` is written last, so a folder that
@@ -25,7 +26,7 @@ import typer
 from PIL import Image
 
 from deploy.demo import scenes
-from deploy.demo.scenes import CANVAS, DIGIT_WORDS, SPLITS, SceneObject, Split, draw_scene, load_bank
+from deploy.demo.scenes import DIGIT_WORDS, SPLITS, STYLES, SceneObject, Split, StyleName, draw_scene, load_bank
 
 PROMPT = "<image>Detect every digit."
 STAMP = "build.json"
@@ -39,6 +40,7 @@ class Build:
     train: int
     val: int
     test: int
+    style: StyleName = "demo"
     annotation_dropout: float = 0.0  # probability that an object has no label
     annotation_cap: int | None = None  # labels stop after so many objects, in reading order ...
     annotation_cap_share: float = 1.0  # ... in this share of the scenes, chosen at random
@@ -107,11 +109,11 @@ def _rows(request: Build, split: Split, out: Path, workers: int) -> Iterator[dic
 def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]]:
     """Draw scenes start..stop, save their images, return their rows."""
     request, split, out, start, stop = job
-    bank = load_bank(split)
+    bank, style = load_bank(split), STYLES[request.style]
     rows = []
     for i in range(start, stop):
         key = (request.seed, SPLITS.index(split), i)
-        scene = draw_scene(np.random.default_rng([*key, 0]), bank)
+        scene = draw_scene(np.random.default_rng([*key, 0]), bank, style)
         name = f"images/{split}/{i:06d}.png"
         Image.fromarray(scene.pixels).save(out / name, compress_level=1)
         objects = scene.objects
@@ -120,7 +122,7 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
             objects = _drop_labels(rng, objects, request.annotation_dropout)
             if rng.random() < request.annotation_cap_share:
                 objects = _first_in_reading_order(objects, request.annotation_cap)
-        rows.append(_row(f"{split}-{i:06d}", name, objects))
+        rows.append(_row(f"{split}-{i:06d}", name, objects, style.canvas))
     return rows
 
 
@@ -138,14 +140,14 @@ def _drop_labels(
     return tuple(item for item, kept in zip(objects, keep, strict=True) if kept)
 
 
-def _row(sample_id: str, image: str, objects: Iterable[SceneObject]) -> dict[str, Any]:
+def _row(sample_id: str, image: str, objects: Iterable[SceneObject], size: int) -> dict[str, Any]:
     return {
         "id": sample_id,
         "messages": [{"role": "user", "content": PROMPT}],
         "images": [image],
         "objects": [{"desc": item.desc, "bbox_2d": list(item.box)} for item in objects],
-        "width": CANVAS,
-        "height": CANVAS,
+        "width": size,
+        "height": size,
     }
 
 
@@ -154,6 +156,7 @@ def main(
     train: Annotated[int, typer.Option(min=0, help="Training scenes.")] = 1500,
     val: Annotated[int, typer.Option(min=0, help="Validation scenes.")] = 100,
     test: Annotated[int, typer.Option(min=0, help="Test scenes.")] = 200,
+    style: Annotated[StyleName, typer.Option(help="demo: up to 8 digits; hard: up to 30, overlap, clutter.")] = "demo",
     annotation_cap: Annotated[
         int | None, typer.Option(min=1, help="Training labels stop after so many objects of a scene.")
     ] = None,
@@ -171,6 +174,7 @@ def main(
         train=train,
         val=val,
         test=test,
+        style=style,
         annotation_dropout=annotation_dropout,
         annotation_cap=annotation_cap,
         annotation_cap_share=annotation_cap_share,

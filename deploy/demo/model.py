@@ -1,8 +1,9 @@
 """Write a small, randomly initialised Qwen3-VL to a folder: `python -m deploy.demo.model --size demo --out DIR`.
 
-In: a size ("tiny" for tests, "demo" for the digit demo) and a seed. Out: what a downloaded checkpoint would have:
-`config.json`, `model.safetensors` (bfloat16), tokenizer, image and video processor, chat template, generation config.
-transformers and vLLM load it like any other Qwen3-VL. Same size and seed, same bytes. Called by the demo and by tests.
+In: a size ("tiny" for tests, "demo" for the digit demo, "0.5B" for measurements) and a seed. Out: what a downloaded
+checkpoint would have: `config.json`, `model.safetensors` (bfloat16), tokenizer, image and video processor, chat
+template, generation config. transformers and vLLM load it like any other Qwen3-VL. Same size and seed, same bytes.
+Called by the demo, by benchmarks and by tests.
 
 The tokenizer is byte-level BPE made by hand: 256 bytes, the merges that PIECES need, `<|coord_0|>`..`<|coord_999|>`,
 and Qwen's chat tokens. Coordinate tokens are ordinary added tokens, so that decoding with `skip_special_tokens` keeps
@@ -30,7 +31,7 @@ from transformers import (
 
 from deploy.demo.scenes import DIGIT_WORDS
 
-Size = Literal["tiny", "demo"]
+Size = Literal["tiny", "demo", "0.5B"]
 
 NUM_COORDS = 1000
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
@@ -91,6 +92,9 @@ class Shape:
     vision_hidden: int
     vision_intermediate: int
     initializer_range: float
+    heads: int = 4
+    kv_heads: int = 2
+    vision_heads: int = 4
 
 
 SHAPES: dict[Size, Shape] = {
@@ -115,6 +119,20 @@ SHAPES: dict[Size, Shape] = {
         vision_hidden=128,
         vision_intermediate=256,
         initializer_range=0.02,
+    ),
+    "0.5B": Shape(  # the language model of Qwen3-0.6B, with the demo's small vocabulary
+        layers=28,
+        hidden=1024,
+        intermediate=3072,
+        head_dim=128,
+        mrope_section=(24, 20, 20),
+        vision_depth=12,
+        vision_hidden=768,
+        vision_intermediate=3072,
+        initializer_range=0.02,
+        heads=16,
+        kv_heads=8,
+        vision_heads=12,
     ),
 }
 
@@ -204,8 +222,8 @@ def _text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, 
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": 2048,
         "rope_parameters": {
@@ -226,7 +244,7 @@ def _vision_config(shape: Shape) -> dict[str, Any]:
         "depth": shape.vision_depth,
         "hidden_size": shape.vision_hidden,
         "intermediate_size": shape.vision_intermediate,
-        "num_heads": 4,
+        "num_heads": shape.vision_heads,
         "patch_size": PATCH_SIZE,
         "spatial_merge_size": MERGE_SIZE,
         "out_hidden_size": shape.hidden,
@@ -258,7 +276,7 @@ def _merge(parts: list[str], merges: list[tuple[str, str]]) -> list[str]:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    size: Annotated[Size, typer.Option(help="tiny (tests) or demo.")] = "demo",
+    size: Annotated[Size, typer.Option(help="tiny (tests), demo or 0.5B.")] = "demo",
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
 ) -> None:
     """Write a randomly initialised Qwen3-VL."""

@@ -1,10 +1,12 @@
 """Scenes of real handwritten digits on textured canvases, with the box of every digit.
 
-In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of what people wrote) and a random generator. Out: a
-`Scene`: pixels and objects. Called by `build_data.py`.
+In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of what people wrote), a random generator and a
+`Style`: the demo's few digits side by side, or many that overlap among shapes that are none. Out: a `Scene`: pixels and
+objects. Called by `build_data.py`.
 
-Invariants: the same generator state gives the same scene; train, val and test never share a digit image, whatever the
-seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps others by at most MAX_IOU.
+Invariants: the same generator state and style give the same scene; train, val and test never share a digit image,
+whatever the seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps others by at most the
+style's `max_iou`.
 """
 
 from __future__ import annotations
@@ -23,13 +25,31 @@ Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are one p
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 SPLIT_ENDS = (0.7, 0.8, 1.0)  # of each digit's images: 70% train, 10% val, 20% test
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-CANVAS = 128  # pixels, square
-MIN_HEIGHT, MAX_HEIGHT = 20, 48  # of a drawn digit, pixels
-MAX_DIGITS = 8
-MAX_IOU = 0.05
 MIN_CONTRAST = 70.0  # between a digit and what lies under it, grey levels
 INK = 0.25  # opacity from which a pixel belongs to the digit
 PLACEMENT_TRIES = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Style:
+    """How hard a scene is."""
+
+    canvas: int  # pixels, square
+    min_height: int  # of a drawn digit, pixels
+    max_height: int
+    max_digits: int
+    max_iou: float  # between two digits' boxes
+    max_distractors: int = 0  # shapes of digits' ink that are no digits, under the digits
+
+
+StyleName = Literal["demo", "hard"]
+STYLES: dict[StyleName, Style] = {
+    "demo": Style(canvas=128, min_height=20, max_height=48, max_digits=8, max_iou=0.05),
+    # The demo's canvas, for its checkpoint can read no other: one of 160 pixels has more image tokens than it ever saw.
+    "hard": Style(canvas=128, min_height=12, max_height=30, max_digits=30, max_iou=0.25, max_distractors=8),
+}
+DEMO = STYLES["demo"]
+_SCRAMBLES = ((3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (3, 0, 1, 2))  # no quarter of a glyph stays where it was
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +60,7 @@ class SceneObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scene:
-    pixels: NDArray[np.uint8]  # [CANVAS, CANVAS, 3]
+    pixels: NDArray[np.uint8]  # [canvas, canvas, 3]
     objects: tuple[SceneObject, ...]  # in the order of drawing
 
 
@@ -71,13 +91,15 @@ def load_bank(split: Split) -> DigitBank:
     return DigitBank(opacity=opacity, labels=data.target[indices].astype(np.int64), indices=indices)
 
 
-def draw_scene(rng: np.random.Generator, bank: DigitBank) -> Scene:
-    """1 to MAX_DIGITS digits on a canvas. A digit that finds no free place is left out; the first always finds one."""
-    canvas = _texture(rng)
+def draw_scene(rng: np.random.Generator, bank: DigitBank, style: Style = DEMO) -> Scene:
+    """1 to `max_digits` digits on a canvas. A digit that finds no place is left out; the first always finds one."""
+    canvas = _texture(rng, style.canvas)
+    if style.max_distractors:
+        _distract(rng, canvas, bank, style)
     objects: list[SceneObject] = []
-    for _ in range(int(rng.integers(1, MAX_DIGITS + 1))):
+    for _ in range(int(rng.integers(1, style.max_digits + 1))):
         which = int(rng.integers(len(bank.labels)))
-        placed = _place(rng, bank.opacity[which], [o.box for o in objects])
+        placed = _place(rng, bank.opacity[which], [o.box for o in objects], style)
         if placed is None:
             continue
         stamp, box = placed
@@ -96,17 +118,29 @@ def iou(a: Box, b: Box) -> float:
     return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
 
 
+def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: DigitBank, style: Style) -> None:
+    """Paint digits whose quarters have changed places: the same ink, and nothing to find."""
+    for _ in range(int(rng.integers(style.max_distractors + 1))):
+        glyph = bank.opacity[int(rng.integers(len(bank.labels)))]
+        quarters = [glyph[:4, :4], glyph[:4, 4:], glyph[4:, :4], glyph[4:, 4:]]
+        a, b, c, d = (quarters[i] for i in _SCRAMBLES[int(rng.integers(len(_SCRAMBLES)))])
+        placed = _place(rng, np.block([[a, b], [c, d]]), [], style)
+        assert placed is not None, "nothing is taken"
+        _paint(rng, canvas, *placed)
+
+
 def _place(
-    rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box]
+    rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box], style: Style
 ) -> tuple[NDArray[np.float32], Box] | None:
     """A stamp of random size and a place for it; the stamp's limit shrinks as tries fail."""
     for attempt in range(PLACEMENT_TRIES):
-        limit = MAX_HEIGHT - (MAX_HEIGHT - MIN_HEIGHT) * attempt / PLACEMENT_TRIES
-        stamp = _stamp(glyph, height=float(rng.uniform(MIN_HEIGHT, limit)), stretch=float(rng.uniform(0.85, 1.2)))
+        limit = style.max_height - (style.max_height - style.min_height) * attempt / PLACEMENT_TRIES
+        tall, stretch = float(rng.uniform(style.min_height, limit)), float(rng.uniform(0.85, 1.2))
+        stamp = _stamp(glyph, height=tall, stretch=stretch)[: style.canvas, : style.canvas]
         height, width = stamp.shape
-        x, y = int(rng.integers(CANVAS - width + 1)), int(rng.integers(CANVAS - height + 1))
+        x, y = int(rng.integers(style.canvas - width + 1)), int(rng.integers(style.canvas - height + 1))
         box = (x, y, x + width, y + height)
-        if all(iou(box, other) <= MAX_IOU for other in taken):
+        if all(iou(box, other) <= style.max_iou for other in taken):
             return stamp, box
     return None
 
@@ -119,7 +153,7 @@ def _stamp(glyph: NDArray[np.float32], *, height: float, stretch: float) -> NDAr
     padded = np.pad(tight, 1)
     size = (max(4, round((columns + 2) * scale * stretch)), round((rows + 2) * scale))
     smooth = np.asarray(Image.fromarray(padded).resize(size, Image.Resampling.BICUBIC)).clip(0.0, 1.0)
-    return _crop(smooth, threshold=INK)[:CANVAS, :CANVAS]
+    return _crop(smooth, threshold=INK)
 
 
 def _crop(opacity: NDArray[np.float32], *, threshold: float) -> NDArray[np.float32]:
@@ -141,9 +175,9 @@ def _paint(rng: np.random.Generator, canvas: NDArray[np.float32], stamp: NDArray
     under += alpha * colour
 
 
-def _texture(rng: np.random.Generator) -> NDArray[np.float32]:
-    """A canvas [CANVAS, CANVAS, 3] in grey levels: a gradient, stripes or clouds between two colours, with grain."""
-    axis = np.linspace(0, 1, CANVAS, dtype=np.float32)
+def _texture(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
+    """A canvas [size, size, 3] in grey levels: a gradient, stripes or clouds between two colours, with grain."""
+    axis = np.linspace(0, 1, size, dtype=np.float32)
     angle = rng.uniform(0, 2 * np.pi)
     along = axis[None, :] * np.cos(angle) + axis[:, None] * np.sin(angle)
     kind = rng.integers(3)
@@ -154,9 +188,9 @@ def _texture(rng: np.random.Generator) -> NDArray[np.float32]:
     else:
         cells = int(rng.integers(3, 12))
         clouds = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
-        mix = np.asarray(clouds.resize((CANVAS, CANVAS), Image.Resampling.BICUBIC))
+        mix = np.asarray(clouds.resize((size, size), Image.Resampling.BICUBIC))
     first = rng.uniform(20, 235, size=3)
     second = (first + rng.uniform(-50, 50, size=3)).clip(0, 255)
     canvas = first + mix[:, :, None] * (second - first)
-    grain = rng.normal(0, rng.uniform(0, 6), size=(CANVAS, CANVAS, 1))
+    grain = rng.normal(0, rng.uniform(0, 6), size=(size, size, 1))
     return (canvas + grain).astype(np.float32)

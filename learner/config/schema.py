@@ -79,6 +79,26 @@ class LossConfig(Section):
     """Weights of the loss on Y_train: the rollout's prefix and every missed object appended."""
 
     desc_weight: float = key("weight of description text in the appended tail; structure and boxes have 1", 1.0, ge=0.0)
+    matched_coordinate_weight: float = key(
+        "weight of a matched prediction's coordinates, towards the ground truth's, in the rollout's own context",
+        1.0,
+        ge=0.0,
+    )
+    matched_desc_weight: float = key(
+        "weight of a matched prediction's description, likewise; 0: not taught. Matching looks at places only, so "
+        "without it a wrong name in the right place stays",
+        0.0,
+        ge=0.0,
+    )
+    prefix_end: Literal["last_object", "last_match", "first_miss"] = key(
+        "where the rollout's prefix ends: after its last object; after its last matched prediction; or where it first "
+        "skipped an object. What it then lacks is appended. The latter two are for complete labels: an object "
+        "without a label matches nothing",
+        "last_object",
+    )
+    missed_order: Literal["canonical", "random"] = key(
+        "order of the missed objects that are appended; `random`: one that belongs to the sample", "canonical"
+    )
     overrun_close_weight: float = key(
         "weight of the closer at the token where an answer that had found every object went on; 0: not taught. "
         "Keeps long runs from drifting to answers that do not end",

@@ -50,6 +50,10 @@ class Task(Protocol):
         """One bin as an answer spells it."""
         ...
 
+    def desc_text(self, desc: str) -> str:
+        """One description as an answer spells it, without its quotes."""
+        ...
+
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
         """Per assignment, the counts that `evaluate` adds up: what a bootstrap over samples resamples."""
         ...

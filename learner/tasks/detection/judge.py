@@ -37,7 +37,7 @@ def judge(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gramm
     """The outcome of each entry; `data` are the answer's bytes."""
     if not entries:
         return []
-    _, numbers, faults, strings, geometries, begins, ends = zip(*entries, strict=True)
+    _, numbers, faults, strings, places, geometries, begins, ends = zip(*entries, strict=True)
     first, behind = coordinates.begins.searchsorted(begins), coordinates.ends.searchsorted(ends, "right")
     num_listed = np.array(list(map(data.count, repeat(b","), begins, ends))) + 1
     corners = np.append(coordinates.slots.bin, 0).take(first[:, None] + _FOUR, mode="clip")
@@ -46,27 +46,29 @@ def judge(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gramm
     descs = [decode(string) or "" for string in strings]
     slots = list(map(range, first.tolist(), behind.tolist()))
     objects = [DetectionObject(desc, "bbox_2d", tuple(box)) for desc, box in zip(descs, corners.tolist(), strict=True)]
-    outcomes: list[Outcome] = list(map(PredictedObject, objects, slots))
+    outcomes: list[Outcome] = list(map(PredictedObject, objects, slots, places))
     usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
     for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):
-        outcomes[i] = faults[i] or _judge(descs[i], geometries[i], int(num_listed[i]), slots[i], coordinates)
+        outcomes[i] = faults[i] or _judge(entries[i], int(num_listed[i]), slots[i], coordinates)
     if grammar.indexed:
         _refuse_keys(numbers, outcomes)
     return outcomes
 
 
-def _judge(desc: str, geometry: bytes, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
+def _judge(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
     """Of one entry without a fault."""
-    if not desc:
+    _, _, _, string, place, geometry, _, _ = entry
+    desc, kind = decode(string), GEOMETRY_KINDS[geometry]
+    if desc is None:
         return "missing_desc"
     if len(slots) != num_listed:
         return "non_coord_token"  # other tokens spell out a coordinate token's text
-    kind, bins = GEOMETRY_KINDS[geometry], tuple(coordinates.slots.bin[slots.start : slots.stop].tolist())
+    bins = tuple(coordinates.slots.bin[slots.start : slots.stop].tolist())
     if not arity_is_right(kind, bins):
         return "wrong_arity"
     if not encloses_something(kind, bins):
         return "bbox_invalid"
-    return PredictedObject(DetectionObject(desc, kind, bins), slots)
+    return PredictedObject(DetectionObject(desc, kind, bins), slots, place)
 
 
 def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:

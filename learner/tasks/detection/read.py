@@ -25,9 +25,9 @@ _CLOSER = {b"{": b"}", b"[": b"]"}
 
 
 # One syntactically closed object: the offset after its "}"; N of `object_N`, 0 where it has none; its fault; and where
-# it has none, its description as written, its geometry's name, and where the content of its list begins and ends. A
-# plain tuple, for there are dozens in an answer.
-Entry = tuple[int, int, DropReason | None, bytes, bytes, int, int]
+# it has none, its description as written and where that stands, its geometry's name, and where the content of its list
+# begins and ends. A plain tuple, for there are dozens in an answer.
+Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int]
 
 
 @dataclass(slots=True)
@@ -58,7 +58,8 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
         usual = read_usual(data, pos)
         if usual:
             number, string, geometry, follows = usual.group("number", "desc", "kind", "follows")
-            add((usual.start("end"), int(number or 0), None, string, geometry, *usual.span("list")))
+            end, place = usual.start("end"), usual.span("desc")
+            add((end, int(number or 0), None, string, place, geometry, *usual.span("list")))
             pos = usual.end()
             continue
         entry = _read_unusual(data, pos, grammar)
@@ -94,7 +95,7 @@ def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
     while match := FIELD.match(data, pos):
         key, string, _, stop = match.groups()
         repeated = repeated or key in fields
-        fields[key] = _Field(string, *match.span(3))
+        fields[key] = _Field(string, match.span(2), *match.span(3))
         pos = match.end()
         if stop == b"}":
             return _entry(pos, number, fields, data, grammar, repeated=repeated, complete=True)
@@ -106,6 +107,7 @@ class _Field(NamedTuple):
     """A field's value: a string, or the list in bytes `start..stop`, or something else."""
 
     string: bytes | None
+    place: tuple[int, int]  # of the string
     start: int  # negative: no list
     stop: int
 
@@ -135,11 +137,11 @@ def _entry(
         fault = "unknown_geom"
     else:
         assert desc.string is not None
-        _, start, stop = fields[geometries[0]]
+        _, _, start, stop = fields[geometries[0]]
         if grammar.list_pattern.fullmatch(data, start, stop):
-            return end, number, None, desc.string, geometries[0], start, stop
+            return end, number, None, desc.string, desc.place, geometries[0], start, stop
         fault = "non_coord_token" if data[start:stop].strip(JSON_SPACE) else "wrong_arity"
-    return end, number, fault, b"", b"", 0, 0
+    return end, number, fault, b"", (0, 0), b"", 0, 0
 
 
 def closing_brace(data: bytes, start: int) -> int | None:

@@ -39,7 +39,7 @@ def serialize_objects(
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
     """One object's text: what is before its description, the description between its quotes, and what is behind."""
-    desc = _escaped(obj.desc)
+    desc = escaped(obj.desc)
     numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
     if grammar.indexed:
         return f'"object_{number}": {{"desc": "', desc, f'", "{obj.kind}": [{numbers}]}}'
@@ -47,5 +47,6 @@ def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, st
 
 
 @lru_cache(maxsize=_CACHED_DESCS)
-def _escaped(desc: str) -> str:
+def escaped(desc: str) -> str:
+    """The description inside a JSON string's quotes."""
     return json.dumps(desc, ensure_ascii=False)[1:-1]

@@ -15,7 +15,7 @@ from learner.tasks.detection.evaluate import evaluate_counts
 from learner.tasks.detection.grammar import NUM_BINS, grammar_for
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.parse import parse_rollout
-from learner.tasks.detection.serialize import serialize_objects
+from learner.tasks.detection.serialize import escaped, serialize_objects
 from learner.tasks.detection.validate import validate_sample
 from learner.tasks.pieces import pieces_of
 from learner.tasks.task import SerializedTail, Tokenizer
@@ -43,6 +43,9 @@ class DetectionTask:
 
     def coordinate_text(self, value: int) -> str:
         return self.grammar.coordinate_text(value)
+
+    def desc_text(self, desc: str) -> str:
+        return escaped(desc)
 
     def count(self, assignments: Sequence[Assignment]) -> CountTable:
         """What `evaluate` adds up, one row per sample: the input of the bootstrap."""

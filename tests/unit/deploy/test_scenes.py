@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.demo import scenes
-from deploy.demo.scenes import CANVAS, DIGIT_WORDS, INK, MAX_DIGITS, MAX_IOU, SPLITS, draw_scene, iou, load_bank
+from deploy.demo.scenes import DEMO, DIGIT_WORDS, INK, SPLITS, STYLES, StyleName, draw_scene, iou, load_bank
 
 
 def test_splits_are_disjoint_complete_and_stratified() -> None:
@@ -19,19 +19,40 @@ def test_splits_are_disjoint_complete_and_stratified() -> None:
     assert np.abs(counts / counts.sum(axis=0) - np.array([[0.7], [0.1], [0.2]])).max() < 0.01
 
 
-@given(seed=st.integers(0, 2**32))
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(STYLES)))
 @settings(max_examples=60, deadline=None)
-def test_boxes_lie_on_the_canvas_and_hardly_overlap(seed: int) -> None:
-    scene = draw_scene(np.random.default_rng(seed), load_bank("train"))
-    assert scene.pixels.shape == (CANVAS, CANVAS, 3)
+def test_boxes_lie_on_the_canvas_and_overlap_as_the_style_says(seed: int, name: StyleName) -> None:
+    style = STYLES[name]
+    scene = draw_scene(np.random.default_rng(seed), load_bank("train"), style)
+    assert scene.pixels.shape == (style.canvas, style.canvas, 3)
     assert scene.pixels.dtype == np.uint8
-    assert 1 <= len(scene.objects) <= MAX_DIGITS
+    assert 1 <= len(scene.objects) <= style.max_digits
     for i, item in enumerate(scene.objects):
         x1, y1, x2, y2 = item.box
-        assert 0 <= x1 < x2 <= CANVAS
-        assert 0 <= y1 < y2 <= CANVAS
+        assert 0 <= x1 < x2 <= style.canvas
+        assert 0 <= y1 < y2 <= style.canvas
         assert item.desc in DIGIT_WORDS
-        assert all(iou(item.box, other.box) <= MAX_IOU for other in scene.objects[:i])
+        assert all(iou(item.box, other.box) <= style.max_iou for other in scene.objects[:i])
+
+
+def test_hard_scenes_are_crowded_and_their_digits_overlap() -> None:
+    drawn = [draw_scene(np.random.default_rng(i), load_bank("train"), STYLES["hard"]) for i in range(60)]
+    counts = [len(scene.objects) for scene in drawn]
+    assert max(counts) >= 26
+    assert 12 <= np.mean(counts) <= 19
+    pairs = [iou(a.box, b.box) for scene in drawn for a in scene.objects for b in scene.objects if a is not b]
+    assert np.mean(np.array(pairs) > DEMO.max_iou) > 0.01
+
+
+def test_distractors_are_no_glyph_of_the_bank() -> None:
+    """Every quarter of a glyph moves, so what is painted differs from the digit that it was made of."""
+    for scramble in scenes._SCRAMBLES:
+        assert sorted(scramble) == [0, 1, 2, 3]
+        assert all(place != quarter for place, quarter in enumerate(scramble))
+    bank, style = load_bank("train"), STYLES["hard"]
+    canvas = np.full((style.canvas, style.canvas, 3), 128, dtype=np.float32)
+    scenes._distract(np.random.default_rng(5), canvas, bank, style)
+    assert (canvas != 128).any()
 
 
 @given(which=st.integers(0, 1000), height=st.floats(20, 48), stretch=st.floats(0.85, 1.2))
@@ -45,7 +66,7 @@ def test_stamps_are_tight_around_the_ink(which: int, height: float, stretch: flo
 
 def test_a_digit_changes_the_canvas_inside_its_box_only() -> None:
     rng = np.random.default_rng(3)
-    canvas = np.full((CANVAS, CANVAS, 3), 128, dtype=np.float32)
+    canvas = np.full((DEMO.canvas, DEMO.canvas, 3), 128, dtype=np.float32)
     stamp = scenes._stamp(load_bank("train").opacity[0], height=30.0, stretch=1.0)
     box = (10, 20, 10 + stamp.shape[1], 20 + stamp.shape[0])
     scenes._paint(rng, canvas, stamp, box)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from learner.config.schema import LossConfig
 from learner.overrun import overrun_label
 from learner.records import Assignment, DetectionObject
 from learner.supervision import IGNORED
@@ -85,7 +86,7 @@ def test_the_target_has_one_more_label_of_that_weight(weight: float) -> None:
     task, tokenizer = make_task()
     assignment = overran(task, tokenizer, FOUND, EXTRA)
     plain = build_target(assignment, task, tokenizer)
-    target = build_target(assignment, task, tokenizer, overrun_close_weight=weight)
+    target = build_target(assignment, task, tokenizer, loss=LossConfig(overrun_close_weight=weight))
     changed = np.flatnonzero((plain.labels != target.labels) | (plain.loss_weights != target.loss_weights))
     label = overrun_label(assignment, task, tokenizer)
     assert label is not None

@@ -1,0 +1,168 @@
+"""What is compared: the arms, which seeds each has, and the configuration of a run.
+
+In: `Settings` (model, data, sizes) and where a run's rollouts are made. Out: a learner's configuration as a mapping.
+All arms have the same data, batch, optimizer and schedule; an arm's own keys are laid over them. Called by `learns.py`.
+
+Arms of equal optimizer steps come first; those `wall` arms get as many steps as fit the time that REFERENCE took, and
+so wait for it; ablations change one thing of REFERENCE each, and have one seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.learns_slots import Place
+from shared.errors import ConfigError
+
+REFERENCE = "rollout_matching_sft"
+BASE = "base"
+SEEDS = 3
+FIRST_SEED = 17
+# The loss on Y_train as it is defined leaves wrong names in the right place, and predictions that match nothing.
+TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "last_match"}
+FIRST_MISS: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    model: Path  # the stage-1 model that all arms begin with
+    data: Path
+    runs: Path  # run directories, configurations and logs
+    steps: int
+    batch_size: int
+    learning_rate: float
+    max_new_tokens: int
+    decode_batch_size: int
+    eval_scenes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    name: str
+    variant: str = "rollout_matching_sft"
+    loss: Mapping[str, Any] = field(default_factory=lambda: TUNED)
+    decoding: Mapping[str, Any] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict)
+    stage2_ab: Mapping[str, Any] | None = None
+    rate: float = 1.0  # of the learning rate
+    seeds: int = 1
+    wall: bool = False  # as many steps as fit the reference's time
+
+
+def _ab(b_ratio: float, **ahead: Any) -> dict[str, Any]:
+    return {"schedule": {"b_ratio": b_ratio}, "async_actor_learner": ahead}
+
+
+def _arms() -> Iterator[Arm]:
+    ab: dict[str, Any] = {"variant": "stage2_ab_training"}
+    sft: dict[str, Any] = {"variant": "sft", "loss": {}}
+    yield Arm(name="sft", seeds=SEEDS, **sft)
+    yield Arm(name=REFERENCE, seeds=SEEDS)
+    yield Arm(name="stage2_ab_training", stage2_ab=_ab(0.5), seeds=SEEDS, **ab)
+    yield Arm(name="rollout_matching_sft, default loss", loss={}, seeds=SEEDS)
+    yield Arm(name="rollout_matching_sft, cut at the first miss", loss=FIRST_MISS, seeds=SEEDS)
+    yield Arm(name="sft, equal time", seeds=SEEDS, wall=True, **sft)
+    yield Arm(name="stage2_ab_training, equal time", stage2_ab=_ab(0.5), seeds=SEEDS, wall=True, **ab)
+    yield Arm(name="no names taught", loss={**TUNED, "matched_desc_weight": 0.0})
+    yield Arm(name="end not cut", loss={"matched_desc_weight": 1.0})
+    yield Arm(name="end not cut, closer taught", loss={"matched_desc_weight": 1.0, "overrun_close_weight": 1.0})
+    yield Arm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "prefix_end": "last_match"})
+    yield Arm(name="coordinates of weight 0.25", loss={**TUNED, "matched_coordinate_weight": 0.25})
+    yield Arm(name="missed objects in random order", loss={**TUNED, "missed_order": "random"})
+    yield Arm(name="temperature 0.7", decoding={"temperature": 0.7})
+    yield Arm(name="temperature 1", decoding={"temperature": 1.0})
+    yield Arm(name="IoU threshold 0.5", task={"iou_threshold": 0.5})
+    yield Arm(name="b_ratio 0.25", stage2_ab=_ab(0.25), **ab)
+    yield Arm(name="b_ratio 0.75", stage2_ab=_ab(0.75), **ab)
+    yield Arm(name="stage2_ab_training, default loss", stage2_ab=_ab(0.5), **{**ab, "loss": {}})
+    yield Arm(name="sft, rate x 3", rate=3.0, **sft)
+    yield Arm(name="rollout_matching_sft, rate x 3", rate=3.0)
+    yield Arm(name="sft, rate / 3", rate=1 / 3, **sft)
+    yield Arm(name="rollout_matching_sft, rate / 3", rate=1 / 3)
+
+
+ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _arms()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    arm: Arm
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Also of its folder and files."""
+        words = "".join(c if c.isalnum() or c in "._" else "-" for c in self.arm.name)
+        return f"{words}-{self.seed}"
+
+    @property
+    def evaluates_first(self) -> bool:
+        """One run tells what all begin with."""
+        return self.arm.name == "sft" and self.seed == FIRST_SEED
+
+
+def read_arm(text: str) -> Arm:
+    """One more arm, as a JSON object of `Arm`'s fields. Raises ConfigError."""
+    try:
+        return Arm(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "an arm can't be read",
+            found=f"{text[:200]}: {error}",
+            wanted=f"a JSON object with some of {', '.join(f.name for f in fields(Arm))}",
+            remedy='such as {"name": "cooler", "decoding": {"temperature": 0.5}}',
+        ) from error
+
+
+def all_runs(arms: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
+    """In order of what is wanted most: a seed of each main arm, then the next seed; then what has one seed."""
+    runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in arms for i in range(min(arm.seeds, most_seeds))]
+    return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
+
+
+def run_config(run: Run, settings: Settings, place: Place, steps: int) -> dict[str, Any]:
+    """The learner's configuration. Without servers (one GPU) every rank's rollouts are made beside its training."""
+    arm, batch_size = run.arm, settings.batch_size
+    matching = {
+        "decode_batch_size": settings.decode_batch_size,
+        "decoding": {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens, **arm.decoding},
+        "vllm": place.vllm(),
+    }
+    config: dict[str, Any] = {
+        "model": {"path": str(settings.model), "dtype": "float32"},
+        "data": {
+            "train": str(settings.data / "train.jsonl"),
+            "test": str(settings.data / "test.jsonl"),
+            "num_workers": place.data_workers,
+        },
+        "task": {"iou_threshold": 0.3, **arm.task},
+        "loss": dict(arm.loss),
+        "training": {
+            "output_dir": str(settings.runs / run.name),
+            "seed": run.seed,
+            "max_steps": steps,
+            "effective_batch_size": batch_size,
+            "per_device_train_batch_size": batch_size,
+            "packing_buffer": max(64, batch_size),
+            "learning_rate": settings.learning_rate * arm.rate,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": steps // 10,
+            "bf16": True,
+            # Packed Channel-B learns while it rolls out, which an engine beside the training can't.
+            "packing": arm.stage2_ab is None or bool(place.server_url),
+            "eval_on_start": run.evaluates_first,
+            "eval_on_end": True,
+            "eval_samples": settings.eval_scenes,
+            "save_on_end": False,
+        },
+        "logging": {"tensorboard": False, "progress_bar": False},
+        "custom": {"trainer_variant": arm.variant, "extra": {"rollout_matching": matching}},
+        "global_max_length": max(4096, 800 * batch_size),  # a whole batch fits one row: nothing is carried over
+    }
+    if arm.stage2_ab is not None:
+        config["stage2_ab"] = dict(arm.stage2_ab)
+    return config

@@ -1,0 +1,65 @@
+"""How much of an answer is kept as the prefix of Y_train (`loss.prefix_end`).
+
+    last_object   all of it up to its last complete object: Y_train as it is specified
+    last_match    up to its last prediction that matched: what matches nothing behind it gives way to the missed objects
+                  or the end
+    first_miss    up to the last place where it had found exactly the first objects in canonical order: from there on
+                  the ground truth goes on, as in plain teacher forcing, but behind the model's own words
+
+The prefix is the rollout's own token ids, whichever it is; every object that it has not found is appended. In: an
+`Assignment`. Out: the `Assignment` of the shorter answer. Pure. Called by `target.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from learner.records import Assignment, ParsedRollout
+from learner.tasks.task import Task
+
+
+def up_to_last_match(assignment: Assignment, task: Task) -> Assignment:
+    """Without what follows the last matched prediction, malformed objects included."""
+    return _cut(assignment, max((index for index, *_ in assignment.pairs), default=-1), task)
+
+
+def up_to_first_miss(assignment: Assignment, task: Task) -> Assignment:
+    """Up to the last matched prediction at which no object was skipped: those found until then are the first ones.
+
+    Predictions that match nothing may stand between them.
+    """
+    last, furthest = -1, -1
+    for count, (index, truth_index, _) in enumerate(sorted(assignment.pairs), start=1):
+        furthest = max(furthest, truth_index)
+        if furthest < count:
+            last = index
+    return _cut(assignment, last, task)
+
+
+def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:
+    """The answer as it stood when its valid object `index` had just been closed (-1: before the first).
+
+    It has more objects than that where the object's end is fused with a coordinate behind it.
+    """
+    rollout = parsed.rollout
+    length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
+    while True:
+        begun = task.parse(replace(rollout, response_token_ids=rollout.response_token_ids[:length]))
+        if len(begun.objects) > index:
+            return begun
+        length += 1
+
+
+def _cut(assignment: Assignment, last: int, task: Task) -> Assignment:
+    """The assignment of the answer up to object `last`; as it is where that object's end is no token's end."""
+    begun = up_to_object(assignment.parsed, last, task)
+    if len(begun.objects) > last + 1:
+        return assignment
+    pairs = tuple([pair for pair in assignment.pairs if pair[0] <= last])
+    lost = [truth_index for index, truth_index, _ in assignment.pairs if index > last]
+    return Assignment(
+        parsed=begun,
+        pairs=pairs,
+        missed=tuple(sorted([*assignment.missed, *lost])),
+        spurious=tuple([index for index in assignment.spurious if index < last]),
+    )

@@ -1,0 +1,120 @@
+"""Topologies without a GPU: the configurations, what is watched, and what a run's events come to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from bench.gpu import topologies
+from bench.gpu.topologies import MODES, Served, Topology, Work, learner_config
+from bench.gpu.topologies_report import WARM_UP_STEPS, markdown, told
+from bench.gpu.watch import Watch, family, read_smi
+from deploy.launch import Process
+from learner.config.load import load_config
+from rollout_server.config import load_server_config
+from shared.config_io import write_yaml
+
+
+def work(folder: Path, *, on_gpu: bool) -> Work:
+    return Work(
+        model=folder / "model",
+        data=folder,
+        folder=folder,
+        steps=20,
+        samples_per_step=64,
+        max_new_tokens=192,
+        on_gpu=on_gpu,
+        limit_s=10.0,
+    )
+
+
+@pytest.mark.parametrize("text", ["3+1", "2+2", "1+1"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_a_configuration_that_the_programs_take(text: str, mode: str, tmp_path: Path) -> None:
+    topology = Topology.read(text)
+    assert topology.name == text
+    servers, learner = topology.devices(on_gpu=True)
+    assert sorted([device for mine in servers for device in mine] + learner) == list(range(len(servers) + len(learner)))
+    process = Process("server", subprocess.Popen([sys.executable, "-c", ""]))
+    process.popen.wait()
+    served = [
+        Served(process=process, url=f"http://127.0.0.1:{9000 + i}", group_port=9100 + i) for i in range(len(servers))
+    ]
+    path = tmp_path / "run.yaml"
+    write_yaml(path, learner_config(topology, mode, served, work(tmp_path, on_gpu=True), tmp_path / "run"), "test")
+    config = load_config(str(path), world_size=len(learner))
+    assert config.stage2_ab is None or config.stage2_ab.async_actor_learner.enabled is mode.endswith("ahead")
+    for on_gpu in (True, False):
+        write_yaml(path, topologies.server_config(work(tmp_path, on_gpu=on_gpu), 9000), "test")
+        assert load_server_config(path).enforce_eager is not on_gpu
+
+
+@pytest.mark.parametrize("text", ["3", "3+", "0+1", "a+b"])
+def test_a_topology_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        Topology.read(text)
+
+
+def test_utilisation_is_read_per_gpu_and_a_cut_line_is_left_out() -> None:
+    use = read_smi("0, 100, 5000\n1, 0, 10\n0, 50, 6000\n1, 20, 10\n0, 1")
+    assert (use[0].busy_mean, use[0].memory_mib) == (0.75, 6000.0)
+    assert use[1].busy_median == pytest.approx(0.1)
+    assert read_smi("") == {}
+
+
+WRITER = """
+import sys, time, pathlib
+pathlib.Path(sys.argv[1]).write_bytes(bytes(300_000))
+time.sleep(2)
+"""
+
+
+def test_what_a_program_writes_is_counted_and_a_large_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "before").write_bytes(bytes(200_000))
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WRITER!r}, {str(tmp_path / 'new')!r}])"
+    starter = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(1)\n{child}"])
+    with Watch(programs={"one": starter.pid, "me": os.getpid()}, folders=[tmp_path], large_bytes=100_000) as watch:
+        assert os.getpid() in family(os.getpid())
+        starter.wait(30)
+        time.sleep(0.1)
+    assert watch.new_files == {str(tmp_path / "new"): 300_000}
+    assert 300_000 <= watch.written["one"] < 1_000_000
+    assert watch.gpus == {} or all(0 <= use.busy_mean <= 1 for use in watch.gpus.values())
+
+
+def test_a_file_that_is_taken_away_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_text("w")
+    with topologies._taken_away(file):
+        assert not file.exists()
+    assert file.read_text() == "w"
+
+
+def test_a_runs_events_come_to_rates_and_phases() -> None:
+    steps = [
+        {
+            "event": "step",
+            "channel": "B",
+            "metrics": {"step_s": 2.0, "rollout_s": 1.0, "learn_s": 0.5, "rollout_tokens": 100.0},
+        }
+        for _ in range(WARM_UP_STEPS + 4)
+    ]
+    syncs = [{"event": "sync", "seconds": 0.1 * i, "num_bytes": 10**9, "canary_gap": 0.01} for i in range(1, 6)]
+    row = told([*steps, *syncs])
+    assert row["steps_per_s"] == pytest.approx(0.5)
+    assert row["rollout_tokens_per_s"] == pytest.approx(50.0)
+    assert row["phases_s"]["rollout_s"] == 1.0
+    assert row["sync_s"] == pytest.approx(0.45)
+    assert row["synced_bytes"] == 5 * 10**9
+    watched = {"gpus": {"0": {"busy_mean": 0.5}}, "written_bytes": {"server 0": 2e6}, "new_large_files": {}}
+    text = markdown(
+        [{"topology": "3+1", "mode": "m", **row, **watched}, {"topology": "2+2", "mode": "n", "error": "e"}]
+    )
+    assert "| 3+1 | m | 0.50 | 1.00, 0.50, 0.00, 0.00 | 50% | 5 | 0.450 | 5.00 | 2.0 | none |" in text
+    assert "| 2+2 | n | e |" in text

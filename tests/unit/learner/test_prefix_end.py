@@ -1,0 +1,112 @@
+"""How much of an answer is kept (`loss.prefix_end`)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from learner.config.schema import LossConfig
+from learner.prefix_end import up_to_first_miss, up_to_last_match
+from learner.records import Assignment
+from learner.supervision import IGNORED
+from learner.target import build_target
+from learner.tasks.detection.task import DetectionTask
+from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES
+from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task
+
+TRUTH = [box(str(i), 1 + 10 * i, 20 + i, 300 + i, 400 + i) for i in range(4)]
+MERGES = [b"]}", b"]}}", b"]}, ", b'"}', b'"}]', b'"}, ', b"}}", b"}, ", b"0]}, ", b", "]
+
+
+def said(task: DetectionTask, tokenizer: CuttingTokenizer, found: list[int | None]) -> tuple[Assignment, list[int]]:
+    """An answer that has the objects of these indices, and others."""
+    objects = [TRUTH[i] if i is not None else box("x", 500, 600 + n, 700, 900) for n, i in enumerate(found)]
+    ids = tokenizer.encode(task.serialize(objects, after=None).text)
+    parsed = task.parse(make_rollout(ids, TRUTH))
+    pairs = tuple((n, i, 1.0) for n, i in enumerate(found) if i is not None)
+    missed = tuple(i for i in range(len(TRUTH)) if i not in found)
+    spurious = tuple(n for n, i in enumerate(found) if i is None)
+    return Assignment(parsed=parsed, pairs=pairs, missed=missed, spurious=spurious), ids
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[int | None]:
+    found: list[int | None] = list(draw(st.permutations(range(len(TRUTH)))))[: draw(st.integers(0, len(TRUTH)))]
+    for _ in range(draw(st.integers(0, 2))):
+        found.insert(draw(st.integers(0, len(found))), None)
+    return found
+
+
+def kept_by(prefix_end: str, found: list[int | None]) -> int:
+    """Reference: how many predictions are kept, by trying every place."""
+    places = [
+        n
+        for n in range(len(found) + 1)
+        if (n == 0 or found[n - 1] is not None)
+        and (
+            sorted(i for i in found[:n] if i is not None) == list(range(sum(i is not None for i in found[:n])))
+            if prefix_end == "first_miss"
+            else all(i is None for i in found[n:])
+        )
+    ]
+    return max(places)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(["last_match", "first_miss"]),
+    st.sampled_from(CONTAINERS),
+    st.sampled_from(COORDINATES),
+    st.sets(st.sampled_from(MERGES)),
+    answers(),
+)
+def test_what_is_kept_is_the_rollouts_own_and_what_it_lacks_follows(
+    prefix_end: str, container: str, coordinates: str, merges: set[bytes], found: list[int | None]
+) -> None:
+    task, tokenizer = make_task(container, coordinates, merges)
+    assignment, ids = said(task, tokenizer, found)
+    if len(assignment.parsed.objects) < len(found):
+        assert any(b"0" in merge for merge in merges), "only a fused coordinate may hide an object"
+        return
+    cut = (up_to_last_match if prefix_end == "last_match" else up_to_first_miss)(assignment, task)
+    if cut is assignment:
+        assert any(b"0" in merge for merge in merges), "only a coordinate fused with the end may keep what follows"
+        return
+    kept = kept_by(prefix_end, found)
+    assert len(cut.parsed.objects) == kept
+    assert [i for _, i, _ in cut.pairs] == [i for i in found[:kept] if i is not None]
+    target = build_target(assignment, task, tokenizer, loss=LossConfig.model_validate({"prefix_end": prefix_end}))
+    prefix = target.token_ids[: target.prefix_length].tolist()
+    assert prefix == ids[: len(prefix)]
+    whole = task.parse(make_rollout(target.token_ids[:-1].tolist()))
+    assert whole.closed
+    names = [p.object.desc for p in whole.objects]
+    assert names[:kept] == [p.object.desc for p in assignment.parsed.objects[:kept]]
+    assert names[kept:] == [str(i) for i in range(len(TRUTH)) if i not in found[:kept]]
+    assert (target.labels[target.prefix_length + 1 :] == target.token_ids[target.prefix_length + 1 :]).all()
+
+
+def test_a_swap_is_no_miss_and_what_matches_nothing_in_between_stays() -> None:
+    task, tokenizer = make_task()
+    cases: list[tuple[list[int | None], int]] = [
+        ([1, 0, 2], 3),
+        ([0, None, 1, 3, 2], 5),
+        ([0, 2, 3], 1),
+        ([2], 0),
+        ([0, 1, None], 2),
+    ]
+    for found, kept in cases:
+        assignment, _ = said(task, tokenizer, found)
+        assert len(up_to_first_miss(assignment, task).parsed.objects) == kept
+
+
+@pytest.mark.parametrize("prefix_end", ["last_object", "last_match", "first_miss"])
+def test_a_right_answer_is_kept_whole(prefix_end: str) -> None:
+    task, tokenizer = make_task()
+    assignment, ids = said(task, tokenizer, [0, 1, 2, 3])
+    target = build_target(assignment, task, tokenizer, loss=LossConfig.model_validate({"prefix_end": prefix_end}))
+    plain = build_target(assignment, task, tokenizer)
+    assert target.token_ids.tolist() == plain.token_ids.tolist() == [*ids, tokenizer.eos_token_id]
+    assert target.labels.tolist() == plain.labels.tolist()
+    assert (target.labels[: target.prefix_length] != IGNORED).sum() == 4 * len(TRUTH)
