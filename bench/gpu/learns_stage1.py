@@ -20,6 +20,7 @@ from shared.config_io import write_yaml
 from shared.errors import CheckpointError, ServerError
 
 INITIAL = Path("deploy/demo/checkpoint")
+_DATA_WORKERS = 6  # each takes its time to start
 _EXPORT_S = 60.0
 _STOP_S = 40.0
 
@@ -61,7 +62,7 @@ def train_stage1(processes: Processes, first: Stage1, folder: Path, model: Path,
 def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers: int) -> dict[str, Any]:
     return {
         "model": {"path": str(INITIAL), "dtype": "float32"},
-        "data": {"train": str(data / "train.jsonl"), "num_workers": max(0, min(14, workers))},
+        "data": {"train": str(data / "train.jsonl"), "num_workers": max(0, min(_DATA_WORKERS, workers))},
         "training": {
             "output_dir": str(run_dir),
             "seed": 1,

@@ -41,26 +41,27 @@ def main(
     folder: Annotated[Path, typer.Option(help="For the model, configurations and logs; large and fast.")],
     size: Annotated[str, typer.Option(help="0.6B or 4B.")] = "4B",
 ) -> None:
-    """Measure and write."""
-    write(out, measure(size, folder))  # type: ignore[arg-type]
+    """Measure and write; what has ended is on disk, whatever happens to the next run."""
+    figures: list[Figure] = []
+    for measured in measure(size, folder):  # type: ignore[arg-type]
+        figures += measured
+        write(out, figures)
 
 
-def measure(size: Size, folder: Path) -> list[Figure]:
-    """Of one run for each of `MOVED`."""
+def measure(size: Size, folder: Path) -> Iterator[list[Figure]]:
+    """The figures of one run for each of `MOVED`, a minute and a half each."""
     model = folder / f"model-{size}"
     if not model.is_dir():
         build(model, size, device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
         torch.cuda.empty_cache()
     data = folder / "train.jsonl"
     data.write_text("".join(json.dumps(_row(i)) + "\n" for i in range(2 * BATCH_SIZE)), encoding="utf-8")
-    figures: list[Figure] = []
     for i, (name, offload) in enumerate(MOVED.items()):
         peak, seconds = _run(_config(model, data, folder / f"offload-{i}", offload), folder, f"offload-{i}")
-        figures += [
+        yield [
             Figure(name=f"{size}, peak device memory, {name}", value=peak, unit="GiB"),
             Figure(name=f"{size}, step, {name}", value=median(seconds), unit="s", samples=seconds),
         ]
-    return figures
 
 
 def _run(config: Mapping[str, Any], folder: Path, name: str) -> tuple[float, list[float]]:
@@ -109,7 +110,7 @@ def _config(model: Path, data: Path, run_dir: Path, offload: Mapping[str, bool])
         "offload": dict(offload),
     }
     return {
-        "model": {"path": str(model), "dtype": "bfloat16"},
+        "model": {"path": str(model), "dtype": "bfloat16", "compile": False},
         "data": {"train": str(data)},
         "task": {"container": "index_map", "coordinates": "tokens"},
         "training": {
