@@ -17,12 +17,14 @@ An answer's N numbers are labelled together: there are hundreds in each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from learner.coordinate_spelling import NO_TOKEN, WINDOW, Ints, Numbers, spelling_of
 from learner.records import Assignment
+from learner.tasks.ranges import ranges
 from learner.tasks.task import Tokenizer
 from shared.errors import LossError
 
@@ -54,23 +56,20 @@ def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, I
     labels = token_ids.copy()
     leaves = np.flatnonzero(~right & (parting >= first))
     labels[parting[leaves]] = tokens[leaves, (parting - numbers.start)[leaves]]
-    positions = _covered(first, behind, len(token_ids))
+    positions = ranges(first, np.maximum(behind - first, 0))
     return positions, labels[positions]
 
 
 def _corresponding(assignment: Assignment) -> Numbers:
     """The coordinates of matched predictions, and the bin that the truth has for each."""
     parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
-    places: list[int] = []
-    wanted: list[int] = []
-    for index, truth_index, _ in assignment.pairs:
-        predicted, true = parsed.objects[index], truth[truth_index]
-        if predicted.object.kind == true.kind and len(predicted.slots) == len(true.bins):
-            places += predicted.slots
-            wanted += true.bins
-    at = np.array(places, dtype=np.int64)
+    pairs = [(parsed.objects[index], truth[truth_index]) for index, truth_index, _ in assignment.pairs]
+    pairs = [(own, true) for own, true in pairs if own.object.kind == true.kind and len(own.slots) == len(true.bins)]
+    first, lengths = [own.slots.start for own, _ in pairs], [len(own.slots) for own, _ in pairs]
+    at = ranges(np.array(first, dtype=np.int64), np.array(lengths, dtype=np.int64))
     start, end, said, lead = [column[at] for column in parsed.slots]
-    return Numbers(start, end, said, lead, np.array(wanted, dtype=np.int64))
+    wanted = np.fromiter(chain.from_iterable([true.bins for _, true in pairs]), dtype=np.int64, count=len(at))
+    return Numbers(start, end, said, lead, wanted)
 
 
 def _require_inside(numbers: Numbers, prefix_length: int) -> None:
@@ -105,12 +104,3 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
 def _taken_before(behind: Ints) -> Ints:
     """[N] for each number, the first token that no earlier one has; `behind` is where each one's tokens end."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])
-
-
-def _covered(first: Ints, behind: Ints, length: int) -> Ints:
-    """The positions in 0..length that are in any of the ranges first..behind, which do not overlap."""
-    some = first < behind
-    steps = np.zeros(length + 1, dtype=np.int8)
-    steps[first[some]] += 1
-    steps[behind[some]] -= 1
-    return np.flatnonzero(steps.cumsum(dtype=np.int8))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.tasks.ranges import ranges
 from learner.tasks.seams import Seams
 from learner.tasks.task import Tokenizer
 
@@ -59,9 +60,11 @@ class TokenPieces:
         # No method of this object: a cache that holds its owner keeps these tables until the garbage is collected.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
-        self._pieces = np.empty(_MAX_VOCABULARY + 1, dtype=object)  # by token id; the last stands for larger ids
+        # By token id, the last for larger ones: how long a piece is, and where it begins among all pieces met so far.
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
-        self._pieces[-1], self._lengths[-1] = b"", 0
+        self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
+        self._bytes = np.empty(0, dtype=np.uint8)
+        self._lengths[-1] = 0
 
     def __getitem__(self, token_id: int) -> bytes:
         return self.text((token_id,)).data
@@ -69,18 +72,24 @@ class TokenPieces:
     def text(self, token_ids: Sequence[int]) -> TokenText:
         """The text of `token_ids`, with each token's place in it."""
         ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
-        ends = self.lengths(ids).cumsum()
-        return TokenText(ids, b"".join(self._pieces.take(ids, mode="clip").tolist()), ends)
+        lengths = self.lengths(ids)
+        at = ranges(self._begins.take(ids, mode="clip"), lengths)
+        return TokenText(ids, self._bytes.take(at).tobytes(), lengths.cumsum())
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """[T] bytes of each token."""
         lengths = self._lengths.take(ids, mode="clip")
         if len(ids) and lengths.min() == _NOT_MET:
-            for token_id in np.unique(ids[lengths == _NOT_MET]).tolist():
-                piece = self._piece(token_id)
-                self._pieces[token_id], self._lengths[token_id] = piece, len(piece)
+            self._meet(np.unique(ids[lengths == _NOT_MET]))
             lengths = self._lengths.take(ids, mode="clip")
         return lengths
+
+    def _meet(self, ids: NDArray[np.int64]) -> None:
+        """Add the pieces of new tokens to the tables."""
+        pieces = list(map(self._piece, ids.tolist()))
+        lengths = np.array(list(map(len, pieces)))
+        self._lengths[ids], self._begins[ids] = lengths, len(self._bytes) + lengths.cumsum() - lengths
+        self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
 
     def encode_long(self, text: str) -> list[int]:
         """`encode` for texts that will hardly come again, from parts that will where the text can be cut."""

@@ -42,9 +42,7 @@ def parse_rollout(
     reading = read_answer(text.data, grammar)
     coordinates = _coordinates(text, bin_of_token, grammar) if reading.opened else NO_COORDINATES
     outcomes = judge(reading.entries, text.data, coordinates, grammar)
-    drops = Counter([outcome for outcome in outcomes if isinstance(outcome, str)])
-    if reading.truncated:
-        drops["truncated"] += 1
+    drops = Counter([outcome for outcome in outcomes if isinstance(outcome, str)] + ["truncated"] * reading.truncated)
     kept, prefix_length, tail_opening = _cut(text, reading.entries, grammar)
     entries = reading.entries[:kept]
     return ParsedRollout(
