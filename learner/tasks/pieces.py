@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +66,7 @@ class TokenPieces:
         self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
         self._bytes = np.empty(0, dtype=np.uint8)
         self._lengths[-1] = 0
+        self._adding = Lock()
 
     def __getitem__(self, token_id: int) -> bytes:
         return self.text((token_id,)).data
@@ -80,16 +82,20 @@ class TokenPieces:
         """[T] bytes of each token."""
         lengths = self._lengths.take(ids, mode="clip")
         if len(ids) and lengths.min() == _NOT_MET:
-            self._meet(np.unique(ids[lengths == _NOT_MET]))
+            self._meet(ids)
             lengths = self._lengths.take(ids, mode="clip")
         return lengths
 
     def _meet(self, ids: NDArray[np.int64]) -> None:
-        """Add the pieces of new tokens to the tables."""
-        pieces = list(map(self._piece, ids.tolist()))
-        lengths = np.array(list(map(len, pieces)))
-        self._lengths[ids], self._begins[ids] = lengths, len(self._bytes) + lengths.cumsum() - lengths
-        self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
+        """Add the pieces of new tokens to the tables. Other threads read them meanwhile: a length is told last."""
+        with self._adding:
+            new = np.unique(ids[self._lengths.take(ids, mode="clip") == _NOT_MET])
+            pieces = list(map(self._piece, new.tolist()))
+            lengths = np.array(list(map(len, pieces)), dtype=np.int64)
+            begins = len(self._bytes) + lengths.cumsum() - lengths
+            self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
+            self._begins[new] = begins
+            self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
         """`encode` for texts that will hardly come again, from parts that will where the text can be cut."""

@@ -1,6 +1,13 @@
-"""The tokenizer that pieces are made of is the one that a run uses, and yet nobody else's settings reach it."""
+"""The tokenizer that pieces are made of is the one that a run uses, and yet nobody else's settings reach it; and threads
+that share it read the same text."""
 
 from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
 
 from deploy.demo.model import build_tokenizer
 from learner.tasks.pieces import TokenPieces
@@ -17,3 +24,25 @@ def test_what_others_set_on_the_tokenizer_does_not_reach_targets() -> None:
     tokenizer.backend_tokenizer.enable_padding(length=64)
     assert before.encode("1") == TokenPieces(tokenizer).encode("1")
     assert len(before.encode("1")) == 1
+
+
+def test_threads_that_meet_tokens_at_once_read_the_right_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts are made into rows on several threads, which share a tokenizer's pieces."""
+    monkeypatch.setattr(TokenPieces, "_piece", slow_piece)
+    tokenizer = build_tokenizer()
+    rng = np.random.default_rng(0)
+    answers = [tuple(rng.integers(0, len(tokenizer), 40).tolist()) for _ in range(64)]
+    wanted = [b"".join(spelled(i) for i in ids) for ids in answers]
+    for _ in range(5):
+        pieces = TokenPieces(tokenizer)
+        with ThreadPoolExecutor(8) as threads:
+            assert [text.data for text in threads.map(pieces.text, answers)] == wanted
+
+
+def spelled(token_id: int) -> bytes:
+    return str(token_id).encode()
+
+
+def slow_piece(_: TokenPieces, token_id: int) -> bytes:
+    time.sleep(1e-5)  # other threads have their turn
+    return spelled(token_id)
