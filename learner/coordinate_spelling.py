@@ -10,8 +10,9 @@ numbers stand alone (`learner.tasks.seams`), each has the same tokens everywhere
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +65,7 @@ class Spelling:
         alone = [(*ids, *[NO_TOKEN] * WINDOW)[:WINDOW] for ids in map(pieces.seams.numbers.get, self._texts) if ids]
         self._alone = np.array(alone if len(alone) == _NUM_BINS else [], dtype=np.int64)
         self._num_tokens = (self._alone != NO_TOKEN).sum(axis=-1)
+        self._table = Lock()
         self._places: dict[_Place, int] = {}
         # [place, bin, W] the first tokens of each number there, as they are met. Dense: an answer asks for hundreds.
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
@@ -88,7 +90,10 @@ class Spelling:
         before = np.where(lead > 0, token_ids[start], NO_TOKEN)
         last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
         columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
-        contexts = list(map(_Place._make, zip(*columns, strict=True)))
+        with self._table:  # threads share it
+            return self._in_places(list(map(_Place._make, zip(*columns, strict=True))), wanted)
+
+    def _in_places(self, contexts: Sequence[_Place], wanted: Ints) -> Ints:
         if len(self._places) > _MAX_PLACES:  # an untrained model writes anything
             self._places.clear()
             self._tokens[:] = _NOT_MET

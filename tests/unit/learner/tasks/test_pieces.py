@@ -1,5 +1,4 @@
-"""The tokenizer that pieces are made of is the one that a run uses, and yet nobody else's settings reach it; and threads
-that share it read the same text."""
+"""A tokenizer's pieces: made of the one that a run uses, out of reach of others' settings, shared by threads."""
 
 from __future__ import annotations
 
