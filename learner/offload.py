@@ -4,13 +4,14 @@ In: the policy, the optimizer, and which of them to move. Out: a block in which 
 are back as they were, bit for bit, whatever happened inside: gradients and ties of the model, the optimizer's moments.
 Nothing happens where the device is the CPU. Entered by `learner/rollout/colocate_engine.py` around everything that vLLM
 does: its start, weight loads, rollouts.
+
+The host memory is page-locked and stays for the next time: taking fresh pages for every move costs ten times the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
@@ -22,39 +23,95 @@ from learner.policy.sharding import is_part
 from shared.errors import ConfigError
 
 HOST = torch.device("cpu")
+_BLOCK_BYTES = 256 * 2**20  # a power of two, to which torch rounds what it locks
+_ALIGNMENT = 64
 
 
-class Movable(Protocol):
-    def to(self, device: torch.device, /) -> object: ...
+class HostMemory:
+    """Places for tensors, in blocks that are kept: the same tensors get the same places again after `begin`."""
+
+    def __init__(self, *, page_locked: bool) -> None:
+        self._page_locked = page_locked
+        self._blocks: list[torch.Tensor] = []  # uint8
+        self.begin()
+
+    def begin(self) -> None:
+        """Give all places up."""
+        self._block = self._used = 0
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Uninitialised, of the tensor's type, shape and strides. Raises ConfigError where memory is short."""
+        while self._block < len(self._blocks) and self._used + tensor.nbytes > self._blocks[self._block].nbytes:
+            self._block, self._used = self._block + 1, 0
+        if self._block == len(self._blocks):
+            self._blocks.append(self._allocate(max(_BLOCK_BYTES, tensor.nbytes)))
+        content = self._blocks[self._block][self._used : self._used + tensor.nbytes]
+        self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        strides = torch.empty_like(tensor, device="meta").stride()  # dense, whatever the tensor looks at
+        return content.view(tensor.dtype).as_strided(tensor.shape, strides)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
+        except RuntimeError as error:
+            held = sum(block.nbytes for block in self._blocks)
+            raise ConfigError(
+                f"{ROLLOUT}.offload: the host has no memory for what is to leave the device",
+                found=f"{held / 2**30:.1f} GiB, and {num_bytes / 2**30:.2f} more refused: {str(error).splitlines()[0]}",
+                wanted="page-locked host memory of the size of what is moved, on each rank",
+                remedy="move less (offload_model, offload_optimizer), or raise the job's memory limit",
+            ) from error
 
 
 class Offload:
-    """`parts` live on `device`."""
+    """What `tensors` gives lives on `device`; it is asked before every move, for gradients come and go."""
 
-    def __init__(self, *parts: Movable, device: torch.device) -> None:
-        self._parts, self._device = parts if device != HOST else (), device
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._memory = HostMemory(page_locked=device.type == "cuda")
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, the device holds nothing of the parts; they must not be used for anything but reading weights."""
+        """Inside, the device holds nothing of the tensors; they must not be used for anything but reading weights.
+        Raises ConfigError where the host has no room, with nothing moved."""
+        tensors = list(self._tensors())
+        self._memory.begin()
+        places = [self._memory.place(tensor) for tensor in tensors]
+        for tensor, place in zip(tensors, places, strict=True):
+            place.copy_(tensor.data, non_blocking=True)
+        self._wait()
+        for tensor, place in zip(tensors, places, strict=True):
+            tensor.data = place
         try:
-            for part in self._parts:
-                part.to(HOST)
-            if self._parts:
+            if tensors and self._device.type == "cuda":
                 torch.cuda.empty_cache()  # vLLM allocates by itself, not from what torch has kept
             yield
         finally:
-            for part in self._parts:
-                part.to(self._device)
+            for tensor in tensors:
+                tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer) -> Offload:
     """What the configuration names. Raises ConfigError where it can't be moved and come back as it was."""
-    model = [policy.model] if config.enabled and config.offload_model else []
-    moments = [optimizer] if config.enabled and config.offload_optimizer else []
-    if model or moments:
+    moves = config.enabled and policy.device != HOST
+    moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
+
+    def tensors() -> Iterator[torch.Tensor]:
+        if moves_model:
+            yield from policy.model.parameters()
+            yield from (p.grad for p in policy.model.parameters() if p.grad is not None)
+            yield from policy.model.buffers()
+        if moves_optimizer:
+            yield from optimizer.state().values()
+
+    if config.enabled and (config.offload_model or config.offload_optimizer):
         _require_whole(policy)
-    return Offload(*model, *moments, device=policy.device)
+    return Offload(tensors, policy.device)
 
 
 def _require_whole(policy: Policy) -> None:

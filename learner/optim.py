@@ -83,12 +83,6 @@ class Optimizer:
         self._adamw.zero_grad(set_to_none=True)
         return rate, norm
 
-    def to(self, device: torch.device, /) -> None:
-        """Move the moments and counts; `update` wants them where the parameters are."""
-        for state in self._adamw.state.values():
-            for key, tensor in state.items():
-                state[key] = tensor.to(device)
-
     def state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update. Of a
         sharded model they are gathered into host memory where `keep` is true, and nothing elsewhere; collective."""

@@ -60,7 +60,7 @@ def start(
             dtype=torch.float32,
             ranks=ranks,
             tensor_parallel_size=1,
-            offload=offload or Offload(device=ranks.device),
+            offload=offload or Offload(tuple, ranks.device),
             lora_rank=lora_rank,
         )
 
