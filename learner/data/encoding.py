@@ -4,21 +4,24 @@ In: jobs of samples, in order. Out: their encoded prompts, when asked for. A wor
 tensor in shared memory, which the learner cuts into views: no copy and no pickling per sample, so that 16 cores can
 feed a GPU. Errors raised in a worker keep their type.
 
-Workers are spawned, not forked: a process that talks to CUDA, NCCL or gloo has threads that a fork would break. Called
-by `batches.py`.
+Workers are not forked from the learner: a process that talks to CUDA, NCCL or gloo has threads that a fork would break.
+They are forked from a server process that has done nothing but import what they need, once for all of them: where files
+are slow, eight processes that import torch side by side take a minute and more. Called by `batches.py`.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
-from typing import Protocol
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from typing import Any, Protocol
 
 import torch
 
@@ -82,6 +85,7 @@ class LocalPool:
 JOBS_PER_WORKER = 3  # one running, two waiting: a worker never idles while the learner computes
 MAX_JOB_SIZE = 16
 END_TIMEOUT_S = 5.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,11 @@ class WorkerPool:
         self.job_size = min(MAX_JOB_SIZE, -(-samples_per_micro_batch // num_workers))
         self.lookahead = JOBS_PER_WORKER * num_workers * self.job_size
         self._timeout_s = timeout_s
+        context = get_context("forkserver")
+        context.set_forkserver_preload(sorted({__name__, *_modules_of(encoder)}))
+        _start_fork_server()
         self._pool = ProcessPoolExecutor(
-            num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(encoder,)
+            num_workers, mp_context=context, initializer=_start_worker, initargs=(encoder,)
         )
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob:
@@ -142,6 +149,30 @@ class _WorkerJob:
             ) from error
 
 
+def _start_fork_server() -> None:
+    """Start it where it does not run yet. As a worker's, its life is not up to signals to the whole group: they are
+    blocked there, as they are here at the moment of its start, and reach this process a moment later."""
+    resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _modules_of(encoder: PromptEncoder) -> set[str]:
+    """What a process imports to unpickle it."""
+    modules = set()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str, /) -> Any:
+            modules.add(module)
+            return super().find_class(module, name)
+
+    Unpickler(io.BytesIO(pickle.dumps(encoder))).load()
+    return modules
+
+
 _worker_encoder: PromptEncoder | None = None  # in a worker process: set once, when it starts
 
 
@@ -149,7 +180,7 @@ def _start_worker(encoder: PromptEncoder) -> None:
     """A worker ends when the learner closes it or is gone, and not by signals that a terminal or a launcher sends to
     the whole group: a learner that was asked to stop still needs its prompts to end the step."""
     global _worker_encoder
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)

@@ -84,6 +84,17 @@ class SlowEncoder:
         return EncodedPrompt(token_ids=(0,), vision=None)
 
 
+IMPORTED_BY = os.getpid()
+
+
+@dataclass(frozen=True)
+class ImportTellingEncoder:
+    """Whether its process is another than the one that imported this module, and a child of that one."""
+
+    def encode(self, sample: Sample) -> EncodedPrompt:
+        return EncodedPrompt(token_ids=(os.getpid() != IMPORTED_BY, os.getppid() == IMPORTED_BY), vision=None)
+
+
 class AnyTask:
     """Validates all samples but those that have an object called `bad`."""
 

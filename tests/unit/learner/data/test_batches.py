@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -173,8 +174,8 @@ def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work(signum: sig
     samples = make_samples(2)
     with closing(WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)) as pool:
         before = pool.submit(samples[:1]).result()
-        (worker,) = pool._pool._processes
-        os.kill(worker, signum)
+        for process in (*pool._pool._processes, forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
+            os.kill(process, signum)
         after = pool.submit(samples[:1]).result()
     assert same_prompt(before[0], after[0])
 
@@ -191,6 +192,20 @@ def test_workers_end_with_a_learner_that_is_killed() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert not wait_gone([int(printed.stdout)], 30.0)
+
+
+def test_workers_are_forked_from_a_process_that_has_imported_what_they_need() -> None:
+    code = (
+        "from tests.unit.learner.data.fakes import ImportTellingEncoder, make_samples\n"
+        "from learner.data.encoding import WorkerPool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = WorkerPool(ImportTellingEncoder(), num_workers=2, samples_per_micro_batch=2, timeout_s=60.0)\n"
+        "    jobs = [pool.submit([sample]) for sample in make_samples(4)]\n"
+        "    print(*{job.result()[0].token_ids for job in jobs})\n"
+        "    pool.close()\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert said.stdout == "(True, True)\n", said.stderr
 
 
 def test_workers_run_ahead_by_a_bounded_amount() -> None:
