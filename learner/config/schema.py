@@ -280,7 +280,8 @@ class RolloutBufferConfig(Section):
 
 
 class OffloadConfig(Section):
-    """Move training state off the device while colocated vLLM generates; no effect elsewhere."""
+    """Move training state off the device while colocated vLLM generates, into page-locked host memory that is kept; no
+    effect elsewhere."""
 
     enabled: bool = key("offload what the two keys below name", False, req="R20")
     offload_model: bool = key("the trained model", False, req="R20")
