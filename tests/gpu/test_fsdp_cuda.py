@@ -30,12 +30,13 @@ from learner.policy.sharding import whole
 from shared.ports import free_port
 from tests.gpu.devices import needs_gpus
 from tests.integration.test_fsdp_sync import sync_twice
-from tests.ranks import ROOT, launch
+from tests.ranks import launch
 from tests.runs import events
 from tests.servers import running_server
 from tests.unit.learner.policy.rows import gradients, image, row, sample, segment
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0  # of a collective
 CASE_S = 150.0
 SETTINGS: Mapping[str, Mapping[str, Any]] = {

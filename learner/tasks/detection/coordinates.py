@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from learner.records import CoordSlots
 from learner.tasks.pieces import TokenText
 
-_PLACES = (1, 10, 100)  # of a bin; the `bin` of a longer run of digits means nothing
 _NONE = np.empty(0, dtype=np.int64)
 
 
@@ -40,7 +39,8 @@ def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coord
 
 
 def digit_coordinates(text: TokenText) -> Coordinates:
-    """The runs of digits that do not go on a word. The text begins with something else: a container's opener."""
+    """The runs of digits that do not go on a word. The text begins with something else: a container's opener. The bin
+    of a run of more than three means nothing."""
     chars = np.frombuffer(text.data + b" ", dtype=np.uint8)
     digits = chars - ord("0")  # other characters wrap around to 10 and more
     is_digit = digits < 10
@@ -50,9 +50,7 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     begins, ends = begins[apart], ends[apart]
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1
-    lengths = ends - begins
-    bins = np.zeros_like(begins)
-    for place, worth in enumerate(_PLACES):
-        bins += digits[ends - 1 - place] * ((lengths > place) * worth)
+    ones, tens, hundreds = ((digits * is_digit)[ends - place].astype(np.int64) for place in (1, 2, 3))
+    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # `1,2`: a number's digit before another number
     slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
     return Coordinates(slots, begins, ends)

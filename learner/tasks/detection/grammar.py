@@ -49,7 +49,6 @@ class Grammar:
     next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
     usual_pattern: re.Pattern[bytes]  # a right entry in our own order of fields, and what follows it; only for speed
     list_pattern: re.Pattern[bytes]  # a list's content that is coordinates and nothing else
-    number_pattern: re.Pattern[bytes]  # one coordinate
 
     def coordinate_text(self, value: int) -> str:
         """Bin `value` as an answer spells it."""
@@ -83,7 +82,6 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
         next_pattern=re.compile(follows),
         usual_pattern=re.compile(_WS + usual_name + fields + follows),
         list_pattern=re.compile(numbers),
-        number_pattern=re.compile(number),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
+from learner import offload
 from learner.config.schema import ModelConfig, OffloadConfig, TrainingConfig
 from learner.offload import HOST, Offload, make_offload
 from learner.optim import Optimizer
@@ -29,9 +30,10 @@ def optimizer_of(policy: Policy) -> Optimizer:
 
 
 @pytest.fixture
-def tensors() -> list[torch.Tensor]:
-    """Types, shapes, strides and a view without content of its own; two of them larger than a block together."""
-    large = [torch.arange(5 * 2**25, dtype=torch.float32) + i for i in range(2)]
+def tensors(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Types, shapes, strides and a view without content of its own; two of them larger than a block."""
+    monkeypatch.setattr(offload, "_BLOCK_BYTES", 1024)
+    large = [torch.arange(1000, dtype=torch.float32) + i for i in range(2)]
     return [
         torch.arange(12, dtype=torch.bfloat16).reshape(3, 4),
         torch.nn.Parameter(torch.randn(4, 6).T),
@@ -60,15 +62,15 @@ def test_what_was_away_is_as_it_was(tensors: list[torch.Tensor]) -> None:
 
 def test_the_host_memory_is_used_again(tensors: list[torch.Tensor]) -> None:
     """Also where others are moved the next time, as gradients come and go."""
-    offload = Offload(lambda: tensors, HOST)
+    moved = Offload(lambda: tensors, HOST)
     places: list[list[int]] = []
     for _ in range(2):
-        with offload.away():
+        with moved.away():
             places.append([tensor.data_ptr() for tensor in tensors])
     assert places[0] == places[1]
     last = tensors.pop()
     tensors[2] += 1
-    with offload.away():
+    with moved.away():
         assert [tensor.data_ptr() for tensor in tensors] == places[0][:-1]
         tensors[2] += 1
     assert float(tensors[2][5]) == 7

@@ -108,7 +108,7 @@ def test_nothing_is_loaded_whose_seal_is_wrong(
 ) -> None:
     worker, learner = pair
     load = RememberingLoad()
-    receiving = Receiving(update(), worker, load)
+    receiving = Receiving(update(timeout_s=2.0), worker, load)  # gloo waits that long for what was begun
     sending = in_turn(learner, wrong()[:2])
     with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
         receiving.advance(5.0)

@@ -42,6 +42,12 @@ def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def _faster_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traces the forward pass alone: for what is broken into many graphs, and where only their number counts."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+
+
+@pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The varlen operators, for 16-bit tensors on the CPU too."""
     monkeypatch.setattr(attention, "_varlen_can", lambda query: query.dtype == torch.bfloat16)
@@ -84,6 +90,7 @@ def test_one_program_for_all_layers_and_rows(tiny_text: Path, gradient_checkpoin
     assert not counters["graph_break"]
 
 
+@pytest.mark.usefixtures("_faster_compiler")
 def test_without_the_kernel_too(tiny_vlm: Path) -> None:
     """float32, images, deepstack features: attention is SDPA outside of what is compiled."""
     eager, policy = (policy_of(tiny_vlm, compile=wanted) for wanted in (False, True))
@@ -94,6 +101,7 @@ def test_without_the_kernel_too(tiny_vlm: Path) -> None:
     assert num_programs() == before
 
 
+@pytest.mark.usefixtures("_faster_compiler")
 def test_another_family(tiny_qwen2_5_vl: Path) -> None:
     """Qwen2.5-VL: windows in the vision tower."""
     eager, policy = (policy_of(tiny_qwen2_5_vl, compile=wanted) for wanted in (False, True))
@@ -127,6 +135,7 @@ def test_adapters_and_frozen_parts(tiny_vlm: Path) -> None:
         assert_same_learning(eager, policy, image_row(eager, sizes), rel=5e-3)
 
 
+@pytest.mark.usefixtures("_faster_compiler")
 def test_names_and_scores_stay(tiny_text: Path) -> None:
     eager, policy = (policy_of(tiny_text, compile=wanted) for wanted in (False, True))
     policy.backward(text_row(ROWS[0]))
@@ -138,6 +147,7 @@ def test_names_and_scores_stay(tiny_text: Path) -> None:
     assert num_programs() == before
 
 
+@pytest.mark.usefixtures("_faster_compiler")
 def test_generating_compiles_nothing(tiny_text: Path) -> None:
     """And learning goes on with the program that it has."""
     policy = policy_of(tiny_text, compile=True)
