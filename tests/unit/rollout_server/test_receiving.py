@@ -139,5 +139,5 @@ def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communica
     worker, _ = pair
     load = UnopenedLoad()
     with pytest.raises(RuntimeError, match="no such layer"):
-        Receiving(update(), worker, load)
+        Receiving(update(timeout_s=2.0), worker, load)
     assert load.closed
