@@ -17,7 +17,6 @@ An answer's N numbers are labelled together: there are hundreds in each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,13 +62,19 @@ def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, I
 def _corresponding(assignment: Assignment) -> Numbers:
     """The coordinates of matched predictions, and the bin that the truth has for each."""
     parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
-    pairs = [(parsed.objects[index], truth[truth_index]) for index, truth_index, _ in assignment.pairs]
-    pairs = [(own, true) for own, true in pairs if own.object.kind == true.kind and len(own.slots) == len(true.bins)]
-    first, lengths = [own.slots.start for own, _ in pairs], [len(own.slots) for own, _ in pairs]
+    first: list[int] = []
+    lengths: list[int] = []
+    wanted: list[int] = []
+    for index, truth_index, _ in assignment.pairs:
+        (_, kind, _), slots, _ = parsed.objects[index]
+        _, true_kind, true_bins = truth[truth_index]
+        if kind == true_kind and len(slots) == len(true_bins):
+            first.append(slots.start)
+            lengths.append(len(slots))
+            wanted += true_bins
     at = ranges(np.array(first, dtype=np.int64), np.array(lengths, dtype=np.int64))
     start, end, said, lead = [column[at] for column in parsed.slots]
-    wanted = np.fromiter(chain.from_iterable([true.bins for _, true in pairs]), dtype=np.int64, count=len(at))
-    return Numbers(start, end, said, lead, wanted)
+    return Numbers(start, end, said, lead, np.array(wanted, dtype=np.int64))
 
 
 def _require_inside(numbers: Numbers, prefix_length: int) -> None:

@@ -47,7 +47,8 @@ def judge(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gramm
     num_listed = behind - first  # digits are a number of the list wherever they stand in it
     if not grammar.digits:
         num_listed = np.fromiter(map(data.count, repeat(b","), begins, ends), dtype=np.int64, count=len(entries)) + 1
-    corners = np.append(coordinates.slots.bin, 0).take(first[:, None] + _FOUR, mode="clip")
+    bins = coordinates.slots.bin if len(coordinates.slots.bin) else np.zeros(1, dtype=np.int64)
+    corners = bins.take(first[:, None] + _FOUR, mode="clip")
     x1, y1, x2, y2 = corners.T
     boxes = (behind - first == 4) & (num_listed == 4) & (x1 < x2) & (y1 < y2)
     descs = [decode(string) or "" for string in strings]
