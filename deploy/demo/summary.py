@@ -66,7 +66,7 @@ def machine() -> dict[str, Any]:
 def show(summary: Mapping[str, Any]) -> None:
     """The result as a table on the console."""
     table = Table(title=f"{summary['scenes']} held-out test scenes, greedy rollouts, 95% intervals over scenes")
-    table.add_column("metric")
+    table.add_column("metric", no_wrap=True, min_width=max(map(len, SHOWN)))
     for name in ("before", "after stage 2", "gain", "after sft", "gain of sft"):
         table.add_column(name, justify="right")
     for metric in SHOWN:
