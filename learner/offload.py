@@ -33,20 +33,22 @@ class HostMemory:
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
         self._blocks: list[torch.Tensor] = []  # uint8
-        self.begin()
+        self._used: list[int] = []  # bytes taken of each block
 
     def begin(self) -> None:
         """Give all places up."""
-        self._block = self._used = 0
+        self._used = [0] * len(self._blocks)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Uninitialised, of the tensor's type, shape and strides. Raises ConfigError where memory is short."""
-        while self._block < len(self._blocks) and self._used + tensor.nbytes > self._blocks[self._block].nbytes:
-            self._block, self._used = self._block + 1, 0
-        if self._block == len(self._blocks):
+        fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
+        index = next(fitting, len(self._blocks))
+        if index == len(self._blocks):
             self._blocks.append(self._allocate(max(_BLOCK_BYTES, tensor.nbytes)))
-        content = self._blocks[self._block][self._used : self._used + tensor.nbytes]
-        self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self._used.append(0)
+        begin = self._used[index]
+        content = self._blocks[index][begin : begin + tensor.nbytes]
+        self._used[index] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         strides = torch.empty_like(tensor, device="meta").stride()  # dense, whatever the tensor looks at
         return content.view(tensor.dtype).as_strided(tensor.shape, strides)
 

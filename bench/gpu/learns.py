@@ -158,21 +158,25 @@ def main(
         deadline=time.monotonic() + limit_s - _REPORT_S,
         run_limit_s=run_limit_s,
     )
-    for made in (plan.results, out / "failed", plan.settings.runs, plan.settings.data):
+    sys.exit(_run(plan, [BASE, *arms]))
+
+
+def _run(plan: Plan, order: Sequence[str]) -> int:
+    """All phases, and a report with the arms in `order` whatever happens; the exit code."""
+    for made in (plan.results, plan.out / "failed", plan.settings.runs, plan.settings.data):
         made.mkdir(parents=True, exist_ok=True)
-    code = 0
     try:
         with supervised() as processes:
             try:
                 _carry_out(plan, processes)
             finally:  # before the servers are stopped, which takes its time
-                _report(out, [BASE, *arms])
+                _report(plan.out, order)
     except ProjectError as error:
         say(f"error: {error}")
-        code = error.exit_code
+        return error.exit_code
     except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+        return 130
+    return 0
 
 
 def _carry_out(plan: Plan, processes: Processes) -> None:

@@ -20,7 +20,7 @@ from shared.config_io import write_yaml
 from shared.errors import CheckpointError, ServerError
 
 INITIAL = Path("deploy/demo/checkpoint")
-_DATA_WORKERS = 8  # each takes its time to start
+_DATA_WORKERS = 8
 _EXPORT_S = 60.0
 _STOP_S = 40.0
 

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -29,7 +29,8 @@ WARM_UP_STEPS, STEPS = 2, 4  # the optimizer has moments, and the host a place f
 BATCH_SIZE, NEW_TOKENS = 16, 64
 ENGINE_SHARE = 0.3  # of the device, for vLLM
 _SAMPLE_EVERY_MS = 50
-MOVED: dict[str, dict[str, bool]] = {
+Moved = Literal["nothing moved", "optimizer moved", "model and optimizer moved"]
+MOVED: dict[Moved, dict[str, bool]] = {
     "nothing moved": {},
     "optimizer moved": {"enabled": True, "offload_optimizer": True},
     "model and optimizer moved": {"enabled": True, "offload_model": True, "offload_optimizer": True},
@@ -40,7 +41,7 @@ def main(
     out: Annotated[Path, typer.Option(help="File for the figures.")],
     folder: Annotated[Path, typer.Option(help="For the model, configurations and logs; large and fast.")],
     size: Annotated[str, typer.Option(help="0.6B or 4B.")] = "4B",
-    only: Annotated[str, typer.Option(help=f"One of: {', '.join(MOVED)}.")] = "",
+    only: Annotated[Moved | None, typer.Option(help="One run alone.")] = None,
 ) -> None:
     """Measure and write; what has ended is on disk, whatever happens to the next run."""
     figures: list[Figure] = []
@@ -49,7 +50,7 @@ def main(
         write(out, figures)
 
 
-def measure(size: Size, folder: Path, names: Sequence[str]) -> Iterator[list[Figure]]:
+def measure(size: Size, folder: Path, names: Sequence[Moved]) -> Iterator[list[Figure]]:
     """The figures of one run for each of the names in `MOVED`, a minute and a half each."""
     model = folder / f"model-{size}"
     if not model.is_dir():

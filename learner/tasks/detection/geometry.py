@@ -30,15 +30,11 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
     """[len(a), len(b)] intersection over union; 0 where both areas are 0."""
     if not a or not b:
         return np.zeros((len(a), len(b)))
-    both = [*a, *b]
-    poly = [obj.kind == "poly" for obj in both]
-    corners = [bounding_box(obj) for obj in both] if True in poly else [obj.bins for obj in both]
-    boxes = np.fromiter(chain.from_iterable(corners), dtype=np.float64, count=4 * len(both)).reshape(-1, 4)
-    boxes_a, boxes_b = boxes[: len(a)], boxes[len(a) :]
+    boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
-    if True not in poly:
+    poly_a, poly_b = _is_poly(a), _is_poly(b)
+    if not (any(poly_a) or any(poly_b)):
         return _ratio(overlap, _box_areas(boxes_a), _box_areas(boxes_b))
-    poly_a, poly_b = poly[: len(a)], poly[len(a) :]
     shapes_a, shapes_b = _shapes(a), _shapes(b)
     # Disjoint bounding boxes need no polygon clipping, and two boxes are exact already.
     rows, cols = np.nonzero((np.array(poly_a)[:, None] | np.array(poly_b)) & (overlap > 0))
@@ -51,6 +47,15 @@ def _ratio(
 ) -> NDArray[np.float64]:
     union = area_a[:, None] + area_b[None, :] - overlap
     return overlap / np.maximum(union, np.finfo(np.float64).tiny)
+
+
+def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:
+    boxes = [obj.bins if obj.kind == "bbox_2d" else bounding_box(obj) for obj in objects]
+    return np.fromiter(chain.from_iterable(boxes), dtype=np.float64, count=4 * len(boxes)).reshape(-1, 4)
+
+
+def _is_poly(objects: Sequence[DetectionObject]) -> list[bool]:
+    return [obj.kind == "poly" for obj in objects]
 
 
 def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
