@@ -27,7 +27,8 @@ from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Segment
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
-from learner.stage2.channel_b import CALLS_PER_STEP, CLOSE_S, DEADLINE_KEY, call_metrics
+from learner.stage2.call_size import CALLS_PER_STEP
+from learner.stage2.channel_b import CLOSE_S, DEADLINE_KEY, call_metrics
 from learner.stage2.driver import RankMetrics
 from learner.stage2.stream import AHEAD, SampleStream
 

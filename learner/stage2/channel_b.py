@@ -1,12 +1,14 @@
 """Channel-B within the step: rollouts are made, packed and learned in it, by the weights that it updates (R31, R32).
 
 `BufferedB` waits for all rollouts of the rank's share, then packs. `OverlappedB` learns the rows of one generation call
-while the next call runs. Both take the step's samples from the data's own cursor, and number a step's requests over all
-ranks, so that a sample's seed, and its rollout, are the same either way, on any number of ranks.
+while the next call runs, in as few or as many calls as have been fastest. Both take the step's samples from the data's
+own cursor, and number a step's requests over all ranks, so that a sample's seed, and its rollout, are the same either
+way, on any number of ranks.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -19,12 +21,11 @@ from learner.pipeline.stats import CallSpan
 from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
+from learner.stage2.call_size import CallSize, sizes
 from learner.stage2.driver import RankMetrics, step_rows
 
 DEADLINE_KEY = "training.collective_timeout_s"
 CLOSE_S = 10.0
-# A step takes max(rollout, learning) plus what one call brings, so four calls leave at most a quarter of it bare.
-CALLS_PER_STEP = 4
 
 
 class BufferedB:
@@ -76,6 +77,7 @@ class OverlappedB(BufferedB):
     ) -> None:
         super().__init__(batches, source, row_maker)
         self._capacity, self._deadline_s = capacity, deadline_s
+        self._call_size = CallSize()
         self._spans: list[CallSpan] = []  # of the last step, while it was a Channel-B step
 
     def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
@@ -84,11 +86,13 @@ class OverlappedB(BufferedB):
             batch = next(self._batches)
         assert self._ver is not None, "Channel-B before the first sync"
         share = len(batch.samples)
+        call_size = self._call_size.choose(sizes(share, self._capacity))
+        began = time.perf_counter()
         pipeline = RolloutPipeline(
             self._work(batch, global_step),
             Bounds.in_step(),
             ver=self._ver,
-            call_size=max(1, min(self._capacity, -(-share // CALLS_PER_STEP))),
+            call_size=call_size,
             end=share,
             deadline_key=DEADLINE_KEY,
             close_deadline_s=CLOSE_S,
@@ -101,6 +105,7 @@ class OverlappedB(BufferedB):
                     break
                 yield row
             self._spans = pipeline.drain_spans()
+        self._call_size.tell(call_size, time.perf_counter() - began)
 
     def metrics(self) -> RankMetrics:
         """Seconds in which a call of the step was under way; most of them are hidden behind learning."""

@@ -23,7 +23,7 @@ from learner.pipeline.protocol import Bounds, StreamState
 from learner.records import Rollout, Sample, SyncReceipt
 from learner.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.stage2.ahead import AheadB, Sizes
-from learner.stage2.channel_b import CALLS_PER_STEP
+from learner.stage2.call_size import CALLS_PER_STEP
 from learner.stage2.stream import AHEAD, SampleStream
 from shared.errors import CheckpointError, RolloutError
 from tests.unit.learner import trainer_world
