@@ -40,7 +40,7 @@ from bench.gpu.learns_arms import (
     read_arm,
     run_config,
 )
-from bench.gpu.learns_report import markdown, read_results, summarize, write_result
+from bench.gpu.learns_report import markdown, read_results, step_seconds, summarize, write_result
 from bench.gpu.learns_slots import Place, Slot, open_slots, places, run_all, wait_open
 from bench.gpu.learns_stage1 import INITIAL, Stage1, last_words, say, train_stage1
 from deploy.demo.build_data import Build, build
@@ -52,6 +52,7 @@ from shared.errors import ProjectError
 _SERVERS_READY_S = 150.0
 _REPORT_S = 15.0  # for what still runs to be stopped, and for the report
 _MOST_STEPS = 50  # times the others' steps, at equal time
+_STEPS_TO_JUDGE_BY = 20
 _LAST_LINES = 60
 
 
@@ -77,10 +78,11 @@ class Plan:
 
 @dataclass
 class Queue:
-    """The runs that are left, in order; those of equal time wait for what they are measured by."""
+    """The runs that are left, in order; those of equal time wait until it is known what they are measured by."""
 
     runs: list[Run]
     results: Path
+    run_dirs: Path
     steps: int
 
     def next_run(self) -> Run | None:
@@ -93,13 +95,22 @@ class Queue:
         """None: not known yet."""
         if not run.arm.wall:
             return self.steps
-        found = read_results(self.results)
-        reference = [r for r in found if r.arm == REFERENCE]
-        own = [r for r in found if r.arm == run.arm.name.removesuffix(", equal time")]
-        if not reference or not own:
+        reference = self._step_seconds(REFERENCE)
+        own = self._step_seconds(run.arm.name.removesuffix(", equal time"))
+        if reference is None or own is None:
             return None
-        fitting = round(median(r.train_s for r in reference) / median(r.medians["step_s"] for r in own))
-        return max(1, min(fitting, _MOST_STEPS * self.steps))
+        return max(1, min(round(self.steps * reference / own), _MOST_STEPS * self.steps))
+
+    def _step_seconds(self, arm: str) -> float | None:
+        """A step's median seconds: of the runs that have ended, else of the first that has come some way."""
+        ended = [result.medians["step_s"] for result in read_results(self.results) if result.arm == arm]
+        if ended:
+            return median(ended)
+        for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
+            seconds = step_seconds(self.run_dirs / Run(arm=ARMS[arm], seed=seed).name)
+            if len(seconds) >= _STEPS_TO_JUDGE_BY:
+                return median(seconds)
+        return None
 
 
 def main(
@@ -109,10 +120,10 @@ def main(
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms, by name; again for each.")] = None,
     add_arm: Annotated[list[str] | None, typer.Option(help="One more arm, as JSON; again for each.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=SEEDS, help="Of an arm, at most.")] = SEEDS,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of an arm.")] = 48,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of an arm.")] = 200,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
-    learning_rate: Annotated[float, typer.Option(help="Peak, of the arms.")] = 3e-5,
-    train: Annotated[int, typer.Option(min=1, help="Scenes that the arms train on.")] = 10_000,
+    learning_rate: Annotated[float, typer.Option(help="Peak, of the arms.")] = 1e-4,
+    train: Annotated[int, typer.Option(min=1, help="Scenes that the arms train on.")] = 40_000,
     test: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 500,
     style: Annotated[StyleName, typer.Option(help="How hard the scenes are.")] = "hard",
     stage1_scenes: Annotated[int, typer.Option(min=1)] = 20_000,
@@ -210,7 +221,7 @@ def _compare(plan: Plan, processes: Processes, slots: Sequence[Slot[Run]]) -> No
     """Every run whose result is not there, as far as the time goes."""
     settings, results, failed = plan.settings, plan.results, plan.out / "failed"
     left = [run for run in plan.runs if not (results / f"{run.name}.json").is_file()]
-    queue = Queue(runs=left, results=results, steps=settings.steps)
+    queue = Queue(runs=left, results=results, run_dirs=settings.runs, steps=settings.steps)
 
     def configure(run: Run, place: Place) -> tuple[Mapping[str, Any], Sequence[str]]:
         shutil.rmtree(settings.runs / run.name, ignore_errors=True)  # one that was broken off

@@ -64,6 +64,14 @@ def write_result(run_dir: Path, arm: str, seed: int, out: Path, *, at_start: boo
     write_atomically(out, json.dumps(result) + "\n")
 
 
+def step_seconds(run_dir: Path) -> list[float]:
+    """Of the steps that a run has made so far; a line that is being written is left out."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [event["metrics"]["step_s"] for event in events if event["event"] == "step"]
+
+
 def read_results(folder: Path) -> list[Result]:
     return [_read(path) for path in sorted(folder.glob("*.json"))]
 
