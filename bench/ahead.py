@@ -29,6 +29,7 @@ from learner.pipeline.protocol import Bounds
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
 from learner.rows import CompleteRows
+from learner.segments import SegmentSource
 from learner.stage2.ahead import AheadB, Sizes
 from learner.stage2.channel_b import BufferedB, OverlappedB
 from learner.stage2.driver import ChannelB, Stage2Driver
@@ -155,8 +156,8 @@ def sleep(seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-class SleepingServer:
-    """Rollouts that are nothing but time, in proportion to their number. A `SegmentSource`."""
+class SleepingServer(SegmentSource):
+    """Rollouts that are nothing but time, in proportion to their number."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -170,7 +171,7 @@ class SleepingServer:
         return [_segment(sample, ver) for sample in samples]
 
 
-class GroundTruth:
+class GroundTruth(SegmentSource):
     """Channel-A's segments, at once."""
 
     channel: Channel = "A"

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner.data import MicroBatch
+from learner.data.batches import MicroBatch, Upcoming
 from learner.data.window import WindowRepeater
 from learner.metrics import PhaseClock
 from learner.records import Channel, PackedRow, Segment, VisionInputs
@@ -55,6 +55,11 @@ class RolloutBuffer:
     def _is_midway(self) -> bool:
         """Whether the coming step learns the kept rows."""
         return self._window == self._repeater.next_step.window
+
+    def begin_step(self, window: Sequence[Upcoming], *, global_step: int, clock: PhaseClock) -> None:
+        """In an E-step as without a buffer; in an M-step nothing is made."""
+        if not self._is_midway:
+            self._fresh.begin_step(window, global_step=global_step, clock=clock)
 
     def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
         """See `RowSource`; the caller's own copies. Raises WindowMismatchError where the data went out of step."""

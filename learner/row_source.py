@@ -1,7 +1,8 @@
 """From a micro-batch to the rows that it learns: segments, packed, as many rows as every other rank has.
 
 In: one rank's micro-batch. Out: its rows of this micro-step, in the order in which they are learned. `FreshRows` makes
-them; `learner.rollout_buffer` gives them again. Called by the trainer, once per micro-step.
+them; `learner.rollout_buffer` gives them again. Called by the trainer, once per micro-step, and once before the first
+of them: rollouts of a whole optimizer step are made together, however few samples a micro-batch has.
 
 Invariants: every rank gets equally many rows (D5). A sample whose segment had to wait in the packing buffer is learned
 in a later micro-step, or named by `waiting` (R12).
@@ -12,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from learner.data import MicroBatch
+from learner.data.batches import MicroBatch, Upcoming
 from learner.metrics import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.prompt import PromptEncoder
 from learner.records import Channel, PackedRow, Sample
+from learner.rollout.backend import MicroStep
 from learner.rows import RowMaker
 from learner.segments import SegmentSource
 
@@ -28,6 +30,10 @@ class RowSource(Protocol):
     @property
     def needs_rollouts(self) -> bool:
         """Whether the coming step makes rollouts, and so wants the present weights on the servers."""
+        ...
+
+    def begin_step(self, window: Sequence[Upcoming], *, global_step: int, clock: PhaseClock) -> None:
+        """All micro-batches of the optimizer step, before the first `rows`. Collective."""
         ...
 
     def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
@@ -77,6 +83,19 @@ class FreshRows:
     @property
     def needs_rollouts(self) -> bool:
         return self._source.needs_rollouts
+
+    def begin_step(self, window: Sequence[Upcoming], *, global_step: int, clock: PhaseClock) -> None:
+        """Roll all of it out at once: the weights are the same for all of it."""
+        owed = tuple(self._samples_by_id[i] for i in self._owed)  # joins the first micro-batch, as in `rows`
+        steps = [
+            MicroStep(
+                samples=samples if micro_step_idx else (*samples, *owed),
+                micro_step_idx=micro_step_idx,
+                first_req_idx=first_req_idx,
+            )
+            for micro_step_idx, (samples, first_req_idx) in enumerate(window)
+        ]
+        self._source.begin_window(steps, global_step=global_step, clock=clock)
 
     def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
         """See `RowSource`. Raises DataError for a segment that is longer than a row."""

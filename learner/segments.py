@@ -13,15 +13,21 @@ from typing import Protocol
 from learner.config.schema import LossConfig
 from learner.metrics import PhaseClock
 from learner.prompt import check_prompt_prefix
-from learner.records import Assignment, Channel, EncodedPrompt, Sample, Segment
-from learner.rollout.backend import RolloutBackend
+from learner.records import Assignment, Channel, EncodedPrompt, Rollout, Sample, Segment
+from learner.rollout.backend import MicroStep, RolloutBackend
 from learner.target import build_segment, build_target, ground_truth_target
 from learner.tasks.task import Task, Tokenizer
 
 
 class SegmentSource(Protocol):
+    """To be subclassed."""
+
     channel: Channel
     needs_rollouts: bool
+
+    def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
+        """All that `segments` will be asked for before the weights change, so that it can be rolled out at once."""
+        return
 
     def segments(
         self,
@@ -37,7 +43,7 @@ class SegmentSource(Protocol):
         ...
 
 
-class GroundTruthSource:
+class GroundTruthSource(SegmentSource):
     """Teacher forcing on the ground truth in canonical order; no rollout."""
 
     channel: Channel = "A"
@@ -68,9 +74,9 @@ class GroundTruthSource:
             ]
 
 
-class RolloutSource:
+class RolloutSource(SegmentSource):
     """The policy's own answers, corrected: prefix kept, matched coordinates pulled to the truth, missed objects
-    appended."""
+    appended. Micro-steps whose window was begun are rolled out together, others when their segments are asked for."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -78,6 +84,12 @@ class RolloutSource:
     def __init__(self, backend: RolloutBackend, task: Task, tokenizer: Tokenizer, *, loss: LossConfig) -> None:
         self._backend, self._task, self._tokenizer, self._loss = backend, task, tokenizer, loss
         self._eos_token_id = tokenizer.eos_token_id
+        self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
+
+    def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
+        with clock.phase("rollout"):
+            made = self._backend.generate_window(window, global_step=global_step)
+        self._made = {(global_step, step.micro_step_idx): rollouts for step, rollouts in zip(window, made, strict=True)}
 
     def segments(
         self,
@@ -89,10 +101,13 @@ class RolloutSource:
         first_req_idx: int,
         clock: PhaseClock,
     ) -> list[Segment]:
-        with clock.phase("rollout"):
-            rollouts = self._backend.generate(
-                samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx
-            )
+        rollouts = self._made.pop((global_step, micro_step_idx), None)
+        if rollouts is None:
+            with clock.phase("rollout"):
+                rollouts = self._backend.generate(
+                    samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx
+                )
+        assert [rollout.sample for rollout in rollouts] == list(samples), "the window was of other samples"
         with clock.phase("target"):
             segments = []
             for rollout, prompt in zip(rollouts, prompts, strict=True):

@@ -154,7 +154,10 @@ class Trainer:
 
     def accumulate(self, totals: StepTotals) -> None:
         """The micro-steps of one accumulation window."""
-        for micro_step_idx in range(self.plan.gradient_accumulation_steps):
+        number, step = self.plan.gradient_accumulation_steps, self.state.global_step
+        self.stop.check()
+        self.rows.begin_step(self.batches.upcoming(number), global_step=step, clock=self.clock)
+        for micro_step_idx in range(number):
             self.stop.check()
             with self.clock.phase("data"):
                 batch = next(self.batches)

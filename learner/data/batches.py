@@ -50,6 +50,13 @@ class MicroBatch:
         return replace(self, samples=(*self.samples, *samples), prompts=(*self.prompts, *prompts))
 
 
+class Upcoming(NamedTuple):
+    """What a micro-batch will hold, before its prompts are encoded; fields as in `MicroBatch`."""
+
+    samples: tuple[Sample, ...]
+    first_req_idx: int
+
+
 class Batches(Iterator[MicroBatch]):
     """The training data of one rank. Close it: it may own processes."""
 
@@ -95,6 +102,17 @@ class Batches(Iterator[MicroBatch]):
             first_req_idx=share.first_req_idx,
             ends_epoch=share.ends_epoch,
         )
+
+    def upcoming(self, number: int) -> list[Upcoming]:
+        """The next `number` micro-batches, or those up to an epoch's end. Takes and encodes nothing."""
+        found = []
+        for position in range(self._position, self._position + number):
+            share = self._sampler.share(position)
+            samples = tuple(self._samples[i] for i in share.indices)
+            found.append(Upcoming(samples=samples, first_req_idx=share.first_req_idx))
+            if share.ends_epoch:
+                break
+        return found
 
     def state(self) -> dict[str, Any]:
         """Where training stands in the data, as JSON: micro-batches handed out, and of which data."""

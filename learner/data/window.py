@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from learner.data.batches import Batches, MicroBatch, WindowStep
+from learner.data.batches import Batches, MicroBatch, Upcoming, WindowStep
 
 
 def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
@@ -48,6 +48,13 @@ class WindowRepeater(Iterator[MicroBatch]):
         if self._taken == self._window_size or batch.ends_epoch:
             self._end_pass(is_whole=self._taken == self._window_size)
         return batch
+
+    def upcoming(self, number: int) -> list[Upcoming]:
+        """See `Batches`, at the beginning of a pass: the window's micro-batches."""
+        assert self._taken == 0, "in the middle of a pass"
+        if self._kept:
+            return [Upcoming(samples=batch.samples, first_req_idx=batch.first_req_idx) for batch in self._kept]
+        return self._batches.upcoming(number)
 
     def state(self) -> dict[str, Any]:
         """The data's own state at the window's beginning, and how many passes over the window are done; as JSON."""

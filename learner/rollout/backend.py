@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from learner.records import Rollout, Sample
+from shared.seeds import offset_seed, request_seed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStep:
+    """What this rank rolls out for one micro-step. `first_req_idx` is its first request, counted over all ranks."""
+
+    samples: Sequence[Sample]
+    micro_step_idx: int
+    first_req_idx: int
+
+    def seeds(self, run_seed: int, global_step: int) -> list[int]:
+        """One per sample (R11): equal whichever micro-steps are rolled out together."""
+        first = request_seed(
+            run_seed=run_seed,
+            global_step=global_step,
+            micro_step_idx=self.micro_step_idx,
+            req_idx=self.first_req_idx,
+        )
+        return [offset_seed(first, i) for i in range(len(self.samples))]
 
 
 class RolloutBackend(Protocol):
-    """`generate` returns one rollout per sample, in order, made by the weights of one version.
+    """Rollouts by the weights of one version, one per sample, in order; never fewer. To be subclassed.
 
-    `global_step`, `micro_step_idx` and `first_req_idx` (this rank's first request, counted over all ranks) derive the
-    seeds (R11). Raises ServerError, SyncError, RolloutError or DeadlineError; never fewer rollouts than samples.
+    Raises ServerError, SyncError, RolloutError or DeadlineError.
     """
+
+    def generate_window(
+        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+    ) -> list[list[Rollout]]:
+        """Those of several micro-steps at once, between which the weights stay as they are: a list for each."""
+        ...
 
     def generate(
         self,
@@ -23,6 +49,16 @@ class RolloutBackend(Protocol):
         micro_step_idx: int,
         first_req_idx: int,
         greedy: bool = False,
-    ) -> list[Rollout]: ...
+    ) -> list[Rollout]:
+        """Those of one micro-step."""
+        window = [MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)]
+        (rollouts,) = self.generate_window(window, global_step=global_step, greedy=greedy)
+        return rollouts
 
     def close(self) -> None: ...
+
+
+def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """All micro-steps' rollouts in one line, cut where each begins."""
+    line = iter(rollouts)
+    return [[next(line) for _ in step.samples] for step in window]

@@ -7,9 +7,11 @@ the backends, read by the trainer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from learner.rollout.backend import MicroStep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +20,8 @@ class CallRecord:
 
     base_url: str
     seed: int  # of its first request
-    first_req_idx: int  # over all ranks
+    micro_step_idx: int  # likewise
+    first_req_idx: int  # likewise, over all ranks
     num_requests: int
     seconds: float
     error: str = ""
@@ -27,7 +30,8 @@ class CallRecord:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCallLog:
-    """What one `generate` did, for the step's metrics (R15, R30). `splits` are (first_req_idx, requests) sent again.
+    """What one `generate_window` did, for the step's metrics (R15, R30). `splits` are (micro_step_idx, first_req_idx,
+    requests) sent again; `micro_step_idx` and `first_req_idx` those of the first request.
 
     A call that runs ahead of the steps belongs to none of them: there `micro_step_idx` is -1, and `global_step` the
     number of the rank's call.
@@ -37,17 +41,33 @@ class RolloutCallLog:
     micro_step_idx: int
     first_req_idx: int
     num_requests: int
+    num_micro_steps: int
     chunk: int  # requests that this rank may have in flight
     ver: int | None = None
     seconds: float = 0.0
     began_at: float = 0.0  # as in `CallRecord`
     calls: list[CallRecord] = field(default_factory=list)
-    splits: list[tuple[int, int]] = field(default_factory=list)
+    splits: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def begin_record(
+    window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
+) -> RolloutCallLog:
+    """The record of a window with at least one micro-step, before anything was generated."""
+    return RolloutCallLog(
+        global_step=global_step,
+        micro_step_idx=window[0].micro_step_idx,
+        first_req_idx=window[0].first_req_idx,
+        num_requests=sum(len(step.samples) for step in window),
+        num_micro_steps=len(window),
+        chunk=chunk,
+        ver=ver,
+    )
 
 
 @contextmanager
 def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] | None) -> Iterator[None]:
-    """Around one `generate`: `on_call` hears of it at its end, also where it failed."""
+    """Around one `generate_window`: `on_call` hears of it at its end, also where it failed."""
     begin = time.monotonic()
     try:
         yield
@@ -59,7 +79,7 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 @contextmanager
 def local_call(
-    record: RolloutCallLog, *, name: str, seed: int, first_req_idx: int, num_requests: int
+    record: RolloutCallLog, *, name: str, seed: int, micro_step_idx: int, first_req_idx: int, num_requests: int
 ) -> Iterator[None]:
     """Around one batch that is generated in the learner's own process; `name` stands where a server's URL would."""
     begin, error_text = time.monotonic(), ""
@@ -72,6 +92,7 @@ def local_call(
         ended = CallRecord(
             base_url=name,
             seed=seed,
+            micro_step_idx=micro_step_idx,
             first_req_idx=first_req_idx,
             num_requests=num_requests,
             seconds=time.monotonic() - begin,

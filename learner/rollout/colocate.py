@@ -16,18 +16,18 @@ from learner.config.schema import RolloutMatchingConfig
 from learner.policy.parallel import Ranks
 from learner.prompt import PromptEncoder
 from learner.records import Rollout, Sample
-from learner.rollout.call_log import RolloutCallLog, local_call, recorded
+from learner.rollout.backend import MicroStep, RolloutBackend, split_window
+from learner.rollout.call_log import RolloutCallLog, begin_record, local_call, recorded
 from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.requests import request_config
 from shared.errors import ConfigError, SyncError
 from shared.generation import Generation
-from shared.seeds import offset_seed, request_seed
 
 NAME = "colocate"  # in call records, where a server's URL would be
 
 
-class ColocateBackend:
-    """`on_call` hears of every `generate`, also of one that failed."""
+class ColocateBackend(RolloutBackend):
+    """`on_call` hears of every `generate_window`, also of one that failed."""
 
     def __init__(
         self,
@@ -51,37 +51,30 @@ class ColocateBackend:
                 remedy="lower max_new_tokens, or raise max_model_len",
             )
 
-    def generate(
-        self,
-        samples: Sequence[Sample],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        greedy: bool = False,
-    ) -> list[Rollout]:
+    def generate_window(
+        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+    ) -> list[list[Rollout]]:
         """See `RolloutBackend`. Raises SyncError before the first sync and after one that failed."""
+        samples = [sample for step in window for sample in step.samples]
         if not samples and self.engine.tensor_parallel_size == 1:
-            return []
-        seed = request_seed(
-            run_seed=self._run_seed, global_step=global_step, micro_step_idx=micro_step_idx, req_idx=first_req_idx
-        )
-        record = RolloutCallLog(
-            global_step=global_step,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=first_req_idx,
+            return [[] for _ in window]
+        seeds = [seed for step in window for seed in step.seeds(self._run_seed, global_step)]
+        record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)
+        call = local_call(
+            record,
+            name=NAME,
+            seed=seeds[0] if seeds else 0,
+            micro_step_idx=record.micro_step_idx,
+            first_req_idx=record.first_req_idx,
             num_requests=len(samples),
-            chunk=self.chunk,
-            ver=self.engine.ver,
         )
-        call = local_call(record, name=NAME, seed=seed, first_req_idx=first_req_idx, num_requests=len(samples))
         with recorded(record, self._on_call), call:
-            return self._generate(samples, seed, greedy)
+            return split_window(window, self._generate(samples, seeds, greedy))
 
     def close(self) -> None:
         self.engine.close()
 
-    def _generate(self, samples: Sequence[Sample], seed: int, greedy: bool) -> list[Rollout]:
+    def _generate(self, samples: Sequence[Sample], seeds: Sequence[int], greedy: bool) -> list[Rollout]:
         ver = self.engine.ver
         if ver is None:
             raise SyncError(
@@ -90,7 +83,7 @@ class ColocateBackend:
                 wanted="a sync before the rollouts",
                 remedy="see why the last sync failed",
             )
-        generations = self._generate_together(samples, seed, greedy)
+        generations = self._generate_together(samples, seeds, greedy)
         return [
             Rollout(
                 sample=sample,
@@ -98,23 +91,23 @@ class ColocateBackend:
                 response_token_ids=tuple(generation.response_token_ids),
                 finish_reason=generation.finish_reason,
                 ver=ver,
-                seed=offset_seed(seed, i),
+                seed=seed,
                 server_id=NAME,
             )
-            for i, (sample, generation) in enumerate(zip(samples, generations, strict=True))
+            for sample, seed, generation in zip(samples, seeds, generations, strict=True)
         ]
 
-    def _generate_together(self, samples: Sequence[Sample], seed: int, greedy: bool) -> list[Generation]:
+    def _generate_together(self, samples: Sequence[Sample], seeds: Sequence[int], greedy: bool) -> list[Generation]:
         """This rank's generations, out of those of all ranks that share its engine."""
-        shares, mine = [(samples, seed)], 0
+        shares, mine = [(samples, seeds)], 0
         size = self.engine.tensor_parallel_size
         if size > 1:
             mine = self._ranks.rank % size
             first = self._ranks.rank - mine
-            shares = self._ranks.all_gather_object((samples, seed))[first : first + size]
+            shares = self._ranks.all_gather_object((samples, seeds))[first : first + size]
         prompts = [self._encoder.for_engine(sample) for share, _ in shares for sample in share]
-        seeds = [offset_seed(first_seed, i) for share, first_seed in shares for i in range(len(share))]
+        all_seeds = [seed for _, share in shares for seed in share]
         with self.engine.awake():
-            generations = self.engine.generate(prompts, self._decoding[greedy], seeds)
+            generations = self.engine.generate(prompts, self._decoding[greedy], all_seeds)
         start = sum(len(share) for share, _ in shares[:mine])
         return generations[start : start + len(samples)]

@@ -22,12 +22,12 @@ from learner.policy.generating import generating
 from learner.policy.load import Policy
 from learner.policy.packed import image_token_id
 from learner.records import EncodedPrompt, Rollout, Sample
-from learner.rollout.call_log import RolloutCallLog, local_call, recorded
+from learner.rollout.backend import MicroStep, RolloutBackend, split_window
+from learner.rollout.call_log import RolloutCallLog, begin_record, local_call, recorded
 from learner.rollout.hf_decoding import logits_processors
 from learner.rollout.hf_inputs import pad_left, read_answer, stop_token_ids
 from learner.rollout.memory import is_out_of_memory
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
-from shared.seeds import offset_seed, request_seed
 
 log = logging.getLogger("learner.rollout")
 
@@ -35,8 +35,8 @@ ROLLOUT = "custom.extra.rollout_matching"
 NAME = "hf"  # in call records, where a server's URL would be
 
 
-class HfBackend:
-    """`on_call` hears of every `generate`, also of one that failed."""
+class HfBackend(RolloutBackend):
+    """`on_call` hears of every `generate_window`, also of one that failed."""
 
     def __init__(
         self,
@@ -54,27 +54,17 @@ class HfBackend:
         self._check_model()
         log.info("rollouts by the training model: at most %d samples at once", self.chunk)
 
-    def generate(
-        self,
-        samples: Sequence[Sample],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        greedy: bool = False,
-    ) -> list[Rollout]:
+    def generate_window(
+        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+    ) -> list[list[Rollout]]:
         """See `RolloutBackend`. Raises PromptTooLongError before anything is generated, RolloutError where memory does
         not suffice."""
+        samples = [sample for step in window for sample in step.samples]
         if not samples:
-            return []
-        record = RolloutCallLog(
-            global_step=global_step,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=first_req_idx,
-            num_requests=len(samples),
-            chunk=self.chunk,
-            ver=global_step,
-        )
+            return [[] for _ in window]
+        record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=global_step)
+        places = [(step.micro_step_idx, step.first_req_idx + i) for step in window for i in range(len(step.samples))]
+        seeds = [seed for step in window for seed in step.seeds(self._run_seed, global_step)]
         mode = "greedy" if greedy else self.config.decoding.mode
         with recorded(record, self._on_call):
             prompts = [self._encode(sample) for sample in samples]
@@ -82,8 +72,8 @@ class HfBackend:
             with generating(self._policy.model):
                 for start in range(0, len(samples), self.chunk):
                     here = slice(start, start + self.chunk)
-                    rollouts += self._generate(samples[here], prompts[here], start, mode, record)
-            return rollouts
+                    rollouts += self._generate(samples[here], prompts[here], seeds[here], places[start], mode, record)
+            return split_window(window, rollouts)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -92,20 +82,20 @@ class HfBackend:
         self,
         samples: Sequence[Sample],
         prompts: Sequence[EncodedPrompt],
-        start: int,
+        seeds: Sequence[int],
+        place: tuple[int, int],
         mode: str,
         record: RolloutCallLog,
     ) -> list[Rollout]:
-        """One batch, whose first sample is number `start` of the call."""
-        first_req_idx = record.first_req_idx + start
-        seed = request_seed(
-            run_seed=self._run_seed,
-            global_step=record.global_step,
-            micro_step_idx=record.micro_step_idx,
-            req_idx=first_req_idx,
-        )
-        seeds = [offset_seed(seed, i) for i in range(len(samples))]
-        with local_call(record, name=NAME, seed=seed, first_req_idx=first_req_idx, num_requests=len(samples)):
+        """One batch, whose first sample is request `place[1]` of micro-step `place[0]`."""
+        with local_call(
+            record,
+            name=NAME,
+            seed=seeds[0],
+            micro_step_idx=place[0],
+            first_req_idx=place[1],
+            num_requests=len(samples),
+        ):
             answers = self._decode(prompts, seeds, mode)
         return [
             Rollout(

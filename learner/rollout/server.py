@@ -12,19 +12,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 from learner.config.schema import RolloutMatchingConfig, ServerEntry
 from learner.records import Rollout, Sample
-from learner.rollout.call_log import CallRecord, RolloutCallLog, recorded
+from learner.rollout.backend import MicroStep, RolloutBackend, split_window
+from learner.rollout.call_log import CallRecord, RolloutCallLog, begin_record, recorded
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.distribution import Span, chunk_size, distribute
 from learner.rollout.lane import Batch, Lane
 from learner.rollout.loop import LoopThread
 from learner.rollout.requests import infer_request, read_rollouts, request_config
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
-from shared.seeds import request_seed
 from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, ServerStatus
 
 T = TypeVar("T")
@@ -35,15 +36,17 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """A `generate` call's constants."""
+    """The constants of a `generate_window`; request i is number `places[i][1]` of micro-step `places[i][0]`."""
 
     samples: Sequence[Sample]
+    seeds: Sequence[int]
+    places: Sequence[tuple[int, int]]
     requests: Sequence[RolloutInferRequest]
     config: RequestConfig
     record: RolloutCallLog
 
 
-class ServerBackend:
+class ServerBackend(RolloutBackend):
     """`token`: bearer token. `vocab_size`: of the learner's model, compared with the servers'. `on_call` hears of every
     `generate`, from the thread that called it. `expected_ver` is set by the weight sync; None: any, but only one."""
 
@@ -107,33 +110,28 @@ class ServerBackend:
         """Every server's state now, in configured order. Raises as `connect` does."""
         return tuple(self.loop.run(_gather(self._look(client) for client in self.clients)))
 
-    def generate(
-        self,
-        samples: Sequence[Sample],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        greedy: bool = False,
-    ) -> list[Rollout]:
+    def generate_window(
+        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+    ) -> list[list[Rollout]]:
         """See `RolloutBackend`. No samples: no request. Every rank should bring the same number (D4's cap counts on
         it)."""
+        samples = [sample for step in window for sample in step.samples]
         if not samples:
-            return []
-        record = RolloutCallLog(
-            global_step=global_step,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=first_req_idx,
-            num_requests=len(samples),
-            chunk=self.chunk,
-            began_at=time.time(),
+            return [[] for _ in window]
+        record = begin_record(window, global_step=global_step, chunk=self.chunk)
+        record.began_at = time.time()
+        job = _Job(
+            samples=samples,
+            seeds=[seed for step in window for seed in step.seeds(self._run_seed, global_step)],
+            places=[(step.micro_step_idx, step.first_req_idx + i) for step in window for i in range(len(step.samples))],
+            requests=[infer_request(sample) for sample in samples],
+            config=self._decoding[greedy],
+            record=record,
         )
-        requests = [infer_request(sample) for sample in samples]
-        job = _Job(samples=samples, requests=requests, config=self._decoding[greedy], record=record)
         with recorded(record, self._on_call):
             rollouts = self.loop.run(self._generate(job))
             record.ver = rollouts[0].ver
-            return rollouts
+            return split_window(window, rollouts)
 
     def close(self) -> None:
         """Close connections and end the loop's thread; bounded in time, and harmless when repeated."""
@@ -178,8 +176,9 @@ class ServerBackend:
             server_world_sizes=self.world_sizes,
             decode_batch_size=self.config.decode_batch_size,
         )
+        spans = _within_micro_steps(plan.spans, job.places)
         lanes = [
-            self._lane(job, self.clients[i], [span for span in plan.spans if span.server == i], cap)
+            self._lane(job, self.clients[i], [span for span in spans if span.server == i], cap)
             for i, cap in enumerate(plan.caps)
             if cap
         ]
@@ -197,18 +196,13 @@ class ServerBackend:
 
     def _lane(self, job: _Job, client: ServerClient, spans: Sequence[Span], cap: int) -> Lane[Rollout]:
         def on_split(batch: Batch, error: ProjectError) -> None:
-            job.record.splits.append((job.record.first_req_idx + batch.start, len(batch)))
+            job.record.splits.append((*job.places[batch.start], len(batch)))
 
         return Lane(spans, cap, send=lambda batch: self._send(job, client, batch), on_split=on_split)
 
     async def _send(self, job: _Job, client: ServerClient, batch: Batch) -> list[Rollout]:
-        first_req_idx = job.record.first_req_idx + batch.start
-        seed = request_seed(
-            run_seed=self._run_seed,
-            global_step=job.record.global_step,
-            micro_step_idx=job.record.micro_step_idx,
-            req_idx=first_req_idx,
-        )
+        micro_step_idx, first_req_idx = job.places[batch.start]
+        seed = job.seeds[batch.start]
         requests = list(job.requests[batch.start : batch.stop])
         call = InferCall(infer_requests=requests, request_config=job.config.model_copy(update={"seed": seed}))
         began_at, begin, error_text = time.time(), time.monotonic(), ""
@@ -228,6 +222,7 @@ class ServerBackend:
             ended = CallRecord(
                 base_url=client.base_url,
                 seed=seed,
+                micro_step_idx=micro_step_idx,
                 first_req_idx=first_req_idx,
                 num_requests=len(batch),
                 seconds=time.monotonic() - begin,
@@ -235,7 +230,17 @@ class ServerBackend:
                 began_at=began_at,
             )
             job.record.calls.append(ended)
-            log.debug("step %d.%d: %s", job.record.global_step, job.record.micro_step_idx, ended)
+            log.debug("step %d.%d: %s", job.record.global_step, micro_step_idx, ended)
+
+
+def _within_micro_steps(spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> list[Span]:
+    """The same spans, cut where a micro-step begins: within a call seeds follow each other."""
+    edges = [i for i in range(1, len(places)) if places[i][0] != places[i - 1][0]]
+    cut = []
+    for span in spans:
+        inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]
+        cut += [replace(span, start=start, stop=stop) for start, stop in pairwise(inside)]
+    return cut
 
 
 async def _gather(work: Iterable[Awaitable[T]]) -> list[T]:

@@ -68,11 +68,11 @@ def test_one_window_s_rollouts_are_learned_in_m_steps(train: Train, tmp_path: Pa
     rows = ["+".join(row) for row in seen.rows]
     first, second = rows[0:4], rows[12:16]
     assert events == [
-        *("sync", "rollout@0", *first[:2], "rollout@0", *first[2:]),
+        *("sync", "rollout@0", "rollout@0", *first),
         *first,
         *("sync", "eval@2"),
         *first,
-        *("sync", "rollout@3", *second[:2], "rollout@3", *second[2:]),
+        *("sync", "rollout@3", "rollout@3", *second),
         *("sync", "eval@4"),
         *second,
         *second,

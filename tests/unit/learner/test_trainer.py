@@ -132,8 +132,8 @@ def test_rollouts_only_after_the_sync_of_the_present_weights(
 
     assert [name(event) for event in seen.events] == [
         *("sync", "eval@0"),
-        *("rollout@0", "row", "rollout@0", "row"),
-        *("sync", "rollout@1", "row", "rollout@1", "row"),
+        *("rollout@0", "rollout@0", "row", "row"),
+        *("sync", "rollout@1", "rollout@1", "row", "row"),
         *("sync", "eval@2"),
     ]
     assert [line["ver"] for line in events_of(tmp_path, "sync")] == [1, 2, 3]

@@ -28,6 +28,7 @@ from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
+from learner.rollout.backend import MicroStep
 from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
 from shared.seeds import request_seed
@@ -138,6 +139,20 @@ class FakeBackend:
         self.seen.events.append(Generate(ids, global_step, micro_step_idx, first_req_idx, greedy))
         place = {"run_seed": self._run_seed, "global_step": global_step, "micro_step_idx": micro_step_idx}
         return [self._answer(s, request_seed(**place, req_idx=first_req_idx + i)) for i, s in enumerate(samples)]
+
+    def generate_window(
+        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+    ) -> list[list[Rollout]]:
+        return [
+            self.generate(
+                step.samples,
+                global_step=global_step,
+                micro_step_idx=step.micro_step_idx,
+                first_req_idx=step.first_req_idx,
+                greedy=greedy,
+            )
+            for step in window
+        ]
 
     def _answer(self, sample: Sample, seed: int) -> Rollout:
         num_objects = seed % (len(sample.objects) + 2) - 1

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from learner.data import Batches, MicroBatch
 from learner.data.encoding import PromptEncoder, WorkerPool
-from learner.records import EncodedPrompt
+from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError, DataError, DeadlineError, MediaError
 from tests.servers import wait_gone
 from tests.unit.learner.data.fakes import (
@@ -86,6 +86,28 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(
         resumed.restore(state)
         assert ids(take(resumed, 6)) == ids(take(whole, 6))
         assert resumed.state() == whole.state()
+
+
+@given(count=st.integers(1, 30), ranks=st.integers(1, 3), before=st.integers(0, 12), number=st.integers(1, 6))
+def test_what_is_upcoming_is_what_comes(count: int, ranks: int, before: int, number: int) -> None:
+    """Up to an epoch's end, and without a prompt encoded or a place moved."""
+    encoded: list[Sample] = []
+
+    class Told(CountingEncoder):
+        def encode(self, sample: Sample) -> EncodedPrompt:
+            encoded.append(sample)
+            return super().encode(sample)
+
+    for rank in range(ranks):
+        batches = make_batches(count, rank=rank, ranks=ranks, encoder=Told())
+        take(batches, before)
+        state, num_encoded = batches.state(), len(encoded)
+        upcoming = batches.upcoming(number)
+        assert (batches.state(), len(encoded)) == (state, num_encoded)
+        coming = take(batches, len(upcoming))
+        assert upcoming == [(batch.samples, batch.first_req_idx) for batch in coming]
+        assert [batch.ends_epoch for batch in coming[:-1]] == [False] * (len(coming) - 1)
+        assert len(coming) == number or coming[-1].ends_epoch
 
 
 def test_every_sample_once_per_epoch_over_ranks() -> None:

@@ -58,13 +58,14 @@ CASES = st.builds(
 )
 
 
-def optimizer_step(batches: Iterator[MicroBatch], gas: int) -> list[MicroBatch]:
-    """What the trainer reads for one."""
-    taken = []
+def optimizer_step(batches: WindowRepeater, gas: int) -> list[MicroBatch]:
+    """What the trainer reads for one; it is told before what that will be."""
+    upcoming, taken = batches.upcoming(gas), []
     for _ in range(gas):
         taken.append(next(batches))
         if taken[-1].ends_epoch:
             break
+    assert upcoming == [(batch.samples, batch.first_req_idx) for batch in taken]
     return taken
 
 

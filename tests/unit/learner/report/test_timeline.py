@@ -67,10 +67,14 @@ def test_bars_stay_inside_the_step_and_ranks_come_first_by_number(spans: list[tu
 def test_what_ran_is_told_once_with_neighbours_joined() -> None:
     """R15: phases of the learner's thread, `generate` calls, and each server's share of them; from any thread."""
     log = Timeline(rank=1)
-    call = RolloutCallLog(global_step=3, micro_step_idx=0, first_req_idx=4, num_requests=2, chunk=2, seconds=2.0)
+    call = RolloutCallLog(
+        global_step=3, micro_step_idx=0, first_req_idx=4, num_requests=2, num_micro_steps=1, chunk=2, seconds=2.0
+    )
     call.began_at = 100.0
     for seed, error in ((1, ""), (2, "timed out")):
-        told = CallRecord(base_url=SERVER, seed=seed, first_req_idx=4, num_requests=1, seconds=1.0, error=error)
+        told = CallRecord(
+            base_url=SERVER, seed=seed, micro_step_idx=0, first_req_idx=4, num_requests=1, seconds=1.0, error=error
+        )
         call.calls.append(CallRecord(**{name: getattr(told, name) for name in told.__slots__} | {"began_at": 101.0}))
     thread = threading.Thread(target=log.call, args=(call,))
     thread.start()

@@ -17,6 +17,7 @@ import torch
 from learner.config.schema import LoraConfig, RolloutMatchingConfig
 from learner.policy.load import Policy
 from learner.records import Sample
+from learner.rollout.backend import MicroStep
 from learner.rollout.call_log import RolloutCallLog
 from learner.rollout.hf import HfBackend
 from learner.rollout.hf_inputs import stop_token_ids
@@ -118,6 +119,15 @@ def test_a_rollout_depends_on_its_prompt_and_place_only(
         assert answers(backend_of(vlm, size, **decoding), samples) == whole
     shares = [answers(backend_of(vlm, **decoding), samples[i : i + 2], first=i) for i in (0, 2, 4)]
     assert [response for share in shares for response in share] == whole
+
+
+def test_a_window_s_rollouts_are_those_of_its_micro_steps(vlm: Policy, samples: list[Sample]) -> None:
+    """R11, R21: batches hold samples of any micro-step, as many as are configured."""
+    backend = backend_of(vlm, 2, **SAMPLE)
+    parts = [samples[:1], samples[1:4], [], samples[4:]]
+    window = [MicroStep(samples=part, micro_step_idx=i, first_req_idx=5) for i, part in enumerate(parts)]
+    alone = [backend.generate(part, global_step=4, micro_step_idx=i, first_req_idx=5) for i, part in enumerate(parts)]
+    assert backend.generate_window(window, global_step=4) == alone
 
 
 def test_another_place_in_the_run_is_another_sample(vlm: Policy, samples: list[Sample]) -> None:

@@ -54,7 +54,8 @@ def test_rollouts_are_made_by_the_present_weights(
     assert len(seen.learned) == 6
     steps, calls = events(config, "step"), events(config, "rollout_call")
     assert [(step["global_step"], step["ver"]) for step in steps] == [(1, 0), (2, 1), (3, 2)]
-    assert [call["ver"] for call in calls] == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert [call["ver"] for call in calls] == [0, 0, 1, 2, 3]
+    assert [call["num_micro_steps"] for call in calls[1:-1]] == [2, 2, 2], "a step's rollouts are made at once"
     scenes = Path(config.training.output_dir, "eval", "step_000003.jsonl").read_text().splitlines()
     assert {json.loads(scene)["ver"] for scene in scenes} == {3}
     assert not events(config, "sync")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import respx
 
 from learner.config.schema import DecodingConfig
 from learner.records import Sample
+from learner.rollout.backend import MicroStep
 from learner.rollout.call_log import RolloutCallLog
 from learner.rollout.requests import request_config
 from learner.rollout.server import ServerBackend
@@ -105,6 +107,31 @@ def test_unequal_servers_and_two_ranks_keep_request_seeds(router: respx.MockRout
     assert [len(server.calls[0]["infer_requests"]) for server in servers] == [2, 2]
 
 
+def test_a_window_is_sent_at_once_and_seeded_as_its_micro_steps_are(router: respx.MockRouter, build: Build) -> None:
+    """R11: `generate_window` is distributed as one line of requests; those of one HTTP call are of one micro-step."""
+    for url in URLS[:2]:
+        FakeServer(router, url)
+    sizes = (1, 0, 4, 3)
+    samples = [sample(i) for i in range(sum(sizes))]
+    window, start = [], 0
+    for micro_step_idx, size in enumerate(sizes):
+        own = samples[start : start + size]
+        window.append(MicroStep(samples=own, micro_step_idx=micro_step_idx, first_req_idx=10 * micro_step_idx))
+        start += size
+    logs: list[RolloutCallLog] = []
+    backend = build(URLS[:2], decode_batch_size=4, on_call=logs.append)
+    rollouts = backend.generate_window(window, global_step=7)
+    assert [[r.sample for r in part] for part in rollouts] == [step.samples for step in window]
+    for micro_step, part in zip(window, rollouts, strict=True):
+        place = {"global_step": 7, "micro_step_idx": micro_step.micro_step_idx}
+        alone = backend.generate(micro_step.samples, first_req_idx=micro_step.first_req_idx, **place)
+        assert [r.seed for r in part] == [r.seed for r in alone]
+    assert (logs[0].num_requests, logs[0].num_micro_steps, logs[0].micro_step_idx) == (8, 4, 0)
+    told = sorted((c.micro_step_idx, c.first_req_idx, c.num_requests) for c in logs[0].calls)
+    assert told == [(0, 0, 1), (2, 20, 3), (2, 23, 1), (3, 30, 3)]
+    assert backend.generate_window([replace(step, samples=[]) for step in window], global_step=7) == [[]] * 4
+
+
 def test_world_sizes_are_asked_once_per_server(router: respx.MockRouter, build: Build) -> None:
     """R23."""
     servers = [FakeServer(router, url, world_size=2) for url in URLS]
@@ -155,7 +182,7 @@ def test_timeout_then_split_and_retry(router: respx.MockRouter, build: Build, ca
     assert server.seeds() == [seed(10), seed(10), seed(12)]
     uuids = [[r["uuid"] for r in call["infer_requests"]] for call in server.calls]
     assert uuids[0] == uuids[1] + uuids[2]
-    assert logs[0].splits == [(10, 5)]
+    assert logs[0].splits == [(3, 10, 5)]
     assert ["did not answer in time" in call.error for call in logs[0].calls] == [True, False, False]
     assert "timed out" in caplog.text
 
@@ -173,7 +200,7 @@ def test_a_request_that_keeps_failing_ends_the_call(router: respx.MockRouter, bu
     logs: list[RolloutCallLog] = []
     with pytest.raises(DeadlineError):
         generate(build(URLS[:1], decode_batch_size=4, infer_timeout_s=1.0, on_call=logs.append), 4)
-    assert logs[0].splits == [(0, 4), (2, 2)]
+    assert logs[0].splits == [(3, 0, 4), (3, 2, 2)]
 
 
 def test_a_wrong_request_is_not_sent_again(router: respx.MockRouter, build: Build) -> None:
