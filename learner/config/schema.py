@@ -293,7 +293,12 @@ class RolloutMatchingConfig(Section):
 
     rollout_backend: Literal["vllm", "hf"] = key("vLLM, or `generate` of the training model itself", "vllm", req="R02")
     decode_batch_size: int = key(
-        "sequences decoded at once", 1, unit="sequences per rollout GPU and generation call", req="R21 R34", ge=1
+        "sequences decoded at once. An optimizer step's rollouts are asked for together, however small its "
+        "micro-batches are",
+        1,
+        unit="sequences per rollout GPU and generation call",
+        req="R21 R34",
+        ge=1,
     )
     decoding: DecodingConfig = key("decoding", DecodingConfig(), req="D7")
     vllm: VllmConfig = key("`rollout_backend: vllm`", VllmConfig(), req="R02")

@@ -132,7 +132,8 @@ def test_two_ranks_learn_what_one_would(folder: Path, alone: Run, tensor_paralle
         torch.testing.assert_close(run.weights[tensor_name], tensor, atol=2e-3, rtol=0)
     log = (run.folder / "learner_rank1.log").read_text()
     seeds = [request_seed(run_seed=SEED, global_step=step, micro_step_idx=0, req_idx=2) for step in (0, 1)]
-    assert [int(seed) for seed in re.findall(r"CallRecord\(.*?seed=(\d+), first_req_idx=2", log)][:2] == seeds
+    told = re.findall(r"CallRecord\(.*?seed=(\d+), micro_step_idx=0, first_req_idx=2", log)
+    assert [int(seed) for seed in told][:2] == seeds
 
 
 def test_two_ranks_sync_their_adapter_alone(folder: Path) -> None:

@@ -208,7 +208,8 @@ def test_two_ranks_are_one_learner(world: World) -> None:
     for call in run.events("rollout_call"):
         assert (call["first_req_idx"], call["num_requests"], call["chunk"]) == (0, 2, 4)
     seeds = [request_seed(run_seed=SEED, global_step=step, micro_step_idx=0, req_idx=2) for step in (0, 1)]
-    assert [int(seed) for seed in re.findall(r"CallRecord\(.*?seed=(\d+), first_req_idx=2", logs[1])] == seeds
+    told = re.findall(r"CallRecord\(.*?seed=(\d+), micro_step_idx=0, first_req_idx=2", logs[1])
+    assert [int(seed) for seed in told] == seeds
     state = json.loads((run.folder / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["world_size"] == 2
 
