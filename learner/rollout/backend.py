@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from learner.records import Rollout, Sample
-from shared.seeds import offset_seed, request_seed
+from shared.seeds import request_seed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,15 +18,32 @@ class MicroStep:
     micro_step_idx: int
     first_req_idx: int
 
-    def seeds(self, run_seed: int, global_step: int) -> list[int]:
-        """One per sample (R11): equal whichever micro-steps are rolled out together."""
-        first = request_seed(
-            run_seed=run_seed,
-            global_step=global_step,
-            micro_step_idx=self.micro_step_idx,
-            req_idx=self.first_req_idx,
+
+class Place(NamedTuple):
+    """Where a request stands in its optimizer step; `req_idx` counts over all ranks."""
+
+    micro_step_idx: int
+    req_idx: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requests:
+    """A window's requests in one line. A seed follows from its request's place only (R11), not from what is rolled out
+    together."""
+
+    samples: Sequence[Sample]
+    places: Sequence[Place]
+    seeds: Sequence[int]
+
+    @classmethod
+    def of(cls, window: Sequence[MicroStep], *, run_seed: int, global_step: int) -> Requests:
+        line = [(step, i) for step in window for i in range(len(step.samples))]
+        places = [Place(step.micro_step_idx, step.first_req_idx + i) for step, i in line]
+        return cls(
+            samples=[step.samples[i] for step, i in line],
+            places=places,
+            seeds=[request_seed(run_seed=run_seed, global_step=global_step, **place._asdict()) for place in places],
         )
-        return [offset_seed(first, i) for i in range(len(self.samples))]
 
 
 class RolloutBackend(Protocol):

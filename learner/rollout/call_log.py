@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from learner.rollout.backend import MicroStep
+from learner.rollout.backend import MicroStep, Place, Requests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +78,8 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 
 @contextmanager
-def local_call(
-    record: RolloutCallLog, *, name: str, seed: int, micro_step_idx: int, first_req_idx: int, num_requests: int
-) -> Iterator[None]:
-    """Around one batch that is generated in the learner's own process; `name` stands where a server's URL would."""
+def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterator[None]:
+    """Around what is generated at once in the learner's own process; `name` stands where a server's URL would."""
     begin, error_text = time.monotonic(), ""
     try:
         yield
@@ -89,12 +87,13 @@ def local_call(
         error_text = str(error)
         raise
     finally:
+        first = asked.places[0] if asked.places else Place(record.micro_step_idx, record.first_req_idx)
         ended = CallRecord(
             base_url=name,
-            seed=seed,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=first_req_idx,
-            num_requests=num_requests,
+            seed=asked.seeds[0] if asked.seeds else 0,
+            micro_step_idx=first.micro_step_idx,
+            first_req_idx=first.req_idx,
+            num_requests=len(asked.samples),
             seconds=time.monotonic() - begin,
             error=error_text,
         )

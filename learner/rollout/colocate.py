@@ -16,7 +16,7 @@ from learner.config.schema import RolloutMatchingConfig
 from learner.policy.parallel import Ranks
 from learner.prompt import PromptEncoder
 from learner.records import Rollout, Sample
-from learner.rollout.backend import MicroStep, RolloutBackend, split_window
+from learner.rollout.backend import MicroStep, Requests, RolloutBackend, split_window
 from learner.rollout.call_log import RolloutCallLog, begin_record, local_call, recorded
 from learner.rollout.colocate_engine import ColocatedEngine
 from learner.rollout.requests import request_config
@@ -55,21 +55,12 @@ class ColocateBackend(RolloutBackend):
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
     ) -> list[list[Rollout]]:
         """See `RolloutBackend`. Raises SyncError before the first sync and after one that failed."""
-        samples = [sample for step in window for sample in step.samples]
-        if not samples and self.engine.tensor_parallel_size == 1:
+        asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
+        if not asked.samples and self.engine.tensor_parallel_size == 1:
             return [[] for _ in window]
-        seeds = [seed for step in window for seed in step.seeds(self._run_seed, global_step)]
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)
-        call = local_call(
-            record,
-            name=NAME,
-            seed=seeds[0] if seeds else 0,
-            micro_step_idx=record.micro_step_idx,
-            first_req_idx=record.first_req_idx,
-            num_requests=len(samples),
-        )
-        with recorded(record, self._on_call), call:
-            return split_window(window, self._generate(samples, seeds, greedy))
+        with recorded(record, self._on_call), local_call(record, asked, name=NAME):
+            return split_window(window, self._generate(asked.samples, asked.seeds, greedy))
 
     def close(self) -> None:
         self.engine.close()

@@ -22,7 +22,7 @@ from learner.policy.generating import generating
 from learner.policy.load import Policy
 from learner.policy.packed import image_token_id
 from learner.records import EncodedPrompt, Rollout, Sample
-from learner.rollout.backend import MicroStep, RolloutBackend, split_window
+from learner.rollout.backend import MicroStep, Requests, RolloutBackend, split_window
 from learner.rollout.call_log import RolloutCallLog, begin_record, local_call, recorded
 from learner.rollout.hf_decoding import logits_processors
 from learner.rollout.hf_inputs import pad_left, read_answer, stop_token_ids
@@ -59,44 +59,30 @@ class HfBackend(RolloutBackend):
     ) -> list[list[Rollout]]:
         """See `RolloutBackend`. Raises PromptTooLongError before anything is generated, RolloutError where memory does
         not suffice."""
-        samples = [sample for step in window for sample in step.samples]
-        if not samples:
+        asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
+        if not asked.samples:
             return [[] for _ in window]
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=global_step)
-        places = [(step.micro_step_idx, step.first_req_idx + i) for step in window for i in range(len(step.samples))]
-        seeds = [seed for step in window for seed in step.seeds(self._run_seed, global_step)]
         mode = "greedy" if greedy else self.config.decoding.mode
         with recorded(record, self._on_call):
-            prompts = [self._encode(sample) for sample in samples]
+            prompts = [self._encode(sample) for sample in asked.samples]
             rollouts: list[Rollout] = []
             with generating(self._policy.model):
-                for start in range(0, len(samples), self.chunk):
+                for start in range(0, len(prompts), self.chunk):
                     here = slice(start, start + self.chunk)
-                    rollouts += self._generate(samples[here], prompts[here], seeds[here], places[start], mode, record)
+                    batch = Requests(samples=asked.samples[here], places=asked.places[here], seeds=asked.seeds[here])
+                    rollouts += self._generate(batch, prompts[here], mode, record)
             return split_window(window, rollouts)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _generate(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        seeds: Sequence[int],
-        place: tuple[int, int],
-        mode: str,
-        record: RolloutCallLog,
+        self, batch: Requests, prompts: Sequence[EncodedPrompt], mode: str, record: RolloutCallLog
     ) -> list[Rollout]:
-        """One batch, whose first sample is request `place[1]` of micro-step `place[0]`."""
-        with local_call(
-            record,
-            name=NAME,
-            seed=seeds[0],
-            micro_step_idx=place[0],
-            first_req_idx=place[1],
-            num_requests=len(samples),
-        ):
-            answers = self._decode(prompts, seeds, mode)
+        """One batch."""
+        with local_call(record, batch, name=NAME):
+            answers = self._decode(prompts, batch.seeds, mode)
         return [
             Rollout(
                 sample=sample,
@@ -107,7 +93,7 @@ class HfBackend(RolloutBackend):
                 seed=own_seed,
             )
             for sample, prompt, own_seed, (response, finish_reason) in zip(
-                samples, prompts, seeds, answers, strict=True
+                batch.samples, prompts, batch.seeds, answers, strict=True
             )
         ]
 

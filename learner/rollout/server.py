@@ -17,8 +17,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from learner.config.schema import RolloutMatchingConfig, ServerEntry
-from learner.records import Rollout, Sample
-from learner.rollout.backend import MicroStep, RolloutBackend, split_window
+from learner.records import Rollout
+from learner.rollout.backend import MicroStep, Place, Requests, RolloutBackend, split_window
 from learner.rollout.call_log import CallRecord, RolloutCallLog, begin_record, recorded
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.distribution import Span, chunk_size, distribute
@@ -36,19 +36,18 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """The constants of a `generate_window`; request i is number `places[i][1]` of micro-step `places[i][0]`."""
+    """The constants of a `generate_window`."""
 
-    samples: Sequence[Sample]
-    seeds: Sequence[int]
-    places: Sequence[tuple[int, int]]
-    requests: Sequence[RolloutInferRequest]
+    asked: Requests
+    requests: Sequence[RolloutInferRequest]  # the same, for the wire
     config: RequestConfig
     record: RolloutCallLog
 
 
 class ServerBackend(RolloutBackend):
     """`token`: bearer token. `vocab_size`: of the learner's model, compared with the servers'. `on_call` hears of every
-    `generate`, from the thread that called it. `expected_ver` is set by the weight sync; None: any, but only one."""
+    `generate_window`, from the thread that called it. `expected_ver` is set by the weight sync; None: any, but only
+    one."""
 
     def __init__(
         self,
@@ -115,16 +114,14 @@ class ServerBackend(RolloutBackend):
     ) -> list[list[Rollout]]:
         """See `RolloutBackend`. No samples: no request. Every rank should bring the same number (D4's cap counts on
         it)."""
-        samples = [sample for step in window for sample in step.samples]
-        if not samples:
+        asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
+        if not asked.samples:
             return [[] for _ in window]
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
         job = _Job(
-            samples=samples,
-            seeds=[seed for step in window for seed in step.seeds(self._run_seed, global_step)],
-            places=[(step.micro_step_idx, step.first_req_idx + i) for step in window for i in range(len(step.samples))],
-            requests=[infer_request(sample) for sample in samples],
+            asked=asked,
+            requests=[infer_request(sample) for sample in asked.samples],
             config=self._decoding[greedy],
             record=record,
         )
@@ -170,13 +167,13 @@ class ServerBackend(RolloutBackend):
 
     async def _generate(self, job: _Job) -> list[Rollout]:
         plan = distribute(
-            len(job.samples),
+            len(job.requests),
             rank=self._rank,
             num_ranks=self._num_ranks,
             server_world_sizes=self.world_sizes,
             decode_batch_size=self.config.decode_batch_size,
         )
-        spans = _within_micro_steps(plan.spans, job.places)
+        spans = _within_micro_steps(plan.spans, job.asked.places)
         lanes = [
             self._lane(job, self.clients[i], [span for span in spans if span.server == i], cap)
             for i, cap in enumerate(plan.caps)
@@ -184,7 +181,7 @@ class ServerBackend(RolloutBackend):
         ]
         parts = await _gather(lane.run() for lane in lanes)
         by_index = {i: rollout for part in parts for i, rollout in part.items()}
-        rollouts = [by_index[i] for i in range(len(job.samples))]
+        rollouts = [by_index[i] for i in range(len(job.requests))]
         if len({rollout.ver for rollout in rollouts}) > 1:
             raise ServerMismatchError(
                 "the servers answered with different weight versions",
@@ -196,20 +193,20 @@ class ServerBackend(RolloutBackend):
 
     def _lane(self, job: _Job, client: ServerClient, spans: Sequence[Span], cap: int) -> Lane[Rollout]:
         def on_split(batch: Batch, error: ProjectError) -> None:
-            job.record.splits.append((*job.places[batch.start], len(batch)))
+            job.record.splits.append((*job.asked.places[batch.start], len(batch)))
 
         return Lane(spans, cap, send=lambda batch: self._send(job, client, batch), on_split=on_split)
 
     async def _send(self, job: _Job, client: ServerClient, batch: Batch) -> list[Rollout]:
-        micro_step_idx, first_req_idx = job.places[batch.start]
-        seed = job.seeds[batch.start]
+        micro_step_idx, first_req_idx = job.asked.places[batch.start]
+        seed = job.asked.seeds[batch.start]
         requests = list(job.requests[batch.start : batch.stop])
         call = InferCall(infer_requests=requests, request_config=job.config.model_copy(update={"seed": seed}))
         began_at, begin, error_text = time.time(), time.monotonic(), ""
         try:
             return read_rollouts(
                 await client.infer(call),
-                samples=job.samples[batch.start : batch.stop],
+                samples=job.asked.samples[batch.start : batch.stop],
                 requests=requests,
                 seed=seed,
                 expected_ver=self.expected_ver,
@@ -233,9 +230,9 @@ class ServerBackend(RolloutBackend):
             log.debug("step %d.%d: %s", job.record.global_step, micro_step_idx, ended)
 
 
-def _within_micro_steps(spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> list[Span]:
+def _within_micro_steps(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
     """The same spans, cut where a micro-step begins: within a call seeds follow each other."""
-    edges = [i for i in range(1, len(places)) if places[i][0] != places[i - 1][0]]
+    edges = [i for i in range(1, len(places)) if places[i].micro_step_idx != places[i - 1].micro_step_idx]
     cut = []
     for span in spans:
         inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]
