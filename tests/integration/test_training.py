@@ -198,18 +198,22 @@ def test_the_checkpoint_is_a_model_and_a_place_to_go_on_from(matched: Run, world
 
 
 def test_two_ranks_are_one_learner(world: World) -> None:
-    """R24, R11: rank 0 alone syncs; both ranks infer, on the shares and seeds that their place in the data gives."""
-    settings = {"per_device_train_batch_size": 2, "max_steps": 2, "save_on_end": True}
+    """R24, R11: rank 0 alone syncs; both ranks infer, on the shares and seeds that their place in the data gives. A
+    step's two micro-steps are rolled out together, each request with the seed that it would have alone."""
+    settings = {"per_device_train_batch_size": 2, "effective_batch_size": 8, "max_steps": 2, "save_on_end": True}
     run = world.run("ranks", ROLLOUTS, nproc=2, **settings)
-    assert [step["num_segments"] for step in run.events("step")] == [4, 4]
+    assert [step["num_segments"] for step in run.events("step")] == [8, 8]
     assert [sync["global_step"] for sync in run.events("sync")] == [0, 1]
     logs = [(run.folder / f"learner_rank{rank}.log").read_text() for rank in (0, 1)]
     assert ["weights synced" in log for log in logs] == [True, False]
-    for call in run.events("rollout_call"):
-        assert (call["first_req_idx"], call["num_requests"], call["chunk"]) == (0, 2, 4)
-    seeds = [request_seed(run_seed=SEED, global_step=step, micro_step_idx=0, req_idx=2) for step in (0, 1)]
-    told = re.findall(r"CallRecord\(.*?seed=(\d+), micro_step_idx=0, first_req_idx=2", logs[1])
-    assert [int(seed) for seed in told] == seeds
+    calls = [
+        (c["first_req_idx"], c["num_requests"], c["num_micro_steps"], c["chunk"]) for c in run.events("rollout_call")
+    ]
+    assert calls == [(0, 4, 2, 4)] * 2
+    places = [(step, micro_step) for step in (0, 1) for micro_step in (0, 1)]
+    seeds = [request_seed(run_seed=SEED, global_step=a, micro_step_idx=b, req_idx=2) for a, b in places]
+    told = re.findall(r"CallRecord\(.*?seed=(\d+), micro_step_idx=\d, first_req_idx=2", logs[1])
+    assert sorted(map(int, told)) == sorted(seeds)
     state = json.loads((run.folder / "checkpoint-2" / "trainer_state.json").read_text())
     assert state["world_size"] == 2
 

@@ -149,7 +149,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CommunicatorError, match=rf"127.0.0.1:{port}.*in use"):
-            join("gloo", "127.0.0.1", port, 0, 2, 5.0)
+            join("gloo", "127.0.0.1", port, 0, 2, 1.0)
 
 
 def test_backend_and_device_must_fit() -> None:
