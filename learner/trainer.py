@@ -154,10 +154,11 @@ class Trainer:
 
     def accumulate(self, totals: StepTotals) -> None:
         """The micro-steps of one accumulation window."""
-        number, step = self.plan.gradient_accumulation_steps, self.state.global_step
+        num_micro_steps = self.plan.gradient_accumulation_steps
         self.stop.check()
-        self.rows.begin_step(self.batches.upcoming(number), global_step=step, clock=self.clock)
-        for micro_step_idx in range(number):
+        window = self.batches.upcoming(num_micro_steps)
+        self.rows.begin_step(window, global_step=self.state.global_step, clock=self.clock)
+        for micro_step_idx in range(num_micro_steps):
             self.stop.check()
             with self.clock.phase("data"):
                 batch = next(self.batches)

@@ -120,7 +120,7 @@ def main(
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms, by name; again for each.")] = None,
     add_arm: Annotated[list[str] | None, typer.Option(help="One more arm, as JSON; again for each.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=SEEDS, help="Of an arm, at most.")] = SEEDS,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of an arm.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of an arm.")] = 160,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 64,
     learning_rate: Annotated[float, typer.Option(help="Peak, of the arms.")] = 1e-4,
     train: Annotated[int, typer.Option(min=1, help="Scenes that the arms train on.")] = 40_000,
@@ -133,7 +133,7 @@ def main(
     stage1_limit_s: Annotated[float, typer.Option(help="Stage 1 ends then, with the weights that it has.")] = 240.0,
     slots: Annotated[int, typer.Option(min=1, help="Runs at a time, per GPU.")] = 4,
     limit_s: Annotated[float, typer.Option(help="Everything has ended then.")] = 560.0,
-    run_limit_s: Annotated[float, typer.Option(help="A single run is given up then.")] = 240.0,
+    run_limit_s: Annotated[float, typer.Option(help="A single run is given up then.")] = 420.0,
     eager: Annotated[bool, typer.Option(help="No CUDA graphs in the servers.")] = False,
 ) -> None:
     """Train, compare, report."""
