@@ -9,6 +9,7 @@ step, which moving costs. Weights, gradients and moments are bfloat16. Run by `r
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,12 +77,13 @@ def _run(config: Mapping[str, Any], folder: Path, name: str) -> tuple[float, lis
 
 @contextmanager
 def _device_memory(file: Path) -> Iterator[list[float]]:
-    """MiB of the first GPU in use, sample by sample, kept in `file`; complete once the block has ended."""
+    """MiB of the first visible GPU in use, sample by sample, kept in `file`; complete once the block has ended."""
     mib = [0.0]
     if shutil.which("nvidia-smi") is None:  # a try without a GPU
         yield mib
         return
-    query = ["nvidia-smi", "-i", "0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with file.open("w") as samples, subprocess.Popen([*query, f"-lms={_SAMPLE_EVERY_MS}"], stdout=samples) as watch:
         try:
             yield mib
