@@ -126,6 +126,9 @@ def main(
     train: Annotated[int, typer.Option(min=1, help="Scenes that the arms train on.")] = 40_000,
     test: Annotated[int, typer.Option(min=1, help="Held-out scenes.")] = 500,
     style: Annotated[StyleName, typer.Option(help="How hard the scenes are.")] = "hard",
+    annotation_dropout: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the objects without a label, in what the arms train on.")
+    ] = 0.0,
     stage1_scenes: Annotated[int, typer.Option(min=1)] = 20_000,
     stage1_steps: Annotated[int, typer.Option(min=0, help="0: the arms begin with the demo's checkpoint.")] = 1400,
     stage1_batch_size: Annotated[int, typer.Option(min=1)] = 128,
@@ -160,7 +163,7 @@ def main(
             learning_rate=stage1_learning_rate,
             limit_s=stage1_limit_s,
         ),
-        data=Build(train=train, val=0, test=test, style=style, seed=2),
+        data=Build(train=train, val=0, test=test, style=style, annotation_dropout=annotation_dropout, seed=2),
         out=out,
         folder=folder,
         runs=() if only_stage1 else tuple(all_runs(wanted, seeds)),

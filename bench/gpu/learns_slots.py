@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from bench.gpu.devices import visible
 from deploy.launch import Process, Processes, start_server, wait_ready
 from shared.config_io import write_yaml
 from shared.errors import ProjectError
@@ -101,7 +102,7 @@ def _open(processes: Processes, place: Place, model: Path, image_root: Path, fol
     path = folder / f"server-{place.index}.yaml"
     write_yaml(path, config, "bench")
     log = folder / f"server-{place.index}.log"
-    server, url = start_server(processes, str(path), log=log, devices=place.server_devices)
+    server, url = start_server(processes, str(path), log=log, devices=visible(*place.server_devices))
     opened = Place(
         index=place.index,
         server_devices=place.server_devices,
@@ -166,7 +167,10 @@ def run_all(
                 path = folder / f"{run.name}.yaml"
                 write_yaml(path, dict(config), "bench")
                 slot.learner = processes.start(
-                    run.name, [*command, str(path)], devices=slot.place.learner_devices, log=folder / f"{run.name}.log"
+                    run.name,
+                    [*command, str(path)],
+                    devices=visible(*slot.place.learner_devices),
+                    log=folder / f"{run.name}.log",
                 )
                 slot.run, slot.began = run, time.monotonic()
         if all(slot.run is None for slot in slots):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.devices import visible
 from deploy.launch import Processes, learner_argv
 from learner.checkpoint import write_atomically
 from shared.config_io import write_yaml
@@ -41,7 +42,7 @@ def train_stage1(processes: Processes, first: Stage1, folder: Path, model: Path,
     write_yaml(path, stage1_config(first, folder / "stage1_data", run_dir, ranks, num_cores // ranks - 2), "bench")
     began = time.monotonic()
     learner = processes.start(
-        "stage 1", learner_argv(str(path), ranks), devices=range(num_gpus), log=folder / "stage1.log"
+        "stage 1", learner_argv(str(path), ranks), devices=visible(*range(num_gpus)), log=folder / "stage1.log"
     )
     try:
         learner.popen.wait(first.limit_s)

@@ -9,7 +9,6 @@ step, which moving costs. Weights, gradients and moments are bfloat16. Run by `r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 import typer
 
 from bench.figures import Figure, median
+from bench.gpu.devices import visible
 from bench.gpu.models import Size, build
 from bench.gpu.results import write
 from bench.runs import start_learner
@@ -82,8 +82,7 @@ def _device_memory(file: Path) -> Iterator[list[float]]:
     if shutil.which("nvidia-smi") is None:  # a try without a GPU
         yield mib
         return
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    query = ["nvidia-smi", "-i", first, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "-i", str(visible(0)[0]), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with file.open("w") as samples, subprocess.Popen([*query, f"-lms={_SAMPLE_EVERY_MS}"], stdout=samples) as watch:
         try:
             yield mib

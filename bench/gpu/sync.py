@@ -18,6 +18,7 @@ import torch
 import typer
 
 from bench.figures import Figure, median
+from bench.gpu.devices import visible
 from bench.gpu.models import Size, build
 from bench.gpu.results import write
 from bench.gpu.trl import TrlServer, is_installed
@@ -84,7 +85,7 @@ def _start(processes: Processes, model: Path, index: int, folder: Path) -> tuple
         "engine_args": {"kv_cache_memory_bytes": KV_CACHE_BYTES},
     }
     write_yaml(config, settings, "bench")
-    server, url = start_server(processes, str(config), log=folder / f"server-{index}.log", devices=[1 + index])
+    server, url = start_server(processes, str(config), log=folder / f"server-{index}.log", devices=visible(1 + index))
 
     def wait_until_ready() -> None:
         wait_ready(server, url, _READY_TIMEOUT_S)

@@ -31,6 +31,7 @@ import torch
 import typer
 
 from bench.figures import circumstances
+from bench.gpu.devices import visible
 from bench.gpu.topologies_report import WARM_UP_STEPS, markdown, told, watched
 from bench.gpu.watch import Watch
 from deploy.demo.build_data import Build
@@ -176,7 +177,7 @@ def _serve(processes: Processes, topology: Topology, work: Work) -> list[Served]
     for i, mine in enumerate(devices):
         path = work.folder / f"server-{topology.name}-{i}.yaml"
         write_yaml(path, server_config(work, ports[2 * i]), "bench")
-        process, url = start_server(processes, str(path), log=path.with_suffix(".log"), devices=mine)
+        process, url = start_server(processes, str(path), log=path.with_suffix(".log"), devices=visible(*mine))
         served.append(Served(process=process, url=url, group_port=ports[2 * i + 1]))
     for one in served:
         seconds = wait_ready(one.process, one.url, 2 * work.limit_s)
@@ -246,7 +247,9 @@ def _mode(
     write_yaml(path, learner_config(topology, mode, servers, work, run_dir), "bench")
     _, devices = topology.devices(work.on_gpu)
     began = time.monotonic()
-    learner = processes.start("learner", learner_argv(str(path), topology.learner_gpus), devices=devices, log=log)
+    learner = processes.start(
+        "learner", learner_argv(str(path), topology.learner_gpus), devices=visible(*devices), log=log
+    )
     metrics = run_dir / "metrics.jsonl"
     _wait(
         learner, log, began + work.limit_s, until=lambda: metrics.is_file() and '"event": "step"' in metrics.read_text()

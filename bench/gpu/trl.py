@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.devices import visible
 from deploy.launch import Processes
 from shared.ports import free_ports
 
@@ -34,7 +35,7 @@ class TrlServer:
         more = ["--max-num-seqs", str(max_num_seqs), "--kv-cache-memory-bytes", str(kv_cache_bytes)]
         # As TRL's own command does before it becomes vLLM's: its clients need the development endpoints.
         os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
-        self._process = processes.start("trl", build_command(arguments, more), devices=[device], log=log)
+        self._process = processes.start("trl", build_command(arguments, more), devices=visible(device), log=log)
 
     def client(self, timeout_s: float) -> Any:
         """A `VLLMClient`, once the server answers."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
+from typing import IO
 
 _SAMPLE_EVERY_S = 0.5
 _GPU_EVERY_MS = 200
@@ -46,7 +48,8 @@ class Watch:
         self._at_first = dict(self._wchar_of_all())
         self._wchar = dict(self._at_first)
         self._ended = threading.Event()
-        self._smi = _start_smi()
+        self._said = tempfile.TemporaryFile("w+")  # a pipe that nobody reads meanwhile would be full after minutes
+        self._smi = _start_smi(self._said)
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
         return self
@@ -58,7 +61,10 @@ class Watch:
             self.written[name] = sum(n - self._at_first.get(key, 0) for key, n in self._wchar.items() if key[0] == name)
         if self._smi is not None:
             self._smi.terminate()
-            self.gpus = read_smi(self._smi.communicate()[0])
+            self._smi.wait()
+            self._said.seek(0)
+            self.gpus = read_smi(self._said.read())
+        self._said.close()
 
     def _watch(self) -> None:
         while True:
@@ -105,12 +111,12 @@ def bytes_written(pid: int) -> int | None:
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
 
 
-def _start_smi() -> subprocess.Popen[str] | None:
+def _start_smi(said: IO[str]) -> subprocess.Popen[str] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     query = "--query-gpu=index,utilization.gpu,memory.used"
     argv = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--loop-ms={_GPU_EVERY_MS}"]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return subprocess.Popen(argv, stdout=said, stderr=subprocess.DEVNULL, text=True)
 
 
 def read_smi(said: str) -> dict[int, GpuUse]:

@@ -195,7 +195,7 @@ def test_a_run_against_a_server(vlm: Path, tmp_path: Path) -> None:
         done = subprocess.run(
             [*command, "-m", "learner", "--config", str(tmp_path / "run.yaml")],
             cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
             capture_output=True,
             text=True,
             timeout=CASE_S,
