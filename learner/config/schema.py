@@ -38,7 +38,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
     compile: Literal["auto"] | bool = key(
         "compile the model's layers and the loss for learning (torch.compile, once for rows of all lengths). "
-        "`auto`: on CUDA from 1e9 parameters on, where a compiler is there and the model is not sharded",
+        "`auto`: on CUDA from 5e8 parameters on, where a compiler is there and the model is not sharded",
         "auto",
     )
     sharding: Literal["none", "fsdp"] = key(

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shared.errors import ConfigError
 
 Wanted = Literal["auto", True, False]
-AUTO_PARAMETERS = 1_000_000_000  # below, a step has little to gain, and compiling takes longer than short runs
+AUTO_PARAMETERS = 500_000_000  # below, a row has little to gain, and compiling takes longer than short runs
 BACKEND = "inductor"
 ERROR_LENGTH = 300  # characters of a compiler's words; advice on how to debug torch comes behind them
 

@@ -1,0 +1,123 @@
+"""What answering behind its own words costs a model: `python -m bench.exposure --model DIR --data FILE`.
+
+In: a model and scenes whose labels are complete. The model answers each scene greedily; where it first skipped an
+object the ground truth goes on (`loss.prefix_end: first_miss`). Out: nats per token of what follows there, once behind
+the model's own words and once behind the ground truth's, by kind of token, with a 95% interval over scenes of the
+difference. That difference is all that training on rollouts can mend beyond teacher forcing: about zero says that the
+model errs in what it sees, not because it reads itself.
+
+Only tokens that are the same in both are compared. On a GPU where there is one; two minutes for 200 crowded scenes of
+the demo's model on two cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from learner.config.schema import DataConfig, LossConfig, ModelConfig, RolloutMatchingConfig, TaskConfig
+from learner.data.load import load_samples
+from learner.policy.load import Policy, load_policy
+from learner.records import Assignment, EncodedPrompt, Target
+from learner.rollout.hf import HfBackend
+from learner.target import build_target, ground_truth_target
+from learner.tasks.detection.task import DetectionTask
+
+Kind = Literal["coordinates", "names", "structure", "all"]
+KINDS: tuple[Kind, ...] = ("structure", "names", "coordinates", "all")
+NAME_WEIGHT = 2.0  # marks descriptions, and nothing is learned from it
+LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
+DRAWS = 2000
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """One scene's tokens after the model's first miss."""
+
+    own: np.ndarray  # [N] nats, behind the model's own words
+    truth: np.ndarray  # [N] nats, behind the ground truth's
+    kinds: np.ndarray  # [N] of str
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder of the model.")],
+    data: Annotated[Path, typer.Option(help="Scenes, JSONL, with complete labels.")],
+    scenes: Annotated[int, typer.Option(min=2, help="The first so many.")] = 200,
+    iou_threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="Below it nothing is found.")] = 0.3,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 640,
+) -> None:
+    """Measure and print."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = load_policy(ModelConfig(path=str(model), dtype="float32"), device=device, bf16=False)
+    task = DetectionTask(TaskConfig(iou_threshold=iou_threshold), policy.tokenizer)
+    samples = load_samples(DataConfig(train=str(data)), str(data), task)[:scenes]
+    section = {"rollout_backend": "hf", "decode_batch_size": 100}
+    section |= {"decoding": {"temperature": 0.0, "max_new_tokens": max_new_tokens}}
+    backend = HfBackend(RolloutMatchingConfig.model_validate(section), policy, run_seed=0)
+    rollouts = backend.generate(samples, global_step=0, micro_step_idx=0, first_req_idx=0, greedy=True)
+    assignments = [task.match(task.parse(rollout)) for rollout in rollouts]
+    found = list(compare(policy, task, assignments))
+    console = Console(highlight=False)
+    console.print(f"F1@0.5 {task.evaluate(assignments)['f1@0.5']:.3f} on {len(samples)} scenes, {len(found)} compared")
+    console.print(table(found))
+
+
+def compare(policy: Policy, task: DetectionTask, assignments: Sequence[Assignment]) -> Iterator[Compared]:
+    """Scene by scene; without those in which the two ways count objects in numbers of other lengths."""
+    for assignment in assignments:
+        sample = assignment.parsed.rollout.sample
+        prompt = policy.encoder.encode(sample)
+        own = build_target(assignment, task, policy.tokenizer, loss=LOSS)
+        truth = ground_truth_target(sample, task, policy.tokenizer, desc_weight=NAME_WEIGHT)
+        length = len(own.token_ids) - own.prefix_length
+        same = own.token_ids[-length:] == truth.token_ids[-length:]
+        kinds = _kinds(policy, truth)[-length:]
+        if own.prefix_length and (kinds[~same] == "structure").all():  # an object's number at most is another one
+            yield Compared(
+                own=_nats(policy, prompt, own)[-length:][same],
+                truth=_nats(policy, prompt, truth)[-length:][same],
+                kinds=kinds[same],
+            )
+
+
+def _nats(policy: Policy, prompt: EncodedPrompt, target: Target) -> np.ndarray:
+    ((*logprobs,),) = policy.logprobs([(prompt, [int(i) for i in target.token_ids])])
+    return -np.asarray(logprobs)
+
+
+def _kinds(policy: Policy, target: Target) -> np.ndarray:
+    is_coordinate = [piece.startswith("<|coord_") for piece in policy.tokenizer.convert_ids_to_tokens(target.token_ids)]
+    kinds = np.where(target.loss_weights == NAME_WEIGHT, "names", "structure")
+    return np.where(is_coordinate, "coordinates", kinds)
+
+
+def table(found: Sequence[Compared]) -> Table:
+    shown = Table("tokens", "number", "behind its own words", "behind the truth's", "difference, nats per token")
+    for kind in KINDS:
+        own, truth, numbers = _sums(found, kind)
+        drawn = np.random.default_rng(0).integers(len(found), size=(DRAWS, len(found)))
+        low, high = np.percentile((own - truth)[drawn].sum(1) / numbers[drawn].sum(1).clip(1), [2.5, 97.5])
+        per_token = [part.sum() / max(1, numbers.sum()) for part in (own, truth, own - truth)]
+        difference = f"{per_token[2]:+.4f} [{low:+.4f}, {high:+.4f}]"
+        shown.add_row(kind, f"{numbers.sum():.0f}", f"{per_token[0]:.4f}", f"{per_token[1]:.4f}", difference)
+    return shown
+
+
+def _sums(found: Sequence[Compared], kind: Kind) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By scene: nats behind own words, nats behind the truth's, and tokens, of one kind."""
+    masks = [np.ones(len(one.kinds), bool) if kind == "all" else one.kinds == kind for one in found]
+    own = np.array([one.own[mask].sum() for one, mask in zip(found, masks, strict=True)])
+    truth = np.array([one.truth[mask].sum() for one, mask in zip(found, masks, strict=True)])
+    return own, truth, np.array([mask.sum() for mask in masks], dtype=float)
+
+
+if __name__ == "__main__":
+    typer.run(main)
