@@ -6,15 +6,18 @@
     first_miss    up to the last place where it had found exactly the first objects in canonical order: from there on
                   the ground truth goes on, as in plain teacher forcing, but behind the model's own words
 
-The prefix is the rollout's own token ids, whichever it is; every object that it has not found is appended. In: an
-`Assignment`. Out: the `Assignment` of the shorter answer. Pure. Called by `target.py`.
+The prefix is the rollout's own token ids, whichever it is; every object that it has not found is appended. Where labels
+are incomplete, what `first_miss` cuts off holds objects that nobody labelled, and going on without them teaches to leave
+them out: with `loss.keep_unmatched` they stay in their places, unlearned.
+
+In: an `Assignment`. Out: the `Assignment` of the shorter answer, and what stood behind it. Pure. Called by `target.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from learner.records import Assignment, ParsedRollout
+from learner.records import Assignment, DetectionObject, ParsedRollout
 from learner.tasks.task import Task
 
 
@@ -34,6 +37,20 @@ def up_to_first_miss(assignment: Assignment, task: Task) -> Assignment:
         if furthest < count:
             last = index
     return _cut(assignment, last, task)
+
+
+def unmatched_behind(whole: Assignment, cut: Assignment, task: Task) -> list[DetectionObject]:
+    """What `whole` predicted behind the objects of `cut` and matches nothing: objects, perhaps, that have no label.
+
+    Without second predictions of an object that has one. Of an answer that did not close, only those before its last
+    match: what it ran on with says nothing.
+    """
+    parsed = whole.parsed
+    end = len(parsed.objects) if parsed.closed else max((index for index, *_ in whole.pairs), default=0)
+    left = [parsed.objects[i] for i in whole.spurious if len(cut.parsed.objects) <= i < end]
+    while (again := task.match(replace(parsed, objects=tuple(left)))).pairs:
+        left = [left[i] for i in again.spurious]
+    return [predicted.object for predicted in left]
 
 
 def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:

@@ -9,7 +9,8 @@ Invariants: the prefix is the rollout's own token ids; every missed object is in
 `labels[i] == -100` exactly where `loss_weights[i] == 0`; nothing outside the assistant span is supervised. Pure.
 Called by the trainer's target stage.
 
-Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included.
+Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included; 0 on those of
+predictions that stay without a label (`keep_unmatched`), which stand among the missed objects in canonical order.
 
 Matched predictions. `learner.coordinate_labels` says what each token of a coordinate should have been, and
 `learner.description_labels` those of a description. By default (SPEC) coordinates have weight 1 and descriptions none.
@@ -18,7 +19,7 @@ Matched predictions. `learner.coordinate_labels` says what each token of a coord
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from learner.config.schema import LossConfig
 from learner.coordinate_labels import coordinate_labels
 from learner.description_labels import description_labels
 from learner.overrun import overrun_label
-from learner.prefix_end import up_to_first_miss, up_to_last_match
+from learner.prefix_end import unmatched_behind, up_to_first_miss, up_to_last_match
 from learner.records import Assignment, DetectionObject, EncodedPrompt, Sample, Segment, Target
 from learner.supervision import IGNORED, check_supervision
 from learner.tasks.pieces import TokenPieces, pieces_of
@@ -48,13 +49,16 @@ def build_target(
 
     Raises LossError where a coordinate's tokens are not in the prefix.
     """
+    whole = assignment
     if loss.prefix_end != "last_object":
         cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
         assignment = cut(assignment, task)
+    unlabelled = unmatched_behind(whole, assignment, task) if loss.keep_unmatched else []
     parsed = assignment.parsed
-    tail = task.serialize(_missed(assignment, loss), after=parsed)
+    objects, masked = _appended(_missed(assignment, loss), unlabelled, task)
+    tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
-    target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, loss.desc_weight)
+    target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, loss.desc_weight, masked)
     read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may part from the truth behind it
     if loss.matched_coordinate_weight:
         positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
@@ -76,6 +80,17 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
     if loss.missed_order == "random":
         random.Random(sample.sample_id).shuffle(missed)
     return missed
+
+
+def _appended(
+    missed: list[DetectionObject], unlabelled: list[DetectionObject], task: Task
+) -> tuple[list[DetectionObject], list[int]]:
+    """Both in canonical order, and the places of those that nothing is learned from."""
+    if not unlabelled:
+        return missed, []
+    both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
+    both.sort(key=lambda pair: task.canonical_key(pair[0]))
+    return [obj for obj, _ in both], [place for place, (_, is_learned) in enumerate(both) if not is_learned]
 
 
 def _teach_besides(target: Target, position: int, label: int, weight: float) -> None:
@@ -125,9 +140,14 @@ def build_segment(
 
 
 def _with_tail(
-    prefix: NDArray[np.int64], tail: SerializedTail, pieces: TokenPieces, eos_token_id: int | None, desc_weight: float
+    prefix: NDArray[np.int64],
+    tail: SerializedTail,
+    pieces: TokenPieces,
+    eos_token_id: int | None,
+    desc_weight: float,
+    masked: Sequence[int] = (),
 ) -> Target:
-    """Prefix, tail and EOS, with the prefix ignored and the tail supervised."""
+    """Prefix, tail and EOS, with the prefix and the tail's objects `masked` ignored and the rest supervised."""
     tail_ids = pieces.encode_long(tail.text)
     text = pieces.text(tail_ids)
     if text.data != tail.text.encode():
@@ -141,17 +161,20 @@ def _with_tail(
     token_ids = np.concatenate([prefix, text.ids, [eos]])
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[: len(prefix)] = 0.0
-    for first, last in _byte_spans(tail) if desc_weight != 1.0 else ():
-        begin = len(prefix) + text.token_at(first)
-        weights[begin : len(prefix) + text.tokens_until(last)] = desc_weight
+    marked = [(span, desc_weight) for span in tail.desc_spans if desc_weight != 1.0]
+    marked += [(tail.object_spans[place], 0.0) for place in masked]
+    in_bytes = _byte_spans(tail.text, [span for span, _ in marked])
+    for (first, last), (_, weight) in zip(in_bytes, marked, strict=True):
+        if first < last:
+            begin = len(prefix) + text.token_at(first)
+            weights[begin : len(prefix) + text.tokens_until(last)] = weight
     labels = np.where(weights > 0, token_ids, IGNORED)
     return Target(token_ids=token_ids, labels=labels, loss_weights=weights, prefix_length=len(prefix))
 
 
-def _byte_spans(tail: SerializedTail) -> list[tuple[int, int]]:
-    """The description spans as offsets into the text's UTF-8 bytes."""
-    spans = [(first, last) for first, last in tail.desc_spans if first < last]
-    if tail.text.isascii():
+def _byte_spans(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of characters as offsets into the text's UTF-8 bytes."""
+    if text.isascii() or not spans:
         return spans
-    offsets = np.cumsum([0, *(len(char.encode()) for char in tail.text)])
+    offsets = np.cumsum([0, *(len(char.encode()) for char in text)])
     return [(int(offsets[first]), int(offsets[last])) for first, last in spans]

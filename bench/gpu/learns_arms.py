@@ -19,6 +19,7 @@ from bench.gpu.learns_slots import Place
 from shared.errors import ConfigError
 
 REFERENCE = "rollout_matching_sft"
+KEPT = "what nobody labelled stays"  # for `--annotation-dropout`: as REFERENCE, which untaught it
 BASE = "base"
 SEEDS = 3
 FIRST_SEED = 17
@@ -69,6 +70,7 @@ def _arms() -> Iterator[Arm]:
     yield Arm(name="default loss", loss={})
     yield Arm(name="cut at the last match", loss={**TUNED, "prefix_end": "last_match"})
     yield Arm(name="not cut, closer taught", loss={"matched_desc_weight": 1.0, "overrun_close_weight": 1.0})
+    yield Arm(name=KEPT, loss={**TUNED, "keep_unmatched": True}, seeds=SEEDS)
     yield Arm(name="no names taught", loss={**TUNED, "matched_desc_weight": 0.0})
     yield Arm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "prefix_end": "first_miss"})
     yield Arm(name="coordinates of weight 0.25", loss={**TUNED, "matched_coordinate_weight": 0.25})

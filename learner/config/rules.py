@@ -123,6 +123,20 @@ def carry_packing(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="training.packing_buffer", found=found, wanted=wanted, remedy=remedy)
 
 
+def keeping_what_was_cut(config: RunConfig) -> Iterator[Mistake]:
+    """`loss.keep_unmatched` goes with `loss.prefix_end: first_miss` and `loss.missed_order: canonical`."""
+    loss = config.loss
+    if not loss.keep_unmatched:
+        return
+    for name, found, wanted in (
+        ("prefix_end", loss.prefix_end, "first_miss"),
+        ("missed_order", loss.missed_order, "canonical"),
+    ):
+        if found != wanted:
+            remedy = f"set loss.{name}: {wanted}, or remove loss.keep_unmatched"
+            yield Mistake(path=f"loss.{name}", found=found, wanted=f"{wanted}, for loss.keep_unmatched", remedy=remedy)
+
+
 # ---- rollouts ------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +318,7 @@ RULES: tuple[Rule, ...] = (
     warmup_fits,
     evaluation_has_data,
     carry_packing,
+    keeping_what_was_cut,
     decode_mode_fits,
     beam_needs_hf,
     rollout_fits,

@@ -96,6 +96,12 @@ class LossConfig(Section):
         "without a label matches nothing",
         "last_object",
     )
+    keep_unmatched: bool = key(
+        "with `prefix_end: first_miss`: what the answer predicted behind the cut and matches nothing stays, in "
+        "canonical order among what is appended, and nothing is learned from it. For incomplete labels: what the "
+        "policy finds and nobody labelled is not untaught",
+        False,
+    )
     missed_order: Literal["canonical", "random"] = key(
         "order of the missed objects that are appended; `random`: one that belongs to the sample", "canonical"
     )

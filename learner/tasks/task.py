@@ -27,10 +27,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SerializedTail:
-    """Text to append, and which of its characters are description text (half-open character spans)."""
+    """Text to append, and where in it, in characters (half-open): each object's description, and each object with the
+    separator before it."""
 
     text: str
     desc_spans: tuple[tuple[int, int], ...]
+    object_spans: tuple[tuple[int, int], ...] = ()
 
 
 class Task(Protocol):
@@ -44,6 +46,10 @@ class Task(Protocol):
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
         """`objects` written so that they continue `after` (None: a fresh answer), container closed, without EOS."""
+        ...
+
+    def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:
+        """What canonical order sorts objects by."""
         ...
 
     def coordinate_text(self, value: int) -> str:

@@ -24,17 +24,19 @@ def serialize_objects(
     """`objects`, in the order given, as text that continues `after` (None: a whole answer) and closes the container."""
     parts = [grammar.opener if after is None else after.tail_opening]
     length = len(parts[0])
-    spans: list[tuple[int, int]] = []
+    desc_spans: list[tuple[int, int]] = []
+    object_spans: list[tuple[int, int]] = []
     separator = ", " if after is not None and after.needs_separator else ""
     for number, obj in enumerate(objects, start=1 if after is None else after.next_index):
         before, desc, behind = _write(obj, number, grammar)
         start = length + len(separator) + len(before)
-        spans.append((start, start + len(desc)))
+        end = start + len(desc) + len(behind)
+        desc_spans.append((start, start + len(desc)))
+        object_spans.append((length, end))
         parts += (separator, before, desc, behind)
-        length = start + len(desc) + len(behind)
-        separator = ", "
+        length, separator = end, ", "
     parts.append(grammar.closer)
-    return SerializedTail(text="".join(parts), desc_spans=tuple(spans))
+    return SerializedTail(text="".join(parts), desc_spans=tuple(desc_spans), object_spans=tuple(object_spans))
 
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
+from learner.tasks.detection.bins import canonical_key
 from learner.tasks.detection.coco import coco_ap
 from learner.tasks.detection.counts import COLUMNS, CountTable, count_objects
 from learner.tasks.detection.evaluate import evaluate_counts
@@ -40,6 +41,9 @@ class DetectionTask:
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
         return serialize_objects(objects, after, self.grammar)
+
+    def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:
+        return canonical_key(obj)
 
     def coordinate_text(self, value: int) -> str:
         return self.grammar.coordinate_text(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config.schema import LossConfig
 from learner.prefix_end import up_to_first_miss, up_to_last_match
-from learner.records import Assignment
+from learner.records import Assignment, DetectionObject, Target
 from learner.supervision import IGNORED
 from learner.target import build_target
 from learner.tasks.detection.task import DetectionTask
@@ -110,3 +111,72 @@ def test_a_right_answer_is_kept_whole(prefix_end: str) -> None:
     assert target.token_ids.tolist() == plain.token_ids.tolist() == [*ids, tokenizer.eos_token_id]
     assert target.labels.tolist() == plain.labels.tolist()
     assert (target.labels[: target.prefix_length] != IGNORED).sum() == 4 * len(TRUTH)
+
+
+class Kept:
+    """Answers among whose objects are some that nobody labelled: rows of digits 100 bins apart, "x" without a label."""
+
+    def __init__(self, merges: set[bytes]) -> None:
+        self.task, self.tokenizer = make_task("index_map", "tokens", merges)
+
+    @staticmethod
+    def at(place: int, name: str) -> DetectionObject:
+        return box(name, 100 * place, 500, 100 * place + 60, 600)
+
+    def target(self, said: list[DetectionObject], truth: list[DetectionObject], *, cut_off: bool) -> Target:
+        text = self.task.serialize(said, after=None).text
+        ids = self.tokenizer.encode(text.removesuffix("}") if cut_off else text)
+        assignment = self.task.match(self.task.parse(make_rollout(ids, truth)))
+        loss = LossConfig(prefix_end="first_miss", keep_unmatched=True)
+        return build_target(assignment, self.task, self.tokenizer, loss=loss)
+
+    def read(self, target: Target) -> list[tuple[str, bool]]:
+        """Every object's name, and whether all of its own tokens behind the prefix are learned."""
+        parsed = self.task.parse(make_rollout(target.token_ids[:-1].tolist()))
+        assert parsed.closed
+        read = []
+        for predicted in parsed.objects:
+            slots = list(predicted.slots)
+            tokens = np.arange(parsed.slots.start[slots[0]], parsed.slots.end[slots[-1]])
+            learned = target.labels[tokens] != IGNORED
+            assert learned.all() or not learned.any() or tokens[0] < target.prefix_length
+            read.append((predicted.object.desc, bool(learned.all() and tokens[0] >= target.prefix_length)))
+        return read
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["found", "missed", "unlabelled"]), max_size=9),
+    st.booleans(),
+    st.sets(st.sampled_from(MERGES)),
+)
+def test_what_nobody_labelled_stays_in_its_place_and_is_not_learned(
+    scene: list[str], cut_off: bool, merges: set[bytes]
+) -> None:
+    """Against the scene itself: from the first miss on all that was said or labelled, in reading order."""
+    kept = Kept({merge for merge in merges if b"0" not in merge})
+    objects = [(kept.at(place, f"{word}{place}"), word) for place, word in enumerate(scene)]
+    said = [obj for obj, word in objects if word != "missed"]
+    truth = [obj for obj, word in objects if word != "unlabelled"]
+    target = kept.target(said, truth, cut_off=cut_off and bool(said))
+    first_miss = scene.index("missed") if "missed" in scene else len(scene)
+    last_found = max((i for i, word in enumerate(scene) if word == "found"), default=-1)
+    read = kept.read(target)
+    whole = not cut_off or not said
+    wanted = []
+    for place, word in enumerate(scene):
+        in_prefix = place <= max((i for i, w in enumerate(scene[:first_miss]) if w == "found"), default=-1)
+        if word != "unlabelled" or in_prefix or whole or place < last_found:
+            wanted.append((f"{word}{place}", word != "unlabelled" and not in_prefix))
+    assert read == wanted
+    assert target.labels[-1] == kept.tokenizer.eos_token_id
+
+
+def test_a_second_prediction_of_what_has_a_label_does_not_stay() -> None:
+    kept = Kept(set())
+    truth = [kept.at(0, "missed"), kept.at(2, "two")]
+    again = box("again", 202, 500, 262, 600)
+    third = box("third", 204, 500, 264, 600)
+    said = [truth[1], again, third, kept.at(5, "unlabelled")]
+    names = [name for name, _ in kept.read(kept.target(said, truth, cut_off=False))]
+    assert names == ["missed", "two", "unlabelled"]

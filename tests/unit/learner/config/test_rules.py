@@ -77,6 +77,14 @@ def test_d6_drop_last_is_free_where_nothing_is_carried(changes: dict[str, Any]) 
     valid(stage2(), {"training.packing_drop_last": False})
 
 
+def test_what_was_cut_can_stay_only_where_something_is_cut() -> None:
+    kept = {"loss.keep_unmatched": True}
+    assert only_mistake(minimal(), kept).path == "loss.prefix_end"
+    fitting = {**kept, "loss.prefix_end": "first_miss"}
+    assert only_mistake(minimal(), {**fitting, "loss.missed_order": "random"}).path == "loss.missed_order"
+    valid(minimal(), fitting)
+
+
 def test_d6_packing_buffer_too_small() -> None:
     changes = {"training.packing_buffer": 3, "training.per_device_train_batch_size": 4}
     mistake = only_mistake(minimal(), changes)
