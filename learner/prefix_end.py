@@ -6,9 +6,9 @@
     first_miss    up to the last place where it had found exactly the first objects in canonical order: from there on
                   the ground truth goes on, as in plain teacher forcing, but behind the model's own words
 
-The prefix is the rollout's own token ids, whichever it is; every object that it has not found is appended. Where labels
-are incomplete, what `first_miss` cuts off holds objects that nobody labelled, and going on without them teaches to leave
-them out: with `loss.keep_unmatched` they stay in their places, unlearned.
+The prefix is the rollout's own token ids, whichever it is; every object that it has not found is appended. Where
+labels are incomplete, what `first_miss` cuts off holds objects that nobody labelled, and going on without them teaches
+to leave them out: with `loss.keep_unmatched` they stay in their places, unlearned.
 
 In: an `Assignment`. Out: the `Assignment` of the shorter answer, and what stood behind it. Pure. Called by `target.py`.
 """

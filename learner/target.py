@@ -9,8 +9,8 @@ Invariants: the prefix is the rollout's own token ids; every missed object is in
 `labels[i] == -100` exactly where `loss_weights[i] == 0`; nothing outside the assistant span is supervised. Pure.
 Called by the trainer's target stage.
 
-Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included; 0 on those of
-predictions that stay without a label (`keep_unmatched`), which stand among the missed objects in canonical order.
+Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included; 0 on those
+of predictions that stay without a label (`keep_unmatched`), which stand among the missed objects in canonical order.
 
 Matched predictions. `learner.coordinate_labels` says what each token of a coordinate should have been, and
 `learner.description_labels` those of a description. By default (SPEC) coordinates have weight 1 and descriptions none.

@@ -32,6 +32,7 @@ from bench.gpu.learns_arms import (
     ARMS,
     BASE,
     FIRST_SEED,
+    KEPT,
     REFERENCE,
     SEEDS,
     Run,
@@ -141,7 +142,8 @@ def main(
 ) -> None:
     """Train, compare, report."""
     arms = {**ARMS, **{one.name: one for one in map(read_arm, add_arm or ())}}
-    wanted = [one for name, one in arms.items() if not arm or name in arm or name not in ARMS]
+    chosen = arm or [name for name in ARMS if name != KEPT or annotation_dropout]
+    wanted = [one for name, one in arms.items() if name in chosen or name not in ARMS]
     if torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
     plan = Plan(
