@@ -42,15 +42,15 @@ def up_to_first_miss(assignment: Assignment, task: Task) -> Assignment:
 def unmatched_behind(whole: Assignment, cut: Assignment, task: Task) -> list[DetectionObject]:
     """What `whole` predicted behind the objects of `cut` and matches nothing: objects, perhaps, that have no label.
 
-    Without second predictions of an object that has one. Of an answer that did not close, only those before its last
-    match: what it ran on with says nothing.
+    Without second predictions of an object that has one, and without what could not be written as it was said. Of an
+    answer that did not close, only those before its last match: what it ran on with says nothing.
     """
     parsed = whole.parsed
     end = len(parsed.objects) if parsed.closed else max((index for index, *_ in whole.pairs), default=0)
     left = [parsed.objects[i] for i in whole.spurious if len(cut.parsed.objects) <= i < end]
     while (again := task.match(replace(parsed, objects=tuple(left)))).pairs:
         left = [left[i] for i in again.spurious]
-    return [predicted.object for predicted in left]
+    return [predicted.object for predicted in left if task.can_be_taught(predicted.object)]
 
 
 def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:

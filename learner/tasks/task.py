@@ -32,7 +32,7 @@ class SerializedTail:
 
     text: str
     desc_spans: tuple[tuple[int, int], ...]
-    object_spans: tuple[tuple[int, int], ...] = ()
+    object_spans: tuple[tuple[int, int], ...]
 
 
 class Task(Protocol):
@@ -46,6 +46,10 @@ class Task(Protocol):
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
         """`objects` written so that they continue `after` (None: a fresh answer), container closed, without EOS."""
+        ...
+
+    def can_be_taught(self, obj: DetectionObject) -> bool:
+        """Whether an object could be ground truth: written as an answer, it is read back as it was."""
         ...
 
     def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from learner.tasks.detection.grammar import NUM_BINS, grammar_for
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.parse import parse_rollout
 from learner.tasks.detection.serialize import escaped, serialize_objects
-from learner.tasks.detection.validate import validate_sample
+from learner.tasks.detection.validate import object_fault, validate_sample
 from learner.tasks.pieces import pieces_of
 from learner.tasks.task import SerializedTail, Tokenizer
 from shared.errors import ConfigError
@@ -41,6 +41,9 @@ class DetectionTask:
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
         return serialize_objects(objects, after, self.grammar)
+
+    def can_be_taught(self, obj: DetectionObject) -> bool:
+        return object_fault(obj, self._pieces) is None
 
     def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:
         return canonical_key(obj)

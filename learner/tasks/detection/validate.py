@@ -19,8 +19,8 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
     `pieces` None: all but whether descriptions survive tokenization.
     """
     for number, obj in enumerate(sample.objects, start=1):
-        fault = _geometry_fault(obj) or _desc_fault(obj.desc, pieces)
-        if fault:
+        fault = object_fault(obj, pieces)
+        if fault is not None:
             found, wanted, remedy = fault
             raise DataError(
                 f"sample {sample.sample_id}: ground-truth object {number} can't be used",
@@ -36,6 +36,11 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
             wanted="top to bottom, then left to right",
             remedy="order the objects with learner.tasks.detection.bins.canonical_order",
         )
+
+
+def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
+    """What is found, what is wanted and what to do where an object could not be a target."""
+    return _geometry_fault(obj) or _desc_fault(obj.desc, pieces)
 
 
 def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:

@@ -180,3 +180,11 @@ def test_a_second_prediction_of_what_has_a_label_does_not_stay() -> None:
     said = [truth[1], again, third, kept.at(5, "unlabelled")]
     names = [name for name, _ in kept.read(kept.target(said, truth, cut_off=False))]
     assert names == ["missed", "two", "unlabelled"]
+
+
+def test_what_could_not_be_written_as_it_was_said_does_not_stay() -> None:
+    kept = Kept(set())
+    truth = [kept.at(0, "missed"), kept.at(2, "two")]
+    said = [truth[1], kept.at(3, "<|special|>"), kept.at(4, "four")]
+    names = [name for name, _ in kept.read(kept.target(said, truth, cut_off=False))]
+    assert names == ["missed", "two", "four"]
