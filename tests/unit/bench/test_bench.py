@@ -30,12 +30,14 @@ def test_a_figure_knows_whether_it_is_good(value: float, at_least: bool, good: b
     assert Figure(name="x", value=value, unit="s").good is None
 
 
-def test_a_run_is_written_with_its_circumstances_and_shown(tmp_path: Path) -> None:
+def test_a_run_is_written_with_its_circumstances_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figure = Figure(name="speed", value=2.0, unit="m/s", wanted=1.0, samples=[1.0, 2.0, 3.0])
     run = json.loads(save("a", [figure], tmp_path).read_text())
     assert run["figures"][0]["good"] is True
     assert {"date", "commit", "hardware", "versions"} < run.keys()
     assert run["hardware"]["cores"] == os.cpu_count()
+    monkeypatch.setenv("BENCH_COMMIT", "abc1234")
+    assert json.loads(save("a", [figure], tmp_path).read_text())["commit"] == "abc1234"
     console = Console(record=True, width=100)
     show([figure], console)
     assert "1 to 3" in console.export_text()
