@@ -26,7 +26,7 @@ from deploy.demo.model import build
 from learner.checkpoint import verify
 from shared.ports import free_port
 from tests import runs
-from tests.servers import RunningServer, running_server
+from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration
 
@@ -176,10 +176,14 @@ def test_ctrl_c_saves_and_a_killed_learner_leaves_a_usable_server(setup: Setup, 
 
 
 def test_a_killed_server_ends_the_learner_with_a_checkpoint(setup: Setup, server: RunningServer) -> None:
+    """And leaves no engine: after kill -9 nobody else would end its processes."""
     learner = setup.learner(server, "server_lost")
     learner.wait_for_step(2)
-    for pid in server.family():
-        os.kill(pid, signal.SIGKILL)
+    family = server.family()
+    assert len(family) > 1
+    os.kill(server.process.pid, signal.SIGKILL)
+    server.process.wait(10)
+    assert wait_gone(family, 10.0) == []
     code, printed = learner.end(SERVER_TIMEOUT_S + 25.0)
     assert code in (1, 2), printed
     assert "Traceback" not in printed

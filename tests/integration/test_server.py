@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import signal
 import threading
 import time
@@ -374,13 +373,3 @@ def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> 
     calling.join(20)
     assert [reply.status_code for reply in replies] == [200]
     assert wait_gone(family, 5.0) == []
-
-
-def test_killed_server_leaves_no_engine(folder: Path) -> None:
-    """After kill -9 nobody else would end the engine's processes."""
-    with running_server({"model": str(folder / "model")}, folder) as doomed:
-        family = doomed.family()
-        assert len(family) > 1
-        os.kill(doomed.process.pid, signal.SIGKILL)
-        doomed.process.wait(10)
-        assert wait_gone(family, 10.0) == []
