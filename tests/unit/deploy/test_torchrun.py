@@ -35,8 +35,10 @@ def script(folder: Path, body: str) -> Path:
 
 def test_the_first_failing_rank_decides_and_nothing_is_a_traceback(tmp_path: Path) -> None:
     """Rank 1 fails with 2; rank 0, which would wait for ever, is ended and not blamed."""
-    body = "print(f'hello {rank} of {os.environ[\"WORLD_SIZE\"]}', flush=True)\n"
-    body += "if rank: sys.exit(2)\ntime.sleep(600)"
+    said = str(tmp_path / "said")
+    body = "os.write(1, f'hello {rank} of {os.environ[\"WORLD_SIZE\"]}\\n'.encode())\n"  # print() writes a line in two
+    body += f"while rank and not os.path.exists({said!r}): time.sleep(0.01)\n"
+    body += f"if rank: sys.exit(2)\nopen({said!r}, 'w').close()\ntime.sleep(600)"
     process = start(2, script(tmp_path, body))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2
