@@ -96,7 +96,9 @@ class Processes:
     _starting: bool = False
     _postponed: int | None = None
 
-    def start(self, name: str, argv: Sequence[str], *, devices: Sequence[int] = (), log: Path | None = None) -> Process:
+    def start(
+        self, name: str, argv: Sequence[str], *, devices: Sequence[int | str] = (), log: Path | None = None
+    ) -> Process:
         env = dict(os.environ)
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
@@ -151,7 +153,7 @@ def supervised() -> Iterator[Processes]:
 
 
 def start_server(
-    processes: Processes, config_path: str, *, log: Path, devices: Sequence[int] = ()
+    processes: Processes, config_path: str, *, log: Path, devices: Sequence[int | str] = ()
 ) -> tuple[Process, str]:
     """Start one rollout server; returns it and its base URL. Ready only once `wait_ready` says so."""
     config = load_server_config(config_path)

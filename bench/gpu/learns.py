@@ -2,7 +2,8 @@
 
 Hard digit scenes (crowded, overlapping, among shapes that are no digits); stage 1 on them by plain teacher forcing from
 the demo's checkpoint; then the arms of `learns_arms.py` from what stage 1 gave, several side by side, each by the
-product's own two programs; then a table with intervals over scenes and seeds.
+product's own two programs; then a table with intervals over scenes and seeds. With `--annotation-dropout` the arms'
+training labels leave objects out.
 
 In `--out`: the stage-1 model (`base/`), a result file per run (`results/`), the ends of failed runs' logs (`failed/`),
 `learns.json` and `learns.md`. What is there is not done again, so a second command with the same `--out` goes on, on
@@ -32,12 +33,12 @@ from bench.gpu.learns_arms import (
     ARMS,
     BASE,
     FIRST_SEED,
-    KEPT,
     REFERENCE,
     SEEDS,
     Run,
     Settings,
     all_runs,
+    choose,
     read_arm,
     run_config,
 )
@@ -142,8 +143,7 @@ def main(
 ) -> None:
     """Train, compare, report."""
     arms = {**ARMS, **{one.name: one for one in map(read_arm, add_arm or ())}}
-    chosen = arm or [name for name in ARMS if name != KEPT or annotation_dropout]
-    wanted = [one for name, one in arms.items() if name in chosen or name not in ARMS]
+    wanted = choose(arms, arm or (), labels_are_complete=annotation_dropout == 0)
     if torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
     plan = Plan(

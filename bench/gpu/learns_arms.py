@@ -10,7 +10,7 @@ so wait for it; ablations change one thing of REFERENCE each, and have one seed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from bench.gpu.learns_slots import Place
 from shared.errors import ConfigError
 
 REFERENCE = "rollout_matching_sft"
-KEPT = "what nobody labelled stays"  # for `--annotation-dropout`: as REFERENCE, which untaught it
+KEPT = "what nobody labelled stays"  # REFERENCE for incomplete labels: what it finds beyond them is not cut off
 BASE = "base"
 SEEDS = 3
 FIRST_SEED = 17
@@ -115,6 +115,12 @@ def read_arm(text: str) -> Arm:
             wanted=f"a JSON object with some of {', '.join(f.name for f in fields(Arm))}",
             remedy='such as {"name": "cooler", "decoding": {"temperature": 0.5}}',
         ) from error
+
+
+def choose(arms: Mapping[str, Arm], names: Collection[str], *, labels_are_complete: bool) -> list[Arm]:
+    """Those with these names, else all that fit the labels; and those that are not among ARMS."""
+    chosen = names or [name for name in ARMS if name != KEPT or not labels_are_complete]
+    return [arm for name, arm in arms.items() if name in chosen or name not in ARMS]
 
 
 def all_runs(arms: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:

@@ -82,7 +82,7 @@ def _device_memory(file: Path) -> Iterator[list[float]]:
     if shutil.which("nvidia-smi") is None:  # a try without a GPU
         yield mib
         return
-    query = ["nvidia-smi", "-i", str(visible(0)[0]), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "-i", *visible(0), "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with file.open("w") as samples, subprocess.Popen([*query, f"-lms={_SAMPLE_EVERY_MS}"], stdout=samples) as watch:
         try:
             yield mib

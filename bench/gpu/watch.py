@@ -21,6 +21,7 @@ from typing import IO
 
 _SAMPLE_EVERY_S = 0.5
 _GPU_EVERY_MS = 200
+_SMI_ENDS_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ class Watch:
             self.written[name] = sum(n - self._at_first.get(key, 0) for key, n in self._wchar.items() if key[0] == name)
         if self._smi is not None:
             self._smi.terminate()
-            self._smi.wait()
+            self._smi.wait(_SMI_ENDS_S)
             self._said.seek(0)
             self.gpus = read_smi(self._said.read())
         self._said.close()

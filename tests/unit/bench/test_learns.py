@@ -14,7 +14,20 @@ import numpy as np
 import pytest
 
 from bench.gpu import learns
-from bench.gpu.learns_arms import ARMS, REFERENCE, SEEDS, TUNED, Run, Settings, all_runs, read_arm, run_config
+from bench.gpu.learns_arms import (
+    ARMS,
+    KEPT,
+    REFERENCE,
+    SEEDS,
+    TUNED,
+    Arm,
+    Run,
+    Settings,
+    all_runs,
+    choose,
+    read_arm,
+    run_config,
+)
 from bench.gpu.learns_report import Draws, Result, markdown, read_results, summarize, write_result
 from bench.gpu.learns_slots import Place, Slot, places, run_all, server_config
 from bench.gpu.learns_stage1 import Stage1, stage1_config
@@ -232,3 +245,11 @@ def test_at_the_deadline_what_runs_is_stopped_and_not_told(tmp_path: Path) -> No
         )
         assert processes.started[-1].popen.poll() is not None
     assert ends == []
+
+
+def test_without_names_the_arms_are_those_that_fit_the_labels() -> None:
+    added = Arm(name="cooler")
+    arms = {**ARMS, added.name: added}
+    assert choose(arms, (), labels_are_complete=False) == list(arms.values())
+    assert choose(arms, (), labels_are_complete=True) == [arm for arm in arms.values() if arm.name != KEPT]
+    assert choose(arms, [KEPT, "sft"], labels_are_complete=True) == [ARMS["sft"], ARMS[KEPT], added]

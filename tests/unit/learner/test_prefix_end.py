@@ -114,7 +114,7 @@ def test_a_right_answer_is_kept_whole(prefix_end: str) -> None:
 
 
 class Kept:
-    """Answers among whose objects are some that nobody labelled: rows of digits 100 bins apart, "x" without a label."""
+    """Y_train of scenes whose objects stand 100 bins apart, some of them without a label."""
 
     def __init__(self, merges: set[bytes]) -> None:
         self.task, self.tokenizer = make_task("index_map", "tokens", merges)
@@ -158,15 +158,15 @@ def test_what_nobody_labelled_stays_in_its_place_and_is_not_learned(
     objects = [(kept.at(place, f"{word}{place}"), word) for place, word in enumerate(scene)]
     said = [obj for obj, word in objects if word != "missed"]
     truth = [obj for obj, word in objects if word != "unlabelled"]
-    target = kept.target(said, truth, cut_off=cut_off and bool(said))
+    cut_off = cut_off and bool(said)
+    target = kept.target(said, truth, cut_off=cut_off)
     first_miss = scene.index("missed") if "missed" in scene else len(scene)
     last_found = max((i for i, word in enumerate(scene) if word == "found"), default=-1)
     read = kept.read(target)
-    whole = not cut_off or not said
     wanted = []
     for place, word in enumerate(scene):
         in_prefix = place <= max((i for i, w in enumerate(scene[:first_miss]) if w == "found"), default=-1)
-        if word != "unlabelled" or in_prefix or whole or place < last_found:
+        if word != "unlabelled" or in_prefix or not cut_off or place < last_found:
             wanted.append((f"{word}{place}", word != "unlabelled" and not in_prefix))
     assert read == wanted
     assert target.labels[-1] == kept.tokenizer.eos_token_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
-from learner.records import Assignment, DetectionObject, EncodedPrompt, ParsedRollout, Rollout, Sample, VisionInputs
-from learner.tasks.task import SerializedTail
+from learner.records import EncodedPrompt, Sample, VisionInputs
 from shared.errors import DataError, MediaError
 
 
@@ -101,18 +99,6 @@ class AnyTask:
     def validate(self, sample: Sample) -> None:
         if any(obj.desc == "bad" for obj in sample.objects):
             raise DataError("the task can't use it", found="bad", wanted="good", remedy="rename it")
-
-    def parse(self, rollout: Rollout) -> ParsedRollout:
-        raise NotImplementedError
-
-    def match(self, parsed: ParsedRollout) -> Assignment:
-        raise NotImplementedError
-
-    def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
-        raise NotImplementedError
-
-    def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        raise NotImplementedError
 
 
 def touch(folder: Path, *names: str) -> None:
