@@ -45,6 +45,7 @@ class Engine(Protocol):
     model: str
     dtype: str
     architecture: dict[str, str]
+    gpus: list[str]
     vocab_size: int
     max_model_len: int
 
@@ -70,6 +71,7 @@ class VllmEngine:
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
         self.architecture = signature(model_config.hf_config.to_dict())
+        self.gpus = _gpus(config.world_size)
         self.vocab_size = int(model_config.get_vocab_size())
         self.max_model_len = int(model_config.max_model_len)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
@@ -187,6 +189,13 @@ class VllmEngine:
                 wanted=f"0 to {self.vocab_size - 1}",
                 remedy="serve the model that the learner trains",
             )
+
+
+def _gpus(num_workers: int) -> list[str]:
+    """The workers' devices by UUID, as the driver has them; [] on CPU."""
+    from vllm.platforms import current_platform
+
+    return [] if current_platform.is_cpu() else [current_platform.get_device_uuid(i) for i in range(num_workers)]
 
 
 def _engine_args(path: str, config: ServerConfig) -> Any:

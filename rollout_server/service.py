@@ -111,6 +111,8 @@ class RolloutService:
             ver=self.gate.ver,
             incarnation=self.gate.incarnation,
             world_size=self.config.world_size,
+            group_host=self.config.group_host,
+            gpus=self.engine.gpus,
             max_lora_rank=self.config.max_lora_rank if self.config.enable_lora else 0,
             in_flight=self.gate.in_flight,
             waiting=self.turnstile.waiting,

@@ -51,14 +51,13 @@ class WeightSync:
 
         Raises CommunicatorError or DeadlineError; no group is open then.
         """
+        self._check_ranks(call)
         await self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._turnstile.gate.close_group()
-            host, world_size = self._config.group_host, self._config.world_size + 1
+            place = (self._config.group_host, call.group_port, call.first_rank, call.world_size)
             try:
-                await self._engine.on_workers(
-                    "sync_join", call.backend, host, call.group_port, world_size, call.timeout_s
-                )
+                await self._engine.on_workers("sync_join", call.backend, *place, call.timeout_s)
                 while not all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
@@ -106,6 +105,16 @@ class WeightSync:
             async with self._alone():
                 self._turnstile.gate.close_group()
                 await self._leave("the learner closed the group")
+
+    def _check_ranks(self, call: InitCommunicatorCall) -> None:
+        num_workers = self._config.world_size
+        if call.first_rank + num_workers > call.world_size - 1:  # the last rank is the learner's
+            raise CommunicatorError(
+                "the group has no ranks for all workers of this server",
+                found=f"first rank {call.first_rank} of {call.world_size}, the last one the learner's",
+                wanted=f"{num_workers} from the first rank on, before the learner's",
+                remedy="let the learner ask /get_world_size/ anew: start it again",
+            )
 
     async def _transfer(self, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
         try:

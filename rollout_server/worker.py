@@ -41,9 +41,10 @@ class SyncWorker:
     vllm_config: Any
     rank: int
 
-    def sync_join(self, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> str:
-        """Begin to join the group, in place of any other one. `host` is this server's own, from its configuration."""
-        return _answer(lambda: self._join(backend, host, port, world_size, timeout_s))
+    def sync_join(self, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float) -> str:
+        """Begin to join the group, in place of any other one. `host` is this server's own, from its configuration;
+        its workers have ranks from `first_rank` on."""
+        return _answer(lambda: self._join(backend, host, port, first_rank, world_size, timeout_s))
 
     def sync_poll_join(self, slice_s: float) -> str:
         """`{"done": bool}`."""
@@ -68,12 +69,14 @@ class SyncWorker:
         """Give up what is under way and leave the group."""
         return _answer(lambda: self._leave(because))
 
-    def _join(self, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> dict[str, Any]:
+    def _join(
+        self, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
+    ) -> dict[str, Any]:
         self._leave("another learner opened the group")
         parallel = self.vllm_config.parallel_config
         # Replicas of dense models have data_parallel_rank 0, each for itself; the index still tells them apart.
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        rank = replica * parallel.world_size + self.rank % parallel.world_size
+        rank = first_rank + replica * parallel.world_size + self.rank % parallel.world_size
         operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
         # Makes keys and kernel while others are on their way; of as many bytes as a bucket may well have.

@@ -1,8 +1,8 @@
-"""One broadcast interface between a learner and the workers of a rollout server: gloo on CPU, PyNCCL on CUDA (R09).
+"""One broadcast interface between a learner and the workers of rollout servers: gloo on CPU, PyNCCL on CUDA (R09).
 
 In: tensors that every rank has allocated with the same size. Out: the source's bytes on every rank.
 
-Invariants: ranks 0..n-2 are the server's workers, the last rank is the learner; rank 0 listens, on the address it was
+Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; rank 0 listens, on the address it was
 configured with and on no other; the group lies outside every default process group; every operation has a deadline and
 ends in a result, a CommunicatorError or a DeadlineError. A communicator that failed once has left its group.
 

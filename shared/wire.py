@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class WireModel(BaseModel):
@@ -149,13 +149,16 @@ class ScoreReply(WireModel):
 
 
 class InitCommunicatorCall(WireModel):
-    """Open a group of one learner (the last rank) and the server's workers (ranks 0..world_size-1).
+    """Join the group of one learner (the last rank) and the workers of its servers on this machine, server by server.
 
-    The server listens on its own configured address at `group_port`; the call returns when all have joined.
+    They meet at `group_port` of the server's own configured address, where rank 0 listens; the call returns when all
+    have joined.
     """
 
     incarnation: str  # a random id of the learner process; a new one replaces the old group
     group_port: int = Field(ge=1, le=65535)
+    first_rank: int = Field(default=0, ge=0)  # of this server's workers
+    world_size: int = Field(ge=2)  # of the group, learner included
     backend: Literal["nccl", "gloo"]
     timeout_s: float = Field(gt=0)
 
@@ -219,6 +222,8 @@ class ServerStatus(WireModel):
     ver: int
     incarnation: str = ""
     world_size: int
+    group_host: str = ""  # where its workers meet a learner; "": not told, and it gets a group of its own
+    gpus: list[str] = []  # its workers', by their UUIDs; []: none
     max_lora_rank: int = 0  # of an adapter that the server takes; 0: it takes none
     in_flight: int
     waiting: int

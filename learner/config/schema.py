@@ -210,7 +210,12 @@ class ServerEntry(Section):
     """One rollout server."""
 
     base_url: str = key("URL prefix of the server's endpoints", req="R05 R06", min_length=1)
-    group_port: int = key("TCP port of the weight-sync group on that server's host", req="R05", ge=1, le=65535)
+    group_port: int = key(
+        "TCP port of the weight-sync group on that server's host; servers of one machine meet at the first one's",
+        req="R05",
+        ge=1,
+        le=65535,
+    )
 
 
 class ServerClientConfig(Section):

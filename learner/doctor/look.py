@@ -7,6 +7,7 @@ and only where no one else uses it. Every call has a deadline.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from learner.prompt import PromptEncoder
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.loop import LoopThread
 from learner.sync.canary import CanaryItem, score_items
+from learner.sync.group import ServerGroup, of_one_machine, open_groups
 from learner.sync.link import ServerLink
 from learner.sync.waiting import await_all
 from shared import communicator
@@ -68,31 +70,23 @@ class Servers:
         """Join each idle server's group and leave it again: ports, addresses and NCCL or gloo, without an update."""
         if not situation.statuses:
             return skipped("no server answers")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        joined, left_alone = [], []
+        idle: list[tuple[ServerLink, ServerStatus]] = []
+        left_alone = []
         for (entry, client), server in zip(self._clients, situation.servers, strict=True):
-            if server.status is None:
+            if (status := server.status) is None:
                 continue
-            if why := reason_not_to_join(server.status):
+            if why := reason_not_to_join(status):
                 left_alone.append(f"{entry.base_url} {why}")
                 continue
-            link = ServerLink(
-                client,
-                loop=self.loop,
-                group_port=entry.group_port,
-                world_size=server.status.world_size,
-                device=device,
-                timeout_s=JOIN_TIMEOUT_S,
-                join=communicator.join,
-            )
-            try:
-                _join_and_leave(link)
-            except ProjectError as error:
-                return failed(error)
-            joined.append(entry.base_url)
-        if not joined:
+            port, size = entry.group_port, status.world_size
+            idle.append((ServerLink(client, loop=self.loop, group_port=port, world_size=size), status))
+        if not idle:
             return skipped("; ".join(left_alone))
-        return ok("; ".join([f"joined and left: {', '.join(joined)}", *(f"not tried: {why}" for why in left_alone)]))
+        try:
+            joined = _join_and_leave(*zip(*idle, strict=True))
+        except ProjectError as error:
+            return failed(error)
+        return ok("; ".join([f"joined and left: {joined}", *(f"not tried: {why}" for why in left_alone)]))
 
     def close(self) -> None:
         for _, client in self._clients:
@@ -114,12 +108,17 @@ def reason_not_to_join(status: ServerStatus) -> str:
     return ""
 
 
-def _join_and_leave(link: ServerLink) -> None:
+def _join_and_leave(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> str:
+    """The groups, as a sync would have them."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    groups = [
+        ServerGroup(members, device=device, timeout_s=JOIN_TIMEOUT_S, start_join=communicator.start_join)
+        for members in of_one_machine(links, statuses)
+    ]
     incarnation = uuid.uuid4().hex
-    posts = {link: link.post_init(incarnation)}
-    joins = {link: link.join()}
-    await_all(joins, posts)
-    await_all(posts, {})
-    link.adopt(joins[link].result())
-    link.leave(abort=False)
-    await_all({link: link.post_close(incarnation)}, {})
+    open_groups(groups, incarnation)
+    for group in groups:
+        group.leave(abort=False)
+    goodbyes = {link: link.post_close(incarnation) for link in links}
+    await_all(goodbyes, goodbyes)
+    return "; ".join(f"{group.name} (one group)" if len(group.links) > 1 else group.name for group in groups)

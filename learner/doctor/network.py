@@ -11,7 +11,7 @@ import torch
 from learner.config.rules import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
 from learner.rollout.client import is_loopback
-from learner.sync.link import in_thread
+from learner.sync.waiting import in_thread
 from shared import communicator
 from shared.config_io import load_yaml
 from shared.errors import ProjectError

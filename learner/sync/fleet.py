@@ -1,4 +1,4 @@
-"""All rollout servers of a run as the sync sees them: one group with each, and one update sent to all (R09).
+"""All rollout servers of a run as the sync sees them: in groups by machine, and one update sent to all (R09).
 
 In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
 with the server named. Invariants: complete means that every server has checked bytes and coverage; after `leave`, or a
@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,8 @@ from learner.config.schema import VllmConfig
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryGap, CanaryItem, compare, score_items
-from learner.sync.link import Group, Join, ServerLink
+from learner.sync.group import ServerGroup, StartJoin, of_one_machine, open_groups
+from learner.sync.link import ServerLink
 from learner.sync.source import WeightSource, check_specs, sealed_buckets
 from learner.sync.waiting import Futures, await_all, cancel
 from shared.errors import SyncError
@@ -55,20 +56,20 @@ class Sent:
 class Fleet:
     """`device` is where the weights are."""
 
-    def __init__(self, backend: ServerBackend, config: VllmConfig, device: torch.device, join: Join) -> None:
+    def __init__(self, backend: ServerBackend, config: VllmConfig, device: torch.device, start_join: StartJoin) -> None:
         self.statuses: dict[str, ServerStatus] = {}  # by URL, when it was joined
-        self._backend, self._config, self._device, self._join = backend, config, device, join
-        self._links: tuple[ServerLink, ...] = ()  # empty: not connected
+        self._backend, self._config, self._device, self._start_join = backend, config, device, start_join
+        self._groups: tuple[ServerGroup, ...] = ()  # empty: not connected
         self._incarnation = ""
         self._dtype: torch.dtype | None = None
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
 
     @property
     def connected(self) -> bool:
-        return bool(self._links)
+        return bool(self._groups)
 
     def connect(self) -> int:
-        """Join a group with every server; the highest version that one of them has seen.
+        """Join the groups of all servers; the highest version that one of them has seen.
 
         Raises CommunicatorError, DeadlineError or the server's own error.
         """
@@ -80,21 +81,10 @@ class Fleet:
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
         self._plans.clear()
         self._incarnation = uuid.uuid4().hex
-        links = self._make_links()
-        posts = {link: link.post_init(self._incarnation) for link in links}
-        joins = {link: link.join() for link in links}
-        try:
-            await_all(joins, posts)
-            await_all(posts, {})
-        except BaseException:
-            for future in joins.values():
-                future.add_done_callback(_abort_late)
-            cancel(posts)
-            raise
-        for link in links:
-            link.adopt(joins[link].result())
-        self._links = tuple(links)
-        log.info("joined %d servers, weights travel in %s", len(links), self._dtype or "their own type")
+        groups = self._make_groups()
+        open_groups(groups, self._incarnation)
+        self._groups = tuple(groups)
+        log.info("joined %s, weights travel in %s", [group.name for group in groups], self._dtype or "their own type")
         return max(status.ver for status in self.statuses.values())
 
     def send(
@@ -116,10 +106,10 @@ class Fleet:
             canary=score_items(canary),
             timeout_s=self._config.server.timeout_s,
         )
-        posts = {link: link.post_update(call) for link in self._links}
+        posts = {link: link.post_update(call) for group in self._groups for link in group.links}
         try:
             logprobs = self._broadcast(source, call, posts, learner_logprobs)
-            await_all(posts, {})
+            await_all(posts, posts)
         except BaseException:
             cancel(posts)
             raise
@@ -139,29 +129,26 @@ class Fleet:
 
     def leave(self, *, abort: bool) -> None:
         """Leave every group; bounded in time. A server that no longer answers is only logged."""
-        links, self._links = self._links, ()
-        for link in links:
-            link.leave(abort=abort)
-        goodbyes = {link: link.post_close(self._incarnation) for link in links}
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            group.leave(abort=abort)
+        goodbyes = {link: link.post_close(self._incarnation) for group in groups for link in group.links}
         wait(goodbyes.values(), timeout=REPLY_GRACE_S)
         for link, goodbye in goodbyes.items():
             if not goodbye.done() or goodbye.exception() is not None:
                 log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
             goodbye.cancel()
 
-    def _make_links(self) -> list[ServerLink]:
+    def _make_groups(self) -> list[ServerGroup]:
         backend = self._backend
-        return [
-            ServerLink(
-                client,
-                loop=backend.loop,
-                group_port=entry.group_port,
-                world_size=world_size,
-                device=self._device,
-                timeout_s=self._config.server.timeout_s,
-                join=self._join,
-            )
+        links = [
+            ServerLink(client, loop=backend.loop, group_port=entry.group_port, world_size=world_size)
             for client, entry, world_size in zip(backend.clients, backend.servers, backend.world_sizes, strict=True)
+        ]
+        timeout_s = self._config.server.timeout_s
+        return [
+            ServerGroup(members, device=self._device, timeout_s=timeout_s, start_join=self._start_join)
+            for members in of_one_machine(links, list(self.statuses.values()))
         ]
 
     def _plan(self, source: WeightSource) -> list[Bucket]:
@@ -184,7 +171,8 @@ class Fleet:
         for buffer in sealed_buckets(source, plan, ver=call.ver, dtype=self._dtype, device=self._device):
             if len(under_way) > AHEAD:
                 await_all(under_way.popleft(), posts, may_reply=False)
-            under_way.append({link: link.broadcast(buffer) for link in self._links})
+            sending = [(group, group.broadcast(buffer)) for group in self._groups]
+            under_way.append({link: sent for group, sent in sending for link in group.links})
         logprobs = learner_logprobs()
         for sent in under_way:
             await_all(sent, posts)
@@ -201,8 +189,3 @@ def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: s
             wanted=str(wanted),
             remedy="run the same version of this project on both sides",
         )
-
-
-def _abort_late(joined: Future[Group]) -> None:
-    if joined.exception() is None:
-        joined.result().abort()

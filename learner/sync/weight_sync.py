@@ -29,8 +29,8 @@ from learner.rollout.server import ServerBackend
 from learner.sync.canary import CanaryItem
 from learner.sync.fallback import AdapterFallback, check_plain
 from learner.sync.fleet import Fleet, Logprobs, Mode
+from learner.sync.group import StartJoin
 from learner.sync.handshake import check_adapter
-from learner.sync.link import Join
 from learner.sync.source import AdapterSource, WeightSource
 from shared import communicator
 from shared.errors import ProjectError
@@ -65,7 +65,7 @@ class WeightSync:
         learner_logprobs: Logprobs,
         fence: Fence,
         device: torch.device,
-        join: Join = communicator.join,
+        start_join: StartJoin = communicator.start_join,
     ) -> None:
         assert canary or not fence.is_main, "a sync without a canary is not checked"
         self.ver = 0
@@ -74,11 +74,11 @@ class WeightSync:
         self._fallback = AdapterFallback(adapter, to_full=config.sync.fallback_to_full)
         self._canary, self._learner_logprobs = tuple(canary), learner_logprobs
         self._fence = fence
-        self._fleet = Fleet(backend, config, device, join)
+        self._fleet = Fleet(backend, config, device, start_join)
         self._base_is_served = False
 
     def connect(self) -> None:
-        """Join a group with every server; on all ranks, after the backend's `connect`. `sync` does it where needed.
+        """Join the servers' groups; on all ranks, after the backend's `connect`. `sync` does it where needed.
 
         Raises CommunicatorError, DeadlineError or the server's own error; SyncError or ServerMismatchError where the
         adapter can't be served and there is no falling back.

@@ -60,13 +60,17 @@ def samples(number: int = 4) -> list[Sample]:
 
 
 @contextmanager
-def learner(server: RunningServer, policy: Policy) -> Iterator[tuple[ServerBackend, WeightSync]]:
+def learner(
+    servers: RunningServer | Sequence[RunningServer], policy: Policy
+) -> Iterator[tuple[ServerBackend, WeightSync]]:
+    servers = [servers] if isinstance(servers, RunningServer) else servers
+    entries = [{"base_url": server.base_url, "group_port": free_port()} for server in servers]
     section: Mapping[str, Any] = {
         "decode_batch_size": 8,
         "decoding": {"max_new_tokens": 24},
         "vllm": {
             "mode": "server",
-            "server": {"servers": [{"base_url": server.base_url, "group_port": free_port()}], "timeout_s": 60.0},
+            "server": {"servers": entries, "timeout_s": 60.0},
             "sync": {"bucket_bytes": 1 << 20},
         },
     }
@@ -146,3 +150,21 @@ def test_servers_of_two_gpus(model: Path, tmp_path: Path, how: str) -> None:
             change(policy, seed)
             sync.sync()
             assert answers(backend)
+
+
+@pytest.mark.parametrize("device", ["1", pytest.param("2", marks=needs_gpus(3))])
+def test_two_servers_at_once(
+    server: RunningServer, model: Path, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R09: in one group where each has a GPU of its own, in two where they share one; both serve every update."""
+    policy = load(model)
+    with server_on(device, model, tmp_path) as second, learner([server, second], policy) as (backend, sync):
+        caplog.set_level("INFO", "learner.sync")
+        said = []
+        for seed in range(2):
+            change(policy, seed)
+            sync.sync()
+            said.append(answers(backend))
+        assert said[0] != said[1]
+        one, two = server.base_url, second.base_url
+        assert f"joined {[one, two] if device == '1' else [f'{one}, {two}']}" in caplog.text

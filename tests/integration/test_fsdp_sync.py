@@ -72,7 +72,7 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
             learner_logprobs=team.learner_logprobs,
             fence=team,
             device=ranks.device,
-            join=joiner([server]),
+            start_join=joiner([server]),
         )
         sync.connect()
         learn(policy, optimizer, ranks, 0)

@@ -47,6 +47,7 @@ class Learner:
         self.http = httpx.Client(base_url=server.base_url, timeout=60.0, trust_env=False)
         self.incarnation = ""
         self.communicator: Communicator | None = None
+        self.others: list[Communicator] = []  # workers of other servers in the same group
 
     def encode(self, messages: list[dict[str, Any]], image: Image.Image | None) -> dict[str, torch.Tensor]:
         text = messages[0]["content"].removeprefix("<image>")
@@ -83,22 +84,27 @@ class Learner:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
 
-    def join(self, timeout_s: float = 20.0) -> httpx.Response:
+    def join(self, timeout_s: float = 20.0, *, num_others: int = 0) -> httpx.Response:
+        """`num_others`: workers of another server, which have the first ranks."""
         self.leave()
-        self.incarnation, port = uuid.uuid4().hex, free_port()
-        joining = start_join("gloo", "127.0.0.1", port, 1, 2, timeout_s)
-        body = {"incarnation": self.incarnation, "group_port": port, "backend": "gloo", "timeout_s": timeout_s}
+        self.incarnation, port, world_size = uuid.uuid4().hex, free_port(), num_others + 2
+        here = (*range(num_others), world_size - 1)
+        joining = [start_join("gloo", "127.0.0.1", port, rank, world_size, timeout_s) for rank in here]
+        body = {"incarnation": self.incarnation, "group_port": port, "first_rank": num_others}
+        body |= {"world_size": world_size, "backend": "gloo", "timeout_s": timeout_s}
         reply = self.http.post("/init_communicator/", json=body)
         if not reply.is_success:
-            joining.cancel(CommunicatorError("the server refused"))
+            for operation in joining:
+                operation.cancel(CommunicatorError("the server refused"))
         else:
-            self.communicator = joining.result()
+            *self.others, self.communicator = [operation.result() for operation in joining]
         return reply
 
     def leave(self) -> None:
         if self.communicator is not None:
-            self.communicator.close()
-            self.communicator = None
+            for one in (*self.others, self.communicator):
+                one.close()
+            self.others, self.communicator = [], None
 
     def sync(
         self,
@@ -125,9 +131,14 @@ class Learner:
         calling = threading.Thread(target=lambda: replies.append(self.http.post("/update_weights/", json=body)))
         calling.start()
         assert self.communicator is not None
+        src = self.communicator.rank
         with suppress(CommunicatorError, DeadlineError):  # the server gave up; its answer says why
             for buffer in buffers[:stop_after]:
-                self.communicator.broadcast(buffer, src=1, timeout_s=20.0)
+                copies = [(other, torch.empty_like(buffer)) for other in self.others]
+                receiving = [other.start_broadcast(copy, src, 20.0) for other, copy in copies]
+                self.communicator.broadcast(buffer, src, timeout_s=20.0)
+                assert all(operation.done(20.0) for operation in receiving)
+                assert all(torch.equal(copy, buffer) for _, copy in copies)
         calling.join(60)
         return replies[0]
 
@@ -312,6 +323,18 @@ def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, e
     assert learner.ids(TEXT) == learner.generate(TEXT)
 
 
+def test_a_server_is_one_of_several_in_a_group(learner: Learner) -> None:
+    """R09: its ranks follow the other server's, at whose rank 0 it meets the learner; each gets every byte."""
+    learner.randomize(seed=5)
+    assert learner.join(num_others=2).status_code == 200
+    assert learner.sync(learner.tensors()).status_code == 200
+    assert learner.ids(TEXT) == learner.generate(TEXT)
+    body = {"incarnation": "x", "group_port": free_port(), "backend": "gloo", "timeout_s": 5.0}
+    refused = learner.http.post("/init_communicator/", json={**body, "first_rank": 2, "world_size": 3})
+    assert refused.json()["error"] == "CommunicatorError"
+    assert "first rank 2 of 3" in refused.json()["found"]
+
+
 def test_only_the_learner_that_opened_the_group_may_update(learner: Learner) -> None:
     learner.join()
     for wrong in ({"incarnation": "someone"}, {"mode": "adapter"}):
@@ -322,7 +345,7 @@ def test_only_the_learner_that_opened_the_group_may_update(learner: Learner) -> 
 
 
 def test_a_learner_that_does_not_come_ends_at_the_deadline(learner: Learner) -> None:
-    body = {"incarnation": "absent", "group_port": free_port(), "backend": "gloo", "timeout_s": 1.0}
+    body = {"incarnation": "absent", "group_port": free_port(), "world_size": 2, "backend": "gloo", "timeout_s": 1.0}
     reply = learner.http.post("/init_communicator/", json=body)
     assert (reply.status_code, reply.json()["error"]) == (504, "DeadlineError")
     assert learner.join().status_code == 200

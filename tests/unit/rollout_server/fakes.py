@@ -13,6 +13,7 @@ from shared.wire import RequestConfig, RolloutInferRequest
 
 class FakeEngine:
     architecture = {"model_type": "fake"}
+    gpus = ["GPU-fake"]
     model, dtype, vocab_size, max_model_len = "fake", "float32", 1000, 100
 
     def __init__(self) -> None:

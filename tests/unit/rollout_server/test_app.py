@@ -153,8 +153,8 @@ def test_a_dead_engine_is_told_by_health() -> None:
     serve(check)
 
 
-async def open_group(http: httpx.AsyncClient, incarnation: str = "a") -> None:
-    body = {"incarnation": incarnation, "group_port": 1234, "backend": "gloo", "timeout_s": 5}
+async def open_group(http: httpx.AsyncClient, incarnation: str = "a", *, world_size: int = 2) -> None:
+    body = {"incarnation": incarnation, "group_port": 1234, "world_size": world_size, "backend": "gloo", "timeout_s": 5}
     assert (await http.post("/init_communicator/", json=body)).status_code == 200
 
 
@@ -166,8 +166,8 @@ def test_one_call_is_one_update() -> None:
     """R09, R10: the workers' calls, the caches, the version, and the address that no request names."""
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        await open_group(http)
-        assert engine.calls[-2][:5] == ("sync_join", "gloo", "10.0.0.7", 1234, 5)
+        await open_group(http, world_size=5)
+        assert engine.calls[-2] == ("sync_join", "gloo", "10.0.0.7", 1234, 0, 5, 5)
         reply = await http.post("/update_weights/", json=update(ver=4))
         assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
         assert engine.called()[-2:] == ["sync_start", "sync_poll"]

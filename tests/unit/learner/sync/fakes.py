@@ -186,7 +186,7 @@ class FakeServer:
 
     async def _init(self, request: httpx.Request) -> httpx.Response:
         call = json.loads(request.content)
-        assert call["group_port"] == self.group_port
+        assert (call["group_port"], call["first_rank"], call["world_size"]) == (self.group_port, 0, self.world_size + 1)
         assert call["backend"] == self.backend
         self.log.append("init")
         if self.refuses_init:
@@ -252,17 +252,17 @@ class FakeServer:
 
 
 def joiner(servers: Sequence[FakeServer]) -> Any:
-    """`shared.communicator.join`, into the fake servers' queues."""
+    """`shared.communicator.start_join`, into the fake servers' queues."""
     by_port = {server.group_port: server for server in servers}
 
-    def join(
+    def start_join(
         backend: str, host: str, port: int, rank: int, world_size: int, timeout_s: float, device: Any = "cpu"
-    ) -> FakeGroup:
+    ) -> Operation[FakeGroup]:
         server = by_port[port]
         assert (rank, world_size) == (server.world_size, server.world_size + 1)
         assert host == httpx.URL(server.base_url).host
         group = FakeGroup(server, rank, world_size)
         server.groups.append(group)
-        return group
+        return Operation(lambda: group, timeout_s, "joining")
 
-    return join
+    return start_join

@@ -52,7 +52,7 @@ def build(servers: list[FakeServer], adapter: Adapter) -> Iterator[Build]:
             learner_logprobs=learner_logprobs,
             fence=Alone(),
             device=torch.device("cpu"),
-            join=joiner(servers),
+            start_join=joiner(servers),
         )
 
     yield make

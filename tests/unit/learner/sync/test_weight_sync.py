@@ -78,7 +78,7 @@ def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Wei
             learner_logprobs=learner_logprobs,
             fence=fence or Alone(),
             device=torch.device("cpu"),
-            join=joiner(servers),
+            start_join=joiner(servers),
         )
 
     return make
