@@ -92,11 +92,15 @@ class Work:
     max_new_tokens: int
     on_gpu: bool
     limit_s: float
+    modes: tuple[str, ...]
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the results.")],
     topology: Annotated[list[str] | None, typer.Option(help="ROLLOUT+LEARNER GPUs; again for each.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help=f"Only this one of: {'; '.join(MODES)}; again for each.")
+    ] = None,
     size: Annotated[Size, typer.Option(help="Of the model.")] = "0.5B",
     steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Optimizer steps.")] = 20,
     samples: Annotated[
@@ -109,6 +113,8 @@ def main(
     """Run every mode in every topology that this machine has the GPUs for; print a table."""
     num_gpus = torch.cuda.device_count()
     wanted = [Topology.read(text) for text in topology or ["3+1", "2+2"]]
+    if unknown := set(mode or ()) - MODES.keys():
+        raise typer.BadParameter(f"found {sorted(unknown)}, wanted some of {list(MODES)}", param_hint="--mode")
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="topologies-", dir=scratch))
     rows: list[dict[str, Any]] = []
@@ -122,6 +128,7 @@ def main(
             max_new_tokens=max_new_tokens,
             on_gpu=num_gpus > 0,
             limit_s=limit_s,
+            modes=tuple(mode or MODES),
         )
         build_model(work.model, size)
         build_data(
@@ -154,7 +161,7 @@ def _topology(topology: Topology, work: Work, out: Path) -> Iterator[dict[str, A
         except ProjectError as error:
             yield {"topology": topology.name, "mode": "all", "error": str(error)}
             return
-        for mode in MODES:
+        for mode in work.modes:
             kept = out / f"{topology.name}-{mode.replace(', ', '-').replace(' ', '_')}"
             try:
                 yield _mode(processes, topology, mode, servers, work, kept)

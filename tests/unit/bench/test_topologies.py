@@ -30,6 +30,7 @@ def work(folder: Path, *, on_gpu: bool) -> Work:
         samples_per_step=64,
         max_new_tokens=192,
         on_gpu=on_gpu,
+        modes=tuple(MODES),
         limit_s=10.0,
     )
 
