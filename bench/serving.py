@@ -9,16 +9,14 @@ at temperature 1 with a seed, so that both sides decode the same tokens. Called 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import uvicorn
 
 from bench.figures import Figure, median
+from learner.rollout.client import ServerClient, Timeouts
+from learner.rollout.loop import LoopThread
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
@@ -49,7 +47,7 @@ async def _compare(
     engine: VllmEngine, config: ServerConfig, requests: list[RolloutInferRequest], rounds: int
 ) -> list[Figure]:
     rates: dict[str, list[float]] = {"http": [], "direct": []}
-    with client_thread() as loop, Served(engine, config):
+    with Client(config) as client, Served(engine, config):
         for i in range(1 + rounds):
             call = InferCall(
                 infer_requests=[request.model_copy(update={"uuid": f"{i}-{n}"}) for n, request in enumerate(requests)],
@@ -58,7 +56,7 @@ async def _compare(
             for side in ("http", "direct") if i % 2 else ("direct", "http"):
                 await engine.reset_caches()
                 begin = time.perf_counter()
-                num_tokens = await (direct(engine, call) if side == "direct" else http(loop, config, call))
+                num_tokens = await (direct(engine, call) if side == "direct" else client.infer(call))
                 rates[side].append(num_tokens / (time.perf_counter() - begin))
     over_http, straight = rates["http"][1:], rates["direct"][1:]  # the first round warms up
     ratios = [a / b for a, b in zip(over_http, straight, strict=True)]
@@ -85,21 +83,6 @@ async def direct(engine: VllmEngine, call: InferCall) -> int:
     return sum(len(generation.response_token_ids) for generation in generations)
 
 
-async def http(loop: asyncio.AbstractEventLoop, config: ServerConfig, call: InferCall) -> int:
-    """The same call as a learner makes it, from a loop of its own: a client's work is not the server's."""
-    sent = asyncio.run_coroutine_threadsafe(_post(config, call), loop)
-    outputs = await asyncio.wrap_future(sent)
-    return sum(len(output["response_token_ids"]) for output in outputs)
-
-
-async def _post(config: ServerConfig, call: InferCall) -> list[dict[str, list[int]]]:
-    async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as http:
-        answer = await http.post(f"{config.base_url}/infer/", content=call.model_dump_json())
-        answer.raise_for_status()
-        outputs: list[dict[str, list[int]]] = answer.json()
-        return outputs
-
-
 class Served:
     """The app under uvicorn on the running event loop; use as a context."""
 
@@ -115,16 +98,27 @@ class Served:
         self._server.should_exit = True
 
 
-@contextmanager
-def client_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="bench-client", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+class Client:
+    """A learner's client, on an event loop of its own: a client's work is not the server's. Use as a context.
+
+    One for all calls, as a learner has it: loading TLS's certificates, which every new one does, takes 10 to 30 ms.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._loop = LoopThread("bench-client")
+        self._client = ServerClient(config.base_url, timeouts=Timeouts.of(_TIMEOUT_S, _TIMEOUT_S))
+
+    async def infer(self, call: InferCall) -> int:
+        """Tokens that came back for the call."""
+        outputs = await asyncio.wrap_future(self._loop.submit(self._client.infer(call)))
+        return sum(len(output.response_token_ids) for output in outputs)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.run(self._client.aclose())
+        self._loop.close(_TIMEOUT_S)
 
 
 def _server_config(model: Path, images: list[Path]) -> ServerConfig:

@@ -21,7 +21,7 @@ from bench.figures import Figure, median
 from bench.gpu.models import Size, build
 from bench.gpu.results import write
 from bench.gpu.trl import TrlServer, is_installed
-from bench.serving import Served, client_thread, direct, http
+from bench.serving import Client, Served, direct
 from deploy.launch import supervised
 from learner.config.schema import RolloutMatchingConfig
 from learner.records import Sample
@@ -96,11 +96,11 @@ async def _measure(
             request_config=RequestConfig(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed),
         )
 
-    with client_thread() as loop, Served(engine, config):
+    with Client(config) as client, Served(engine, config):
         sides: dict[str, Side] = {
             "straight to the engine": lambda i: direct(engine, call(i, None)),
-            "through /infer/": lambda i: http(loop, config, call(i, None)),
-            "through /infer/, a seed per request": lambda i: http(loop, config, call(i, i)),
+            "through /infer/": lambda i: client.infer(call(i, None)),
+            "through /infer/, a seed per request": lambda i: client.infer(call(i, i)),
         }
         if trl is not None:
             sides |= await asyncio.to_thread(_trl_sides, trl, engine, num_requests)
