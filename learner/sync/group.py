@@ -88,8 +88,8 @@ class ServerGroup:
     def join(self) -> Future[Wire]:
         """Join from this side; then `adopt` or `give_up`."""
         host, port = self.links[0].host, self.links[0].group_port
-        joining = self._start_join(self._backend, host, port, self._rank, self._rank + 1, self._timeout_s, self._device)
-        self._joining = joining
+        where = (self._backend, host, port, self._rank, self._rank + 1, self._timeout_s, self._device)
+        self._joining = joining = self._named(lambda: self._start_join(*where))
         return in_thread(f"join {self.name}", lambda: self._named(joining.result))
 
     def adopt(self) -> None:
@@ -154,8 +154,10 @@ def open_groups(groups: Sequence[ServerGroup], incarnation: str) -> None:
     """Returns when all groups are joined by all. Raises CommunicatorError, DeadlineError or a server's own error; no
     group is joined then."""
     posts = {link: post for group in groups for link, post in group.post_inits(incarnation).items()}
-    joins = {group: group.join() for group in groups}
+    joins: dict[ServerGroup, Future[Wire]] = {}
     try:
+        for group in groups:
+            joins[group] = group.join()
         await_all({link: joins[group] for group in groups for link in group.links}, posts)
         await_all(posts, posts)
     except BaseException:

@@ -155,7 +155,11 @@ def test_rollouts_come_in_calls_that_overlap_with_learning(finished: Run) -> Non
 
 
 def test_half_a_model_per_rank_learns_the_same_steps(runs: dict[str, Run]) -> None:
-    """D5: rows come to the ranks at their own pace, and every pass needs both."""
+    """D5, R24: FSDP2. Rows come to the ranks at their own pace, and every pass needs both; what was gathered is what
+    the server checks."""
+    syncs = runs["sharded"].events("sync")
+    assert [sync["global_step"] for sync in syncs] == [1, 3]
+    assert all(0 <= sync["canary_gap"] < 0.05 for sync in syncs), syncs
     sharded, whole = (runs[name].events("step") for name in ("sharded", "within"))
     assert [step["channel"] for step in sharded] == [step["channel"] for step in whole]
     assert [step["num_segments"] for step in sharded] == [step["num_segments"] for step in whole]
