@@ -31,7 +31,8 @@ def await_all(wanted: Futures, posts: Futures, *, may_reply: bool = True) -> Non
     while True:
         for link, future in [*posts.items(), *wanted.items()]:
             if _error_of(future) is not None:
-                raise _cause(future, [posts[other] for other in posts if wanted.get(other) is wanted.get(link)], posts)
+                own = [posts[other] for other in posts if wanted.get(other) is wanted.get(link)]
+                raise _cause(future, own, list(posts.values()))
         if not may_reply and any(post.done() for post in posts.values()):
             raise _early_reply([link.base_url for link, post in posts.items() if post.done()])
         if all(future.done() for future in wanted.values()):
@@ -39,8 +40,8 @@ def await_all(wanted: Futures, posts: Futures, *, may_reply: bool = True) -> Non
         _, pending = wait(pending, return_when=FIRST_COMPLETED)
 
 
-def _cause(failed: Future[Any], partners: Sequence[Future[Any]], posts: Futures) -> BaseException:
-    """What made `failed` fail. `partners`: the posts of those on the same wire.
+def _cause(failed: Future[Any], own: Sequence[Future[Any]], posts: Sequence[Future[Any]]) -> BaseException:
+    """What made `failed` fail. `own`: the posts of those that share it.
 
     Where a wire broke, everyone on it says so; the one that broke it may have more to say, so it gets a moment.
     """
@@ -48,12 +49,12 @@ def _cause(failed: Future[Any], partners: Sequence[Future[Any]], posts: Futures)
     assert error is not None
     deadline = time.monotonic() + CAUSE_GRACE_S
     while _is_of_the_wire(error):
-        told = [said for post in posts.values() if (said := _error_of(post)) is not None and not _is_of_the_wire(said)]
+        told = [said for post in posts if (said := _error_of(post)) is not None and not _is_of_the_wire(said)]
         if told:
             return told[0]
-        pending = [post for post in partners if not post.done()]
+        pending = [post for post in posts if not post.done()]
         if not pending or not wait(pending, deadline - time.monotonic(), FIRST_COMPLETED).done:
-            return next((said for post in partners if (said := _error_of(post)) is not None), error)
+            return next((said for post in own if (said := _error_of(post)) is not None), error)
     return error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -83,3 +84,12 @@ def test_the_cause_is_told_not_what_came_of_it(
     links, shared = (link("a"), link("b")), future(wire)
     with pytest.raises(ProjectError, match=told):
         waiting.await_all(dict.fromkeys(links, shared), dict(zip(links, map(future, posts), strict=True)))
+
+
+def test_the_cause_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last bucket too, when nothing but the replies is waited for."""
+    monkeypatch.setattr(waiting, "CAUSE_GRACE_S", 5.0)
+    posts = {link("a"): future(LOST), link("b"): future()}
+    threading.Timer(0.05, lambda: posts[list(posts)[1]].set_exception(CAUSE)).start()
+    with pytest.raises(CoverageError, match="was not written"):
+        waiting.await_all(posts, posts)
