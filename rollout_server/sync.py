@@ -57,7 +57,7 @@ class WeightSync:
             self._turnstile.gate.close_group()
             place = (self._config.group_host, call.group_port, call.first_rank, call.world_size)
             try:
-                await self._engine.on_workers("sync_join", call.backend, *place, call.timeout_s)
+                await self._engine.on_workers("sync_join", call.incarnation, call.backend, *place, call.timeout_s)
                 while not all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:

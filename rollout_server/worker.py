@@ -41,10 +41,12 @@ class SyncWorker:
     vllm_config: Any
     rank: int
 
-    def sync_join(self, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float) -> str:
+    def sync_join(
+        self, group: str, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
+    ) -> str:
         """Begin to join the group, in place of any other one. `host` is this server's own, from its configuration;
         its workers have ranks from `first_rank` on."""
-        return _answer(lambda: self._join(backend, host, port, first_rank, world_size, timeout_s))
+        return _answer(lambda: self._join(group, backend, host, port, first_rank, world_size, timeout_s))
 
     def sync_poll_join(self, slice_s: float) -> str:
         """`{"done": bool}`."""
@@ -70,14 +72,15 @@ class SyncWorker:
         return _answer(lambda: self._leave(because))
 
     def _join(
-        self, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
+        self, group: str, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> dict[str, Any]:
         self._leave("another learner opened the group")
         parallel = self.vllm_config.parallel_config
         # Replicas of dense models have data_parallel_rank 0, each for itself; the index still tells them apart.
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         rank = first_rank + replica * parallel.world_size + self.rank % parallel.world_size
-        operation = start_join(backend, host, port, rank, world_size, timeout_s, self.device)  # type: ignore[arg-type]
+        place = (backend, host, port, rank, world_size, timeout_s)
+        operation = start_join(*place, self.device, group)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
         # Makes keys and kernel while others are on their way; of as many bytes as a bucket may well have.
         digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device))

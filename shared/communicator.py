@@ -128,13 +128,15 @@ def join(
     world_size: int,
     timeout_s: float,
     device: torch.device | str = "cpu",
+    group: str = "",
 ) -> Communicator:
     """Meet the other ranks at `host:port` (rank 0 listens there) and return when all have joined.
 
     `timeout_s` bounds the joining and is the default of every later operation. `device` is where the tensors will be.
+    `group`: a name that no other group at this address has, old ones that are being left included.
     Raises CommunicatorError where the address can't be used or a rank fails, DeadlineError where one does not come.
     """
-    return start_join(backend, host, port, rank, world_size, timeout_s, device).result()
+    return start_join(backend, host, port, rank, world_size, timeout_s, device, group).result()
 
 
 def start_join(
@@ -145,6 +147,7 @@ def start_join(
     world_size: int,
     timeout_s: float,
     device: torch.device | str = "cpu",
+    group: str = "",
 ) -> Operation[Communicator]:
     """`join`, to be polled. Once it was cancelled, rank 0 stops listening within a moment."""
     device = torch.device(device)
@@ -155,7 +158,9 @@ def start_join(
             wanted="gloo with cpu, nccl with cuda",
             remedy="let both sides use the same kind of device",
         )
-    place = Place(host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device)
+    place = Place(
+        host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device, group=group
+    )
     implementation = _Gloo if backend == "gloo" else _nccl()
     what = f"joining {backend} {place}"
     given_up = threading.Event()

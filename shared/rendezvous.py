@@ -37,6 +37,7 @@ class Place:
     world_size: int
     timeout_s: float  # for joining, and the default of every later operation
     device: torch.device
+    group: str = ""  # all its ranks say the same; who says another is not met, though it be at the same port
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
@@ -63,10 +64,11 @@ def meet(place: Place, given_up: threading.Event) -> dist.Store:
             wait_for_workers=False,  # it would hold the port until the deadline, given up or not
             master_listen_fd=listening,
         )
-        outcome = (_gather if place.rank == 0 else _be_seen)(store, place, deadline, given_up)
+        own = dist.PrefixStore(f"meeting {place.group}", store)
+        outcome = (_gather if place.rank == 0 else _be_seen)(own, place, deadline, given_up)
         if outcome is None:
             return dist.PrefixStore("group", store)
-        del store  # a traceback that names it would keep the port
+        del store, own  # a traceback that names them would keep the port
         if isinstance(outcome, ProjectError):
             raise outcome
 

@@ -49,6 +49,7 @@ class StartJoin(Protocol):
         world_size: int,
         timeout_s: float,
         device: torch.device | str = ...,
+        group: str = ...,
     ) -> Operation[Any]: ...  # of a `Wire`
 
 
@@ -85,10 +86,10 @@ class ServerGroup:
             first_rank += link.world_size
         return posts
 
-    def join(self) -> Future[Wire]:
+    def join(self, incarnation: str) -> Future[Wire]:
         """Join from this side; then `adopt` or `give_up`."""
         host, port = self.links[0].host, self.links[0].group_port
-        where = (self._backend, host, port, self._rank, self._rank + 1, self._timeout_s, self._device)
+        where = (self._backend, host, port, self._rank, self._rank + 1, self._timeout_s, self._device, incarnation)
         self._joining = joining = self._named(lambda: self._start_join(*where))
         return in_thread(f"join {self.name}", lambda: self._named(joining.result))
 
@@ -157,7 +158,7 @@ def open_groups(groups: Sequence[ServerGroup], incarnation: str) -> None:
     joins: dict[ServerGroup, Future[Wire]] = {}
     try:
         for group in groups:
-            joins[group] = group.join()
+            joins[group] = group.join(incarnation)
         await_all({link: joins[group] for group in groups for link in group.links}, posts)
         await_all(posts, posts)
     except BaseException:

@@ -89,7 +89,9 @@ class Learner:
         self.leave()
         self.incarnation, port, world_size = uuid.uuid4().hex, free_port(), num_others + 2
         here = (*range(num_others), world_size - 1)
-        joining = [start_join("gloo", "127.0.0.1", port, rank, world_size, timeout_s) for rank in here]
+        joining = [
+            start_join("gloo", "127.0.0.1", port, rank, world_size, timeout_s, group=self.incarnation) for rank in here
+        ]
         body = {"incarnation": self.incarnation, "group_port": port, "first_rank": num_others}
         body |= {"world_size": world_size, "backend": "gloo", "timeout_s": timeout_s}
         reply = self.http.post("/init_communicator/", json=body)

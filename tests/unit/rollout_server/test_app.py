@@ -167,7 +167,7 @@ def test_one_call_is_one_update() -> None:
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http, world_size=5)
-        assert engine.calls[-2] == ("sync_join", "gloo", "10.0.0.7", 1234, 0, 5, 5)
+        assert engine.calls[-2] == ("sync_join", "a", "gloo", "10.0.0.7", 1234, 0, 5, 5)
         reply = await http.post("/update_weights/", json=update(ver=4))
         assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
         assert engine.called()[-2:] == ["sync_start", "sync_poll"]

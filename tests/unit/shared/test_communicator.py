@@ -205,3 +205,22 @@ def test_the_port_is_free_again_after_close() -> None:
         for operation in joining:
             operation.result().close()
         del joining, operation
+
+
+def test_a_rank_of_another_group_is_not_met() -> None:
+    """One that was not told yet that its group was given up, and finds the next group's rank 0 at the same port."""
+    port = free_port()
+    late = start_join("gloo", "127.0.0.1", port, 1, 2, 30.0, group="old")
+    ranks = [start_join("gloo", "127.0.0.1", port, rank, 2, 30.0, group="new") for rank in range(2)]
+    receiver, sender = [operation.result() for operation in ranks]
+    assert not late.done(0.1)
+    late.cancel(CommunicatorError("given up"))
+    sent, received = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    receiving = receiver.start_broadcast(received, 1)
+    sender.broadcast(sent, 1)
+    receiving.result()
+    assert torch.equal(sent, received)
+    for one in (receiver, sender):
+        one.close()
+    with pytest.raises(CommunicatorError, match="given up"):
+        late.result()

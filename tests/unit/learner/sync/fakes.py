@@ -256,7 +256,14 @@ def joiner(servers: Sequence[FakeServer]) -> Any:
     by_port = {server.group_port: server for server in servers}
 
     def start_join(
-        backend: str, host: str, port: int, rank: int, world_size: int, timeout_s: float, device: Any = "cpu"
+        backend: str,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        device: Any = "cpu",
+        group: str = "",
     ) -> Operation[FakeGroup]:
         server = by_port[port]
         assert (rank, world_size) == (server.world_size, server.world_size + 1)

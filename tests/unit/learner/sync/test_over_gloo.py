@@ -46,7 +46,7 @@ class GlooServer(FakeServer):
         self.pool = ThreadPoolExecutor(self.world_size)
         place = (call.backend, HOST, call.group_port)
         ranks = range(call.first_rank, call.first_rank + self.world_size)
-        joins = [communicator.start_join(*place, rank, call.world_size, 10.0) for rank in ranks]
+        joins = [communicator.start_join(*place, rank, call.world_size, 10.0, group=call.incarnation) for rank in ranks]
         try:
             self.workers = await asyncio.gather(*(asyncio.to_thread(join.result) for join in joins))
         except asyncio.CancelledError:  # the learner gave up
