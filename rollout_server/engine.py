@@ -46,7 +46,7 @@ class Engine(Protocol):
     model: str
     dtype: str
     architecture: dict[str, str]
-    gpus: list[str]
+    gpus: list[str]  # the workers', by UUID; [] on CPU
     vocab_size: int
     max_model_len: int
 

@@ -1,8 +1,8 @@
 """What the endpoints do, without HTTP: roll out, score, report (R06, R10, R11, R13).
 
-In: bodies of `shared/wire.py`. Out: their replies. Invariants: all rollouts of a call are of one version; request `i`
-of a call is seeded with `seed + i`; answers come in request order; a repeated uuid gets the same rollout. Called by
-`app.py`.
+In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON. Invariants: all rollouts of a call are of one
+version; request `i` of a call is seeded with `seed + i`; answers come in request order; a repeated uuid gets the same
+rollout. Called by `app.py`.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class SyncWorker:
     def sync_join(
         self, group: str, backend: str, host: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> str:
-        """Begin to join the group, in place of any other one. `host` is this server's own, from its configuration;
-        its workers have ranks from `first_rank` on."""
+        """Begin to join the learner's `group` (its incarnation), in place of any other one. `host` is this server's
+        own, from its configuration; its workers have ranks from `first_rank` on, of `world_size`."""
         return _answer(lambda: self._join(group, backend, host, port, first_rank, world_size, timeout_s))
 
     def sync_poll_join(self, slice_s: float) -> str:

@@ -155,7 +155,7 @@ class InitCommunicatorCall(WireModel):
     have joined.
     """
 
-    incarnation: str  # a random id of the learner process; a new one replaces the old group
+    incarnation: str  # a random id of this group, and its name where it meets; a new one replaces the old group
     group_port: int = Field(ge=1, le=65535)
     first_rank: int = Field(default=0, ge=0)  # of this server's workers
     world_size: int = Field(ge=2)  # of the group, learner included

@@ -1,8 +1,8 @@
 """The learner's end of one server's control path: the sync's HTTP calls.
 
-In: a client and the server's group port. Out: futures; nothing here blocks. Invariants: each future ends by its own
-deadline; every error that leaves this module names the server. The bytes go another way, by `group.py`. Called by
-`fleet.py` and `group.py`, from one thread.
+In: a client, the server's group port and number of workers. Out: futures; nothing here blocks. Invariants: each future
+ends by its own deadline; every error that leaves this module names the server. The bytes go another way, by `group.py`.
+Called by `fleet.py`, `group.py` and the doctor, from one thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, UpdateWeigh
 
 
 class ServerLink:
-    """`world_size`: the server's workers. `group_port`: where its first worker listens, if the learner has it so."""
+    """`world_size`: the server's workers. `group_port`: its own; a group meets at that of its first server."""
 
     def __init__(self, client: ServerClient, *, loop: LoopThread, group_port: int, world_size: int) -> None:
         self.base_url, self.host = client.base_url, client.host

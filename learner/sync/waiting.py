@@ -2,7 +2,7 @@
 
 In: futures by server, some on the wire (joins, broadcasts), some over HTTP (posts). Servers of one group share what is
 on the wire, and where one of them fails, all do. Out: all done, or the first cause. Invariant: adds no wait of its own
-beyond CAUSE_GRACE_S; every future ends by its own deadline. Called by `fleet.py` and `group.py`.
+beyond CAUSE_GRACE_S; every future ends by its own deadline. Called by `fleet.py`, `group.py` and the doctor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from learner.sync.link import ServerLink
 from shared.errors import CommunicatorError, DeadlineError, SyncError
 
 T = TypeVar("T")
-CAUSE_GRACE_S = 2.0  # after a failure on the wire, for the server's own account of it
+CAUSE_GRACE_S = 2.0  # after a failure on the wire, for the account of whoever broke it
 Futures = Mapping[ServerLink, Future[Any]]
 
 
