@@ -28,7 +28,7 @@ class Load(Protocol):
 
     @property
     def runs_meanwhile(self) -> bool:
-        """Whether the model can run while it is loaded, once it is open; with what weights, nobody knows."""
+        """Whether the model can run while it is loaded; with what weights, nobody knows."""
 
     def open(self) -> None: ...
 
@@ -40,20 +40,18 @@ class Load(Protocol):
 
 
 class Receiving:
+    """Receives as soon as it is made; the model is first touched by `advance`."""
+
     def __init__(self, update: UpdateWeightsCall, communicator: Communicator, load: Load) -> None:
         self._update = update
         self._communicator = communicator
         self._load = load
         self._deadline = time.monotonic() + update.timeout_s
         self._num_asked = self._num_loaded = 0
+        self._opened = False
         self._result: dict[str, Any] | None = None
         self._incoming: deque[tuple[torch.Tensor, Operation[None]]] = deque()
-        try:
-            self._receive()
-            load.open()  # takes its time, while the first bytes are on their way
-        except BaseException:
-            self.close()  # nobody else will: this object is not handed out
-            raise
+        self._receive()
 
     def advance(self, slice_s: float) -> dict[str, Any]:
         """`{"done": False}`, or the counts once all is loaded and every parameter accounted for.
@@ -61,6 +59,9 @@ class Receiving:
         Raises DigestError, CoverageError, CommunicatorError or DeadlineError; the update has failed then.
         """
         until = time.monotonic() + slice_s
+        if not self._opened:
+            self._load.open()  # takes its time, while the first bytes are on their way
+            self._opened = True
         while self._incoming:
             buffer, operation = self._incoming[0]
             if not operation.done(max(0.0, until - time.monotonic())):

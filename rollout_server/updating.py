@@ -4,17 +4,20 @@ In: the update's call. Out: what the workers loaded, and the canary's scores und
 into the workers lasts longer than a slice; caches are empty, and nothing else runs, when the scores are made. Called by
 `sync.py`, which holds the gate, and leaves the group where this raises.
 
-Where weights are loaded in place the canary is asked for while they still load: the engine does one thing after the
-other, so that the requests lie ready, and share one forward pass, when the load is done. Where it was not done within
-the first slice, those answers are of some weights in between: they are thrown away and made again.
+The engine does one thing after the other, so what comes next is asked for before it has answered: caches are emptied
+right after the receiving has begun, and where weights are loaded in place the canary's requests lie ready, and share
+one forward pass, when the load is done. Where it was not done within the first slice, those answers are of some weights
+in between: they are thrown away and made again.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 from rollout_server.engine import Engine
+from rollout_server.gathering import gather
 from rollout_server.scoring import score
 from shared.wire import BUCKETS, ScoreReply, UpdateWeightsCall
 
@@ -24,9 +27,13 @@ SLICE_S = 0.25  # nothing else runs during an update: workers may wait
 async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
     """Raises what the workers, the media rules and the engine raise."""
     rest = call.model_copy(update={"buckets": [], "canary": []})
-    started = await engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-    await engine.reset_caches()  # while the first bytes are on their way
+    # Caches wait for nothing: while the first bytes are on their way.
+    calls: list[Coroutine[Any, Any, Any]] = [
+        engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
+        engine.reset_caches(),
+    ]
+    started, _ = await gather(calls)
     if all(reply["runs_meanwhile"] for reply in started):
         result, scores = await _load_and_score(engine, call)
         if result is not None and scores is not None:

@@ -31,8 +31,7 @@ class WeightLoad:
         self._model = model
         self._memory = memory
         self._vllm_config = vllm_config
-        self._device = device
-        self.in_place = False
+        self.in_place = device.type == "cuda" and _is_plain(model, vllm_config)
         self._served: dict[int, set[str]] = {}
         self._received: set[str] = set()
         self._written: set[str] = set()
@@ -40,14 +39,13 @@ class WeightLoad:
 
     @property
     def runs_meanwhile(self) -> bool:
-        """Whether the model can run while it is loaded, once it is open; with what weights, nobody knows."""
+        """Whether the model can run while it is loaded; with what weights, nobody knows."""
         return self.in_place
 
     def open(self) -> None:
         """Make the model ready to be overwritten."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self.in_place = self._device.type == "cuda" and _is_plain(self._model, self._vllm_config)
         self._served = _names_by_storage(self._model)
         if self.in_place:
             self._memory.begin(self._model.parameters())

@@ -138,6 +138,8 @@ class UnopenedLoad(RememberingLoad):
 def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communicator, Communicator]) -> None:
     worker, _ = pair
     load = UnopenedLoad()
+    receiving = Receiving(update(timeout_s=2.0), worker, load)
     with pytest.raises(RuntimeError, match="no such layer"):
-        Receiving(update(timeout_s=2.0), worker, load)
+        receiving.advance(0.0)
+    receiving.close()
     assert load.closed
