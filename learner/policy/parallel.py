@@ -144,6 +144,10 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        if "OMP_NUM_THREADS" not in environment:
+            # As torchrun has it for several ranks. What is left to the CPU is small: an image is not encoded faster by
+            # two threads, and a thread per core takes them from whoever launches kernels.
+            torch.set_num_threads(1)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
     if world_size > 1:
         with ranks._deadline("init_process_group"):
