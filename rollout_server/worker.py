@@ -80,7 +80,7 @@ class SyncWorker:
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         rank = first_rank + replica * parallel.world_size + self.rank % parallel.world_size
         place = (backend, host, port, rank, world_size, timeout_s)
-        operation = start_join(*place, self.device, group)  # type: ignore[arg-type]
+        operation = start_join(*place, self.device, group=group)  # type: ignore[arg-type]
         self._sync_joining: Operation[Communicator] | None = operation
         # Makes keys and kernel while others are on their way; of as many bytes as a bucket may well have.
         digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device))

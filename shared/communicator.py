@@ -128,7 +128,8 @@ def join(
     world_size: int,
     timeout_s: float,
     device: torch.device | str = "cpu",
-    group: str = "",
+    *,
+    group: str,
 ) -> Communicator:
     """Meet the other ranks at `host:port` (rank 0 listens there) and return when all have joined.
 
@@ -136,7 +137,7 @@ def join(
     `group`: a name that no other group at this address has, old ones that are being left included.
     Raises CommunicatorError where the address can't be used or a rank fails, DeadlineError where one does not come.
     """
-    return start_join(backend, host, port, rank, world_size, timeout_s, device, group).result()
+    return start_join(backend, host, port, rank, world_size, timeout_s, device, group=group).result()
 
 
 def start_join(
@@ -147,7 +148,8 @@ def start_join(
     world_size: int,
     timeout_s: float,
     device: torch.device | str = "cpu",
-    group: str = "",
+    *,
+    group: str,
 ) -> Operation[Communicator]:
     """`join`, to be polled. Once it was cancelled, rank 0 stops listening within a moment."""
     device = torch.device(device)

@@ -13,7 +13,6 @@ import errno
 import socket
 import threading
 import time
-import uuid
 from datetime import timedelta
 from typing import Literal
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from shared.errors import CommunicatorError, DeadlineError, ProjectError
 
 _POLL_S = 0.01
-_ANSWER_S = 2.0  # rank 0 answers within some polls, if it is there
+_OPEN_S = 2.0  # rank 0 opens its group at once, if it is there
 _PORT_PATIENCE_S = 10.0  # a group that was just left, on the same port, takes a moment to go
 
 
@@ -37,7 +36,7 @@ class Place:
     world_size: int
     timeout_s: float  # for joining, and the default of every later operation
     device: torch.device
-    group: str = ""  # all its ranks say the same; who says another is not met, though it be at the same port
+    group: str  # a name that no other group at this address has or had; who says another is not met
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
@@ -65,7 +64,7 @@ def meet(place: Place, given_up: threading.Event) -> dist.Store:
             master_listen_fd=listening,
         )
         own = dist.PrefixStore(f"meeting {place.group}", store)
-        outcome = (_gather if place.rank == 0 else _be_seen)(own, place, deadline, given_up)
+        outcome = (_gather if place.rank == 0 else _come)(own, place, deadline, given_up)
         if outcome is None:
             return dist.PrefixStore("group", store)
         del store, own  # a traceback that names them would keep the port
@@ -73,17 +72,15 @@ def meet(place: Place, given_up: threading.Event) -> dist.Store:
             raise outcome
 
 
-# A port that was just left may still be answered by the old group's store. So rank 0 answers each rank's own nonce,
-# seen/RANK = here/RANK, which nobody does in an old store. A rank that gets no answer connects again.
+# A port that was just left may still be answered by the old group's store, in which nobody has opened this group. A
+# rank that does not find it open connects again.
 
 
 def _gather(store: dist.Store, place: Place, deadline: float, given_up: threading.Event) -> ProjectError | None:
-    """Rank 0: answer the others until all of them have had their answer."""
+    """Rank 0: open the group, and wait for the others."""
+    store.set("open", "1")
     missing = list(range(1, place.world_size))
-    while missing := [rank for rank in missing if not store.check([f"ready/{rank}"])]:
-        for rank in missing:
-            if store.check([f"here/{rank}"]):
-                store.set(f"seen/{rank}", store.get(f"here/{rank}").decode())
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
         if given_up.wait(_POLL_S):
             return CommunicatorError(f"joining {place} was given up")
         if time.monotonic() > deadline:
@@ -92,26 +89,25 @@ def _gather(store: dist.Store, place: Place, deadline: float, given_up: threadin
     return None
 
 
-def _be_seen(
+def _come(
     store: dist.Store, place: Place, deadline: float, given_up: threading.Event
 ) -> ProjectError | Literal["connect again"] | None:
-    """Another rank: make sure that rank 0 is there, then wait for the rest."""
-    nonce, seen = uuid.uuid4().hex, False
-    patience = min(deadline, time.monotonic() + _ANSWER_S)
+    """Another rank: make sure that this is where the group meets, then wait for the rest."""
+    met = False
+    patience = min(deadline, time.monotonic() + _OPEN_S)
     try:
-        store.set(f"here/{place.rank}", nonce)
-        while not (seen and store.check(["complete"])):
-            if not seen and store.check([f"seen/{place.rank}"]) and store.get(f"seen/{place.rank}").decode() == nonce:
-                store.set(f"ready/{place.rank}", "1")
-                seen = True
+        while not (met and store.check(["complete"])):
+            if not met and store.check(["open"]):
+                store.set(f"here/{place.rank}", "1")
+                met = True
             if given_up.wait(_POLL_S):
                 return CommunicatorError(f"joining {place} was given up")
             if time.monotonic() > deadline:
-                return late(f"joining {place}", "rank 0 there, others missing" if seen else "no answer of rank 0")
-            if not seen and time.monotonic() > patience:
+                return late(f"joining {place}", "rank 0 there, others missing" if met else "no sign of rank 0")
+            if not met and time.monotonic() > patience:
                 return "connect again"
     except RuntimeError:  # the old store went while we were connected to it
-        if seen or time.monotonic() > deadline:
+        if met or time.monotonic() > deadline:
             raise
         return "connect again"
     return None

@@ -59,7 +59,7 @@ def local_broadcast(situation: Situation) -> Finding:
     received = torch.zeros_like(sent)
 
     def take_part(rank: int, tensor: torch.Tensor) -> None:
-        group = communicator.join("gloo", "127.0.0.1", port, rank, 2, BROADCAST_TIMEOUT_S)
+        group = communicator.join("gloo", "127.0.0.1", port, rank, 2, BROADCAST_TIMEOUT_S, group="doctor")
         try:
             group.broadcast(tensor, 1)
         finally:

@@ -49,7 +49,8 @@ class StartJoin(Protocol):
         world_size: int,
         timeout_s: float,
         device: torch.device | str = ...,
-        group: str = ...,
+        *,
+        group: str,
     ) -> Operation[Any]: ...  # of a `Wire`
 
 
@@ -89,8 +90,8 @@ class ServerGroup:
     def join(self, incarnation: str) -> Future[Wire]:
         """Join from this side; then `adopt` or `give_up`."""
         host, port = self.links[0].host, self.links[0].group_port
-        where = (self._backend, host, port, self._rank, self._rank + 1, self._timeout_s, self._device, incarnation)
-        self._joining = joining = self._named(lambda: self._start_join(*where))
+        where = (self._backend, host, port, self._rank, self._rank + 1, self._timeout_s, self._device)
+        self._joining = joining = self._named(lambda: self._start_join(*where, group=incarnation))
         return in_thread(f"join {self.name}", lambda: self._named(joining.result))
 
     def adopt(self) -> None:

@@ -44,7 +44,7 @@ class Peer:
 
 def _serve(ports: list[int], device: str, parent: Connection) -> None:
     try:
-        groups = [join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device) for port in ports]
+        groups = [join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device, group="a") for port in ports]
     except CommunicatorError as error:
         parent.send(str(error))
         return
@@ -63,7 +63,7 @@ def peer(num_groups: int = 1, device: str = "cuda:1") -> Iterator[tuple[Peer, li
     ports = free_ports(num_groups)
     other = Peer(ports, device)
     try:
-        yield other, [start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0") for port in ports]
+        yield other, [start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0", group="a") for port in ports]
     finally:
         other.process.kill()
         other.process.join(10)

@@ -49,7 +49,7 @@ for index, buffer in enumerate(BUFFERS):
 @pytest.fixture
 def pair() -> Iterator[tuple[Communicator, Communicator]]:
     port = free_port()
-    joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0) for rank in (0, 1)]
+    joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0, group="a") for rank in (0, 1)]
     worker, learner = (operation.result() for operation in joining)
     yield worker, learner
     worker.close()

@@ -26,7 +26,7 @@ def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:
     joined: list[Communicator | None] = [None] * world_size
 
     def one(rank: int) -> None:
-        joined[rank] = join("gloo", "127.0.0.1", port, rank, world_size, timeout_s)
+        joined[rank] = join("gloo", "127.0.0.1", port, rank, world_size, timeout_s, group="a")
 
     on_threads([lambda rank=rank: one(rank) for rank in range(world_size)])
     return [communicator for communicator in joined if communicator is not None]
@@ -89,7 +89,7 @@ class Stuck(Communicator):
 
 
 def test_a_broadcast_that_nobody_polls_ends_too() -> None:
-    place = Place(host="", port=0, rank=1, world_size=2, timeout_s=0.2, device=torch.device("cpu"))
+    place = Place(host="", port=0, rank=1, world_size=2, timeout_s=0.2, device=torch.device("cpu"), group="a")
     operation = Stuck(place).start_broadcast(torch.zeros(1), src=0)
     assert Stuck.released.wait(10)
     with pytest.raises(DeadlineError):
@@ -98,7 +98,7 @@ def test_a_broadcast_that_nobody_polls_ends_too() -> None:
 
 def test_rank_0_listens_on_its_own_address_only() -> None:
     port = free_port()
-    joining = start_join("gloo", "127.0.0.1", port, 0, 2, 10.0)
+    joining = start_join("gloo", "127.0.0.1", port, 0, 2, 10.0, group="a")
     deadline = time.monotonic() + 5
     while not (listening := _listening_on(port)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -121,7 +121,7 @@ def _listening_on(port: int) -> set[str]:
 
 def test_a_cancelled_join_leaves_no_thread_behind() -> None:
     """A process that ends while torch waits for a connection is aborted."""
-    joining = start_join("gloo", "127.0.0.1", free_port(), 1, 2, 20.0)
+    joining = start_join("gloo", "127.0.0.1", free_port(), 1, 2, 20.0, group="a")
     joining.cancel(CommunicatorError("the server refused"))
     with pytest.raises(CommunicatorError, match="refused"):
         joining.result()
@@ -139,7 +139,7 @@ def _joining_threads() -> list[threading.Thread]:
 def test_joining_alone_ends_at_the_deadline(rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining .*group"):
-        join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0)
+        join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0, group="a")
     assert time.monotonic() - start < 4
 
 
@@ -149,16 +149,16 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CommunicatorError, match=rf"127.0.0.1:{port}.*in use"):
-            join("gloo", "127.0.0.1", port, 0, 2, 1.0)
+            join("gloo", "127.0.0.1", port, 0, 2, 1.0, group="a")
 
 
 def test_backend_and_device_must_fit() -> None:
     with pytest.raises(CommunicatorError, match="nccl can't send tensors on cpu"):
-        join("nccl", "127.0.0.1", free_port(), 0, 2, 1.0, "cpu")
+        join("nccl", "127.0.0.1", free_port(), 0, 2, 1.0, "cpu", group="a")
 
 
 def _peer(port: int, ready: Connection) -> None:
-    communicator = join("gloo", "127.0.0.1", port, 1, 2, 30.0)
+    communicator = join("gloo", "127.0.0.1", port, 1, 2, 30.0, group="a")
     ready.send("joined")
     ready.recv()
     communicator.close()
@@ -172,7 +172,7 @@ def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> N
     peer = context.Process(target=_peer, args=(port, far_end), daemon=True)
     peer.start()
     try:
-        communicator = join("gloo", "127.0.0.1", port, 0, 2, 30.0)
+        communicator = join("gloo", "127.0.0.1", port, 0, 2, 30.0, group="a")
         assert ready.poll(30)
         assert peer.pid is not None
         os.kill(peer.pid, sent)
@@ -200,8 +200,8 @@ def test_abort_from_another_thread_ends_a_broadcast() -> None:
 def test_the_port_is_free_again_after_close() -> None:
     """A learner that comes back may ask for the same port."""
     port = free_port()
-    for _ in range(2):
-        joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0) for rank in (0, 1)]
+    for group in ("one", "two"):
+        joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0, group=group) for rank in (0, 1)]
         for operation in joining:
             operation.result().close()
         del joining, operation

@@ -14,7 +14,9 @@ PROGRAM = """
 import sys
 from shared import communicator
 ports = [int(port) for port in sys.argv[1:]]
-joins = [communicator.start_join("gloo", "127.0.0.1", port, rank, 2, 20.0) for port in ports for rank in (0, 1)]
+joins = [
+    communicator.start_join("gloo", "127.0.0.1", port, rank, 2, 20.0, group="a") for port in ports for rank in (0, 1)
+]
 for group in [join.result() for join in joins]:
     group.close()
 """

@@ -263,13 +263,14 @@ def joiner(servers: Sequence[FakeServer]) -> Any:
         world_size: int,
         timeout_s: float,
         device: Any = "cpu",
-        group: str = "",
+        *,
+        group: str,
     ) -> Operation[FakeGroup]:
         server = by_port[port]
         assert (rank, world_size) == (server.world_size, server.world_size + 1)
         assert host == httpx.URL(server.base_url).host
-        group = FakeGroup(server, rank, world_size)
-        server.groups.append(group)
-        return Operation(lambda: group, timeout_s, "joining")
+        made = FakeGroup(server, rank, world_size)
+        server.groups.append(made)
+        return Operation(lambda: made, timeout_s, "joining")
 
     return start_join
