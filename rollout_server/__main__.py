@@ -8,7 +8,6 @@ before vLLM is imported). Exit codes: 0 after a clean stop, 1 when the engine di
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -67,9 +66,6 @@ def _serve(config: ServerConfig, token: str | None) -> int:
 
     print(f"[rollout_server] loading {config.model}", file=console, flush=True)
     engine = VllmEngine(config)
-    # What is there now stays: walking it again took 0.4 s of a call, every now and then.
-    gc.collect()
-    gc.freeze()
     try:
         return asyncio.run(serve(engine, config, token, listener, console))
     finally:

@@ -8,6 +8,7 @@ project's tree. Invariants: a cancelled call aborts its requests; after the engi
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -77,6 +78,9 @@ class VllmEngine:
         self._ids = itertools.count()
         self._adapter: Any = None  # a LoRARequest
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
+        # What start-up left stays: walking it again took 0.4 s of a call, every now and then.
+        gc.collect()
+        gc.freeze()
 
     @property
     def dead(self) -> bool:
