@@ -143,6 +143,8 @@ class VllmEngine:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._llm.shutdown()
+        self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter has gone
+        gc.unfreeze()  # libraries that count what is left at the exit would complain of it
 
     async def _render(self, request: RolloutInferRequest) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
