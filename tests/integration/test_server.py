@@ -384,7 +384,7 @@ def test_metrics_tell_what_happened(learner: Learner) -> None:
 
 
 def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> None:
-    """Last of this server: a call in flight is answered, and no process is left."""
+    """Last of this server: a call in flight is answered, no process is left, and none complains as it goes."""
     learner.join()
     learner.sync(learner.tensors())
     family = server.family()
@@ -398,3 +398,5 @@ def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> 
     calling.join(20)
     assert [reply.status_code for reply in replies] == [200]
     assert wait_gone(family, 5.0) == []
+    said = server.log.read_text(errors="replace")
+    assert [words for words in ("Traceback", "Exception ignored", "leaked") if words in said] == []
