@@ -74,3 +74,22 @@ def test_a_load_that_fails_takes_the_canary_with_it() -> None:
         return len(asyncio.all_tasks())
 
     assert asyncio.run(run()) == 1
+
+
+def test_caches_are_emptied_while_the_receiving_begins() -> None:
+    """The engine does one after the other; whoever asks need not wait in between."""
+    emptied = asyncio.Event()
+
+    class Slow(Engine):
+        async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+            if method == "sync_start":
+                await asyncio.wait_for(emptied.wait(), 5.0)
+            return await super().on_workers(method, *args)
+
+        async def reset_caches(self) -> None:
+            emptied.set()
+            await super().reset_caches()
+
+    engine = Slow(runs_meanwhile=True, num_slices=1)
+    asyncio.run(update_weights(engine, CALL))
+    assert engine.log == ["reset", "sync_start", "sync_poll", "score"]
