@@ -28,7 +28,6 @@ async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[dict[
     """Raises what the workers, the media rules and the engine raise."""
     rest = call.model_copy(update={"buckets": [], "canary": []})
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-    # Caches wait for nothing: while the first bytes are on their way.
     calls: list[Coroutine[Any, Any, Any]] = [
         engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
         engine.reset_caches(),

@@ -127,7 +127,8 @@ class Ranks:
 
 
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
-    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process.
+    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process. On a
+    GPU the process has one CPU thread, unless OMP_NUM_THREADS says otherwise.
 
     Raises ConfigError where there are more processes than GPUs, CollectiveError where not all processes come.
     """
