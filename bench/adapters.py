@@ -19,15 +19,15 @@ from bench.training import learner_config
 from deploy.launch import supervised
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
-from learner.data import load_samples
+from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import SyncReceipt
 from learner.rollout.connect import connect_sync
-from learner.rollout.server import ServerBackend
+from learner.rollout.servers import ServerBackend
 from learner.tasks.detection.task import DetectionTask
-from shared.config_io import write_yaml
-from shared.ports import free_ports
+from shared.addresses import free_ports
+from shared.config.parse import write_yaml
 
 WARM_UP_SYNCS = 2
 RANK = 16

@@ -22,19 +22,18 @@ import numpy as np
 from bench.figures import Figure, median
 from bench.runs import serve, start_learner
 from deploy.launch import supervised
-from learner.data import Batches, MicroBatch
+from learner.data.batches import Batches, MicroBatch
 from learner.data.encoding import LocalPool
-from learner.metrics import PhaseClock
-from learner.pipeline.protocol import Bounds
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
-from learner.rows import CompleteRows
-from learner.segments import SegmentSource
-from learner.stage2.ahead import AheadB, Sizes
-from learner.stage2.channel_b import BufferedB, OverlappedB
-from learner.stage2.driver import ChannelB, Stage2Driver
-from learner.stage2.stream import SampleStream
-from shared.ports import free_ports
+from learner.run.log import PhaseClock
+from learner.steps.ahead import AheadB, SampleStream, Sizes
+from learner.steps.in_step import BufferedB, OverlappedB
+from learner.steps.packing import CompleteRows
+from learner.steps.protocol import Bounds
+from learner.steps.segments import SegmentSource
+from learner.steps.stage2 import ChannelB, Stage2Driver
+from shared.addresses import free_ports
 
 Way = Literal["in turn", "within the step", "ahead"]
 WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6

@@ -26,11 +26,11 @@ from rich.table import Table
 
 from bench.gpu.learns_report import Draws
 from learner.config.schema import DataConfig, LossConfig, ModelConfig, RolloutMatchingConfig, TaskConfig
-from learner.data.load import load_samples
+from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
 from learner.records import Assignment, EncodedPrompt, Target
 from learner.rollout.hf import HfBackend
-from learner.target import build_target, ground_truth_target
+from learner.target.target import build_target, ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import ProjectError
 

@@ -16,7 +16,7 @@ from bench.figures import Figure, median
 from bench.runs import serve, start_learner
 from bench.training import learner_config
 from deploy.launch import supervised
-from shared.ports import free_ports
+from shared.addresses import free_ports
 
 Backend = Literal["hf", "colocate", "server"]
 WARM_UP_STEPS = 3

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.launch import Process, Processes, learner_argv, start_server, wait_ready
-from shared.config_io import write_yaml
+from shared.config.parse import write_yaml
 from shared.errors import DeadlineError, ServerError
 
 _READY_TIMEOUT_S = 240.0

@@ -16,13 +16,13 @@ import uvicorn
 
 from bench.figures import Figure, median
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.loop import LoopThread
+from learner.rollout.servers import LoopThread
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import VllmEngine
 from rollout_server.service import RolloutService
-from shared.ports import free_ports
+from shared.addresses import free_ports
 from shared.seeds import offset_seed
 from shared.wire import InferCall, RequestConfig, RolloutInferRequest
 

@@ -18,7 +18,7 @@ from deploy.demo.model import build_tokenizer
 from deploy.demo.scenes import DIGIT_WORDS
 from learner.config.schema import TaskConfig
 from learner.records import DetectionObject, Rollout, Sample
-from learner.target import build_target
+from learner.target.target import build_target
 from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Tokenizer

@@ -17,7 +17,7 @@ from typing import Any
 from bench.figures import Figure, median
 from bench.runs import serve, start_learner
 from deploy.launch import supervised
-from shared.ports import free_ports
+from shared.addresses import free_ports
 
 WANTED_SYNC_S = 0.5
 WANTED_IDLE = 0.05

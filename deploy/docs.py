@@ -17,12 +17,11 @@ from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
 from deploy.tree import readme
-from learner.config.legacy import RETIRED
+from learner.config.load import RETIRED
 from learner.config.rules import RULES
 from learner.config.schema import RunConfig
 from rollout_server.config import ServerConfig
-from shared.config_errors import dotted
-from shared.config_model import describe_field, item_of, section_of, walk_keys
+from shared.config.model import describe_field, dotted, item_of, section_of, walk_keys
 
 INTRO = """\
 # Configuration

@@ -31,9 +31,8 @@ from pydantic import Field
 from deploy.torchrun import exit_code
 from learner.config.load import load_config
 from rollout_server.config import TOKEN_VARIABLE, ServerConfig, load_server_config
-from shared.config_errors import ConfigErrors, Mistake
-from shared.config_io import load_yaml, parse
-from shared.config_section import Section, key
+from shared.config.model import ConfigErrors, Mistake, Section, key
+from shared.config.parse import load_yaml, parse
 from shared.errors import DeadlineError, ProjectError, ServerError
 
 STOP_TIMEOUT_S = 30.0

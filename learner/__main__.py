@@ -18,8 +18,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from learner.interface import GLOO_VARIABLE, gloo_interface
-from learner.rollout import vllm_environment
+from learner.run import environment as vllm_environment
+from learner.run.environment import GLOO_VARIABLE, gloo_interface
 from shared.errors import CollectiveError, ProjectError
 
 # A rank that lost another waits this long: torchrun then sees the one that failed first, and ends this one.

@@ -1,50 +1,127 @@
 """From a configuration to a run: makes every part, hands them to the `Trainer`, and takes them down again.
 
 The only module that knows all parts. Called by `__main__`; reads the environment it is given, nothing else.
+
+The driver of a `stage2_ab_training` run, made of its configuration. Called by `learner.build`.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from learner.checkpoint import CheckpointStore
 from learner.config.load import load_config, write_resolved
-from learner.config.plan import Plan, resolve
+from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
-from learner.config.topology import shards
-from learner.console import Console
-from learner.data import Batches, load_samples
-from learner.data.window import WindowRepeater, steps_per_epoch
-from learner.metrics import MetricsLog
-from learner.optim import Optimizer
-from learner.packing import PackingBuffer
+from learner.data.batches import Batches, WindowRepeater, steps_per_epoch
+from learner.data.encoding import EncoderPool, LocalPool, PromptEncoder, WorkerPool
+from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from learner.records import Sample
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.connect import Backend, connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
-from learner.rollout_buffer import RolloutBuffer
-from learner.row_source import FreshRows, RowSource
-from learner.rows import CarriedRows, CompleteRows, RowMaker, SingleRows
-from learner.run_files import log_to_file, point_latest
-from learner.segments import GroundTruthSource, RolloutSource, SegmentSource
-from learner.stage2.driver import Stage2Driver
-from learner.stage2.wiring import make_driver, step_plan
-from learner.stopping import Stopped, StopRequest
-from learner.sync import Sync
+from learner.run.checkpoint import CheckpointStore
+from learner.run.console import Console
+from learner.run.log import MetricsLog, Timeline, log_to_file, point_latest
+from learner.run.stopping import Stopped, StopRequest
+from learner.steps.ahead import AheadB, SampleStream, Sizes
+from learner.steps.buffered import RolloutBuffer
+from learner.steps.in_step import BufferedB, OverlappedB
+from learner.steps.packing import CarriedRows, CompleteRows, PackingBuffer, RowMaker, SingleRows
+from learner.steps.protocol import Bounds
+from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
+from learner.steps.source import FreshRows, RowSource
+from learner.steps.stage2 import ChannelB, Stage2Driver
+from learner.sync.receipts import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
-from learner.timeline import Timeline
 from learner.trainer import Trainer
 from shared.errors import ConfigError
+
+
+def step_plan(plan: Plan) -> Plan:
+    """The plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
+    share = plan.effective_batch_size // plan.world_size
+    return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
+
+
+def make_driver(
+    config: RunConfig,
+    plan: Plan,
+    *,
+    ranks: Ranks,
+    batches: Batches,
+    samples: Sequence[Sample],
+    encoder: PromptEncoder,
+    channel_a: SegmentSource,
+    rollouts: SegmentSource,
+    row_maker: RowMaker,
+    capacity: int,
+) -> Stage2Driver:
+    """`rollouts` makes Channel-B's segments; `capacity` is how many samples the backend decodes at once for this rank;
+    `batches` follows `step_plan`; `samples` are what they walk over."""
+    assert config.stage2_ab is not None, "only for stage2_ab_training"
+    deadline_s = config.training.collective_timeout_s
+    learns_rollouts = config.stage2_ab.schedule.b_ratio > 0
+    channel_b: ChannelB = BufferedB(batches, rollouts, row_maker)
+    if plan.async_actor_learner and learns_rollouts:
+        bounds = Bounds.run_ahead(config.stage2_ab.async_actor_learner, packs_per_step=plan.gradient_accumulation_steps)
+        channel_b = AheadB(
+            _stream(config, samples, encoder, ranks),
+            rollouts,
+            row_maker,
+            bounds=bounds,
+            sizes=Sizes.of(
+                bounds,
+                samples_per_pack=plan.per_device_train_batch_size,
+                packs_per_step=plan.gradient_accumulation_steps,
+                capacity=capacity,
+            ),
+            ranks=ranks,
+            deadline_s=deadline_s / 2,  # so that a rank's own account comes before the others' patience ends
+        )
+    elif plan.overlap:
+        channel_b = OverlappedB(batches, rollouts, row_maker, capacity=capacity, deadline_s=deadline_s)
+    return Stage2Driver(
+        b_ratio=config.stage2_ab.schedule.b_ratio,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        ranks=ranks,
+        batches=batches,
+        channel_a=channel_a,
+        row_maker=row_maker,
+        channel_b=channel_b,
+    )
+
+
+def _stream(config: RunConfig, samples: Sequence[Sample], encoder: PromptEncoder, ranks: Ranks) -> SampleStream:
+    own = copy.deepcopy(encoder)  # the producer's thread shares nothing with the one that learns
+    pool: EncoderPool = LocalPool(own)
+    if config.data.num_workers:
+        pool = WorkerPool(
+            own,
+            num_workers=config.data.num_workers,
+            samples_per_micro_batch=config.training.per_device_train_batch_size,
+            timeout_s=config.training.collective_timeout_s,
+        )
+    return SampleStream(
+        samples,
+        pool,
+        seed=config.training.seed,
+        shuffle=config.data.shuffle,
+        rank=ranks.rank,
+        num_ranks=ranks.world_size,
+    )
+
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
@@ -109,7 +186,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
 def export(checkpoint: str, out: str, dtype: str) -> int:
     """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code."""
     from learner.config.schema import ModelConfig
-    from learner.model_files import export_model
+    from learner.policy.files import export_model
 
     policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
     export_model(policy, Path(out), dtype=getattr(torch, dtype))

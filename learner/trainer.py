@@ -7,37 +7,112 @@ change the gradient.
 
 Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10). Every rank
 runs the same number of forward/backward passes (D5). A sample is trained once per epoch, also across a resume.
+
+Sums of one optimizer step: over its micro-steps, then over ranks, then as a `StepResult`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from learner.checkpoint import CheckpointStore, Generators, TrainerState
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
-from learner.console import Console
-from learner.data import Batches, MicroBatch
-from learner.data.window import WindowRepeater
-from learner.evaluation import evaluate, write_evaluation
-from learner.metrics import MetricsLog, PhaseClock
-from learner.optim import Optimizer
-from learner.pipeline.queue import Fence
+from learner.data.batches import Batches, MicroBatch, WindowRepeater
 from learner.policy.load import Policy
+from learner.policy.loss import RowLoss
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
-from learner.records import PackedRow, Sample, StepResult, SyncReceipt
+from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
-from learner.row_source import RowSource, empty_rows, in_lockstep
-from learner.stage2.driver import Stage2Driver
-from learner.stopping import Stopped, StopRequest
-from learner.sync import Sync
+from learner.run.checkpoint import CheckpointStore, Generators, TrainerState
+from learner.run.console import Console
+from learner.run.evaluation import evaluate, write_evaluation
+from learner.run.log import MetricsLog, PhaseClock, Timeline
+from learner.run.stopping import Stopped, StopRequest
+from learner.steps.pipeline import Fence
+from learner.steps.source import RowSource, empty_rows, in_lockstep
+from learner.steps.stage2 import Stage2Driver
+from learner.sync.receipts import Sync
 from learner.tasks.task import Task
-from learner.timeline import Timeline
-from learner.totals import StepTotals
 from shared.errors import CheckpointError, ProjectError
+
+# The counts that are always there, so that every rank reduces the same vector whatever it saw.
+_COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
+
+
+@dataclass
+class StepTotals:
+    """Counts by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them."""
+
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: PackedRow, loss: RowLoss) -> None:
+        """One row that was learned: what it held, and its summed weighted loss."""
+        counted = {
+            "loss": loss.loss_sum,
+            "weight": loss.weight_sum,
+            "supervised": loss.num_supervised,
+            "segments": len(row.segments),
+            "rows": 1 if row.segments else 0,
+            "tokens": row.num_tokens,
+        }
+        for counts in (counted, *(segment.stats for segment in row.segments)):
+            self._merge(counts)
+
+    @property
+    def weight(self) -> float:
+        """The sum of all loss weights: what the step's gradient is divided by."""
+        return self.counts.get("weight", 0.0)
+
+    def reduced(self, ranks: Ranks) -> StepTotals:
+        """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
+        if ranks.world_size == 1:
+            return self
+        total = StepTotals()
+        for part in ranks.all_gather_object(self.counts):
+            total._merge(part)
+        return total
+
+    def _merge(self, counts: Mapping[str, float]) -> None:
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
+
+    def result(
+        self,
+        *,
+        global_step: int,
+        channel: Channel,
+        grad_norm: float,
+        learning_rate: float,
+        ver: int,
+        seconds: Mapping[str, float],
+        capacity: int,
+        extra: Mapping[str, float] | None = None,
+    ) -> StepResult:
+        """The step's record; `extra` are metrics besides those that follow from the counts."""
+        counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
+        metrics = {**seconds, **(extra or {})}
+        metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
+        metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
+        metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
+        if "matched" in counts:
+            metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
+        return StepResult(
+            global_step=global_step,
+            channel=channel,
+            loss=counts["loss"] / counts["weight"] if counts["weight"] else 0.0,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_segments=int(counts["segments"]),
+            num_rows=int(counts["rows"]),
+            num_tokens=int(counts["tokens"]),
+            num_supervised=int(counts["supervised"]),
+            ver=ver,
+            metrics=metrics,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

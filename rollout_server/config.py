@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shared.config_errors import Mistake
-from shared.config_io import load_yaml, parse
-from shared.config_section import Section, key
+from shared.config.model import Mistake, Section, key
+from shared.config.parse import load_yaml, parse
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none

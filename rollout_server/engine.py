@@ -3,6 +3,13 @@
 In: prompts, decoding settings, worker calls. Out: generations, log-probabilities, workers' answers, or an error of the
 project's tree. Invariants: a cancelled call aborts its requests; after the engine died every call raises. Called by
 `app.py` and `sync.py`, on one event loop. Needs `__main__`'s environment on CPU.
+
+Several coroutines as one: all results in order, or the first error once the rest were cancelled and have ended.
+
+Log-probabilities of given answers under the served weights: `/score/`, and the canary of a weight update.
+
+In: items of `shared/wire.py`. Out: one reply, all of one version. Whoever calls holds the gate. Called by `service.py`
+and `sync.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +19,14 @@ import gc
 import itertools
 import json
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
-from rollout_server.rendering import Renderer
-from shared.adapter_loading import adapter_request
-from shared.architecture import signature
+from rollout_server.prompts import Renderer
+from shared.checkpoint import model_folder, signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
 from shared.generation import (
     CPU_ENGINE_ARGS,
@@ -34,10 +40,21 @@ from shared.generation import (
     scoring,
     stop_token_ids,
 )
-from shared.model_folder import model_folder
-from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest
+from shared.sync.adapter_loading import adapter_request
+from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply
 
 T = TypeVar("T")
+
+
+async def gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 _WORKER_CALL_S = 60.0  # a worker that does not answer for so long is gone; its own waits are far shorter
 
 
@@ -263,3 +280,13 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
             wanted="arguments of vLLM's AsyncEngineArgs",
             remedy="check the spelling against the installed version of vLLM",
         ) from error
+
+
+async def score(engine: Engine, items: Sequence[ScoreItem], ver: int) -> ScoreReply:
+    """Raises what the media rules and the engine raise."""
+    scores = await gather([engine.score(item.request, item.response_token_ids) for item in items])
+    return ScoreReply(
+        ver=ver,
+        logprobs=[one.logprobs for one in scores],
+        prompt_token_ids=[one.prompt_token_ids for one in scores],
+    )

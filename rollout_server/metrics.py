@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from rollout_server.sync import WeightSync
-from rollout_server.turnstile import Turnstile
+from rollout_server.gate import Turnstile
+from rollout_server.updates import WeightSync
 
 _STATES = ("serving", "draining", "updating", "poisoned")
 _SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1200)

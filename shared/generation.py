@@ -2,7 +2,7 @@
 
 In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. Invariants: responses
 are stop-trimmed; a request is seeded where it draws, and only there. One engine is behind the rollout server
-(`rollout_server/engine.py`), one inside the learner's job (`learner/rollout/colocate_engine.py`).
+(`rollout_server/engine.py`), one inside the learner's job (`learner/rollout/colocate.py`).
 """
 
 from __future__ import annotations

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 from learner.config.schema import RolloutMatchingConfig
-from learner.offload import Offload
-from learner.policy.adapter import AdapterWeights
 from learner.policy.load import Policy
+from learner.policy.lora import AdapterWeights
+from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
-from learner.rollout import vllm_environment
-from learner.rollout.colocate_engine import ColocatedEngine
-from learner.sync import CanaryItem, ColocateSync
+from learner.rollout.colocate import ColocatedEngine
+from learner.run import environment as vllm_environment
+from learner.sync.canary import CanaryItem
+from learner.sync.colocated import ColocateSync
 
 ONE_RANK = Ranks()  # on CPU
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from shared.ports import free_port
+from shared.addresses import free_port
 
-_IMPORTED = ("learner.checkpoint", "learner.optim", "learner.policy.load", "learner.sync", "pytest", "respx")
+_IMPORTED = ("learner.run.checkpoint", "learner.policy.optim", "learner.policy.load", "learner.sync", "pytest", "respx")
 
 
 def launch(

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import yaml
 
-from shared.ports import free_port
+from shared.addresses import free_port
 
 # Small and quick: what a test does not say. One thread, for the machine is shared.
 DEFAULTS: Mapping[str, Any] = {

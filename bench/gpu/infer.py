@@ -25,11 +25,11 @@ from bench.serving import Client, Served, direct
 from deploy.launch import supervised
 from learner.config.schema import RolloutMatchingConfig
 from learner.records import Sample
-from learner.rollout.server import ServerBackend
+from learner.rollout.servers import ServerBackend
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.config import ServerConfig
 from rollout_server.engine import VllmEngine
-from shared.ports import free_ports
+from shared.addresses import free_ports
 from shared.wire import InferCall, RequestConfig, RolloutInferRequest
 
 WANTED_OF_ENGINE = 0.97

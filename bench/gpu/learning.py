@@ -30,13 +30,13 @@ from bench.gpu.models import Size, build
 from bench.gpu.results import write
 from bench.gpu.rows import Lengths, draw_segments, model_flops, packed, padded
 from learner.config.schema import ModelConfig, TrainingConfig
-from learner.optim import Optimizer
-from learner.packing import pack_all
 from learner.policy.compiled import uncompiled
 from learner.policy.load import Policy, load_policy
+from learner.policy.optim import Optimizer
 from learner.policy.packed import pack_inputs
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow
+from learner.steps.packing import pack_all
 from shared.errors import ConfigError
 
 WANTED_SHARE = 0.5  # of the matmul rate

@@ -48,7 +48,7 @@ from bench.gpu.learns_stage1 import INITIAL, Stage1, last_words, say, train_stag
 from deploy.demo.build_data import Build, build
 from deploy.demo.scenes import StyleName
 from deploy.launch import Processes, supervised
-from learner.checkpoint import write_atomically
+from learner.run.checkpoint import write_atomically
 from shared.errors import ProjectError
 
 _SERVERS_READY_S = 150.0

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.checkpoint import write_atomically
-from learner.tasks.detection.counts import COLUMNS, columns_of
-from learner.tasks.detection.evaluate import METRICS
+from learner.run.checkpoint import write_atomically
+from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 
 SHOWN = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5", "duplicate_rate", "recall_any@0.5", "parse_rate")
 COMPARED = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5")

@@ -18,9 +18,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from bench.gpu.devices import visible
 from deploy.launch import Process, Processes, start_server, wait_ready
-from shared.config_io import write_yaml
+from shared.addresses import free_ports
+from shared.config.parse import write_yaml
 from shared.errors import ProjectError
-from shared.ports import free_ports
 
 MAX_MODEL_LEN = 1024
 KV_CACHE_BYTES = 2 << 30

@@ -16,8 +16,8 @@ from typing import Any
 
 from bench.gpu.devices import visible
 from deploy.launch import Processes, learner_argv
-from learner.checkpoint import write_atomically
-from shared.config_io import write_yaml
+from learner.run.checkpoint import write_atomically
+from shared.config.parse import write_yaml
 from shared.errors import CheckpointError, ServerError
 
 INITIAL = Path("deploy/demo/checkpoint")

@@ -19,8 +19,8 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedModel
 
-from learner.packing import pack_all
 from learner.records import PackedRow, Segment
+from learner.steps.packing import pack_all
 
 Lengths = Literal["long tail", "demo"]
 PROMPT_TOKENS = (300, 1200)

@@ -29,10 +29,11 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample, SyncReceipt
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
-from shared.config_io import write_yaml
-from shared.ports import free_ports
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem
+from learner.sync.weight_sync import WeightSync
+from shared.addresses import free_ports
+from shared.config.parse import write_yaml
 
 WANTED_S = 0.050
 WANTED_AGAINST_TRL = 1.8

@@ -39,11 +39,11 @@ from deploy.demo.build_data import build as build_data
 from deploy.demo.model import Size
 from deploy.demo.model import build as build_model
 from deploy.launch import Process, Processes, learner_argv, start_server, supervised, wait_ready
-from learner.checkpoint import write_atomically
 from learner.report.__main__ import write_report
-from shared.config_io import write_yaml
+from learner.run.checkpoint import write_atomically
+from shared.addresses import free_ports
+from shared.config.parse import write_yaml
 from shared.errors import DeadlineError, ProjectError, ServerError
-from shared.ports import free_ports
 
 MODES: Mapping[str, dict[str, Any] | None] = {
     "rollout_matching_sft": None,

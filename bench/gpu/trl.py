@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.gpu.devices import visible
 from deploy.launch import Processes
-from shared.ports import free_ports
+from shared.addresses import free_ports
 
 
 def is_installed() -> bool:

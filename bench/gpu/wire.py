@@ -12,8 +12,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from shared.communicator import Communicator, join
-from shared.ports import free_port
+from shared.addresses import free_port
+from shared.sync.group import Communicator, join
 
 _TIMEOUT_S = 120.0
 

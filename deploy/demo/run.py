@@ -19,11 +19,11 @@ from typing import Any
 from deploy.demo.build_data import Build, build
 from deploy.demo.summary import show, summarize
 from deploy.launch import Processes, learner_argv, start_server, supervised, wait_ready
-from learner.checkpoint import write_atomically
 from learner.report.__main__ import write_report
-from shared.config_io import write_yaml
+from learner.run.checkpoint import write_atomically
+from shared.addresses import free_ports
+from shared.config.parse import write_yaml
 from shared.errors import ProjectError
-from shared.ports import free_ports
 
 OUT = Path("runs/demo")
 HERE = Path("deploy/demo")

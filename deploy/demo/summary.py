@@ -20,8 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from learner.tasks.detection.bootstrap import Interval, bootstrap_difference, bootstrap_interval
-from learner.tasks.detection.counts import COLUMNS, CountTable
+from learner.tasks.detection.metrics import COLUMNS, CountTable, Interval, bootstrap_difference, bootstrap_interval
 
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "recall_any@0.5", "parse_rate", "duplicate_rate")
 

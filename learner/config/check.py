@@ -16,7 +16,7 @@ from typing import Any
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
 from learner.config.schema import DataConfig
-from shared.config_errors import ConfigErrors, Mistake
+from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, DataError
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.config_section import Section, key
+from shared.config.model import Section, key
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 

@@ -2,6 +2,24 @@
 
 In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. Its state is a few numbers of JSON, equal
 on all ranks; what was prefetched and not yet taken is not part of it, so a resume repeats and skips nothing.
+
+Which samples a rank takes at which micro-step: a pure function of seed, position and rank, so a resume is exact.
+
+An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n of it (W ranks, n samples each), and
+rank r the r-th n of those, so a sample's request index r*n + i, and with it its seed, is its place in the order (SPEC:
+Seeds, D4). The last micro-batch of an epoch holds what is left, shared out as evenly as it goes, in rank order; a rank
+may then get an empty share, and still takes part.
+
+Invariants: over ranks, an epoch's shares are the order, each sample exactly once; the order does not depend on W or n.
+
+`WindowRepeater`: each accumulation window `m_steps` times, so that rollouts can be reused without a sample skipped.
+
+In: a rank's `Batches`. Out: the same micro-batches, an accumulation window of them at a time, `m_steps` times over,
+each marked with its `WindowStep`. A window of fewer than `gradient_accumulation_steps` micro-batches, which an epoch
+may end with, is given once (R18). Read by the trainer, and by `learner.steps.buffered`, which keeps the window's rows.
+
+Invariants: over ranks, an epoch hands out each sample `m_steps` times, those of its short last window once, also across
+a resume in the middle of a window. State counts whole passes: a pass that was begun and not ended comes again.
 """
 
 from __future__ import annotations
@@ -12,12 +30,71 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
 from learner.data.encoding import EncoderPool, EncodingJob, LocalPool, PromptEncoder, WorkerPool
-from learner.data.sampler import DistributedSampler, Share
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One rank's part of one micro-batch."""
+
+    epoch: int
+    micro_batch: int  # within the epoch
+    indices: tuple[int, ...]  # into the samples
+    first_req_idx: int  # place of the first one within the micro-batch, over all ranks
+    ends_epoch: bool
+
+
+class DistributedSampler:
+    """`share(position)` for position 0, 1, 2, ...: the micro-batches of epoch 0, then of epoch 1, without end."""
+
+    def __init__(
+        self, num_samples: int, *, num_ranks: int, rank: int, samples_per_rank: int, seed: int, shuffle: bool = True
+    ) -> None:
+        assert num_samples > 0, "load_samples refuses an empty dataset"
+        assert 0 <= rank < num_ranks
+        assert samples_per_rank > 0
+        self.num_samples, self.num_ranks, self.rank = num_samples, num_ranks, rank
+        self.seed, self.shuffle = seed, shuffle
+        self.global_batch = num_ranks * samples_per_rank
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # the last epoch asked for
+
+    @property
+    def per_epoch(self) -> int:
+        """Micro-batches in an epoch, the last, smaller one included."""
+        return -(-self.num_samples // self.global_batch)
+
+    def share(self, position: int) -> Share:
+        """This rank's samples at `position`, counted in micro-batches from the beginning of training."""
+        epoch, micro_batch = divmod(position, self.per_epoch)
+        first = micro_batch * self.global_batch
+        size = min(self.global_batch, self.num_samples - first)
+        start, stop = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        order = self.order(epoch)
+        return Share(
+            epoch=epoch,
+            micro_batch=micro_batch,
+            indices=tuple(order[first + start : first + stop].tolist()),
+            first_req_idx=start,
+            ends_epoch=micro_batch == self.per_epoch - 1,
+        )
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """[num_samples] all indices, in the epoch's order."""
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._make_order(epoch))
+        return self._order[1]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
 
 
 class WindowStep(NamedTuple):
@@ -158,3 +235,71 @@ class Batches(Iterator[MicroBatch]):
 def _cost(share: Share) -> int:
     """What a share takes of the look-ahead. An empty one takes its part too, so that their number stays bounded."""
     return max(1, len(share.indices))
+
+
+def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
+    """Optimizer steps that learn an epoch of `per_epoch` micro-batches."""
+    whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)
+    return whole_windows * m_steps + (rest > 0)
+
+
+class WindowRepeater(Iterator[MicroBatch]):
+    """Stands before a rank's `Batches`, with the same state and iterator, and keeps one window of it in memory."""
+
+    def __init__(self, batches: Batches, *, gradient_accumulation_steps: int, m_steps: int) -> None:
+        assert gradient_accumulation_steps > 0
+        assert m_steps > 0
+        self._batches = batches
+        self._window_size, self._m_steps = gradient_accumulation_steps, m_steps
+        self._next = WindowStep(0, 0)
+        self._begin_window()
+
+    @property
+    def next_step(self) -> WindowStep:
+        """Where the next micro-batch belongs."""
+        return self._next
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch, new or again. Raises DataError where a sample can't be encoded."""
+        if self._taken == len(self._kept):  # only in a window's first pass
+            self._kept.append(next(self._batches))
+        batch = replace(self._kept[self._taken], window_step=self._next)
+        self._taken += 1
+        if self._taken == self._window_size or batch.ends_epoch:
+            self._end_pass(is_whole=self._taken == self._window_size)
+        return batch
+
+    def upcoming(self, number: int) -> list[Upcoming]:
+        """See `Batches`, at the beginning of a pass: the window's micro-batches."""
+        assert self._taken == 0, "in the middle of a pass"
+        if self._kept:
+            return [Upcoming(samples=batch.samples, first_req_idx=batch.first_req_idx) for batch in self._kept]
+        return self._batches.upcoming(number)
+
+    def state(self) -> dict[str, Any]:
+        """The data's own state at the window's beginning, and how many passes over the window are done; as JSON."""
+        return {**self._start, **self._next._asdict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the passes that the window has left, at least one of them, whatever `m_steps` was.
+
+        Raises CheckpointError where the data is another.
+        """
+        self._batches.restore(state)
+        m_step = min(int(state.get("m_step", 0)), self._m_steps - 1)
+        self._next = WindowStep(int(state.get("window", 0)), m_step)
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._start = self._batches.state()
+        self._kept: list[MicroBatch] = []
+        self._taken = 0  # of the present pass
+
+    def _end_pass(self, *, is_whole: bool) -> None:
+        window, m_step = self._next
+        self._taken = 0
+        if is_whole and m_step + 1 < self._m_steps:
+            self._next = WindowStep(window, m_step + 1)
+        else:
+            self._next = WindowStep(window + 1, 0)
+            self._begin_window()

@@ -8,9 +8,9 @@ how long a prompt is) and the images is checked when training starts. Imports ne
 from __future__ import annotations
 
 from learner.config.schema import DataConfig
-from learner.data.load import load_samples
+from learner.data.readers import load_samples
 from learner.records import Sample
-from learner.tasks.detection.validate import validate_sample
+from learner.tasks.detection.write import validate_sample
 
 
 class WithoutTokenizer:

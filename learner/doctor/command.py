@@ -17,7 +17,8 @@ from rich.markup import escape
 from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.data.check import count_samples, splits
-from learner.doctor import machine, network, servers
+from learner.doctor import machine, servers
+from learner.doctor import machine as network
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
 from shared.errors import ProjectError

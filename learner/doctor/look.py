@@ -14,17 +14,15 @@ import torch
 
 from learner.config.schema import RunConfig, ServerEntry
 from learner.data.check import WithoutTokenizer
-from learner.data.load import load_samples
+from learner.data.prompt import PromptEncoder
+from learner.data.readers import load_samples
 from learner.doctor.finding import Finding, SeenServer, Situation, failed, ok, skipped
-from learner.prompt import PromptEncoder
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.loop import LoopThread
+from learner.rollout.servers import LoopThread
 from learner.sync.canary import CanaryItem, score_items
-from learner.sync.group import ServerGroup, of_one_machine, open_groups
-from learner.sync.link import ServerLink
-from learner.sync.waiting import await_all
-from shared import communicator
+from learner.sync.groups import ServerGroup, ServerLink, await_all, of_one_machine, open_groups
 from shared.errors import ProjectError
+from shared.sync import group as communicator
 from shared.wire import ScoreCall, ServerStatus
 
 LOOK_TIMEOUT_S = 10.0

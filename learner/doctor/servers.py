@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from learner.config.rules import sync_mode
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
-from learner.sync.handshake import check_adapter, check_architecture, check_prompt
-from shared.architecture import signature
+from learner.sync.servers import check_adapter, check_architecture, check_prompt
+from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.wire import PROTOCOL_VERSION, ServerStatus
 

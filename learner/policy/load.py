@@ -5,36 +5,61 @@ names. Knows text-only causal language models and image-text-to-text models of t
 
 Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses (a sharded model's: parts
 of the sum over ranks); `logprobs` and `named_weights` change nothing that training sees, and are collective where the
-model is sharded. Called by the trainer, the sync and `learner/checkpoint.py`.
+model is sharded. Called by the trainer, the sync and `learner/run/checkpoint.py`.
+
+Patch embedding as a matrix product.
+
+In: a vision tower whose patch embedding is a convolution with stride equal to its kernel, fed one patch at a time (the
+Qwen-VL towers). Out: the same module computing the same product by a linear layer. Convolution kernels take 30 ms
+(CPU, bf16) or tens of times the product's time (CUDA) for what is one small matrix product. Weights, their names and
+gradients stay those of the convolution. Called by `load.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from learner.config.schema import ModelConfig
+from learner.data.prompt import PromptEncoder
 from learner.policy import lora
-from learner.policy.adapter import AdapterWeights
 from learner.policy.attention import use_segment_attention
 from learner.policy.compiled import compile_layers, compiling, uncompiled
+from learner.policy.lora import AdapterWeights
 from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
-from learner.policy.patches import use_linear_patch_embedding
 from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
-from learner.prompt import PromptEncoder
 from learner.records import EncodedPrompt, PackedRow, Segment
 from shared.errors import ConfigError
 from shared.wire import TensorSpec
+
+
+def use_linear_patch_embedding(model: torch.nn.Module) -> None:
+    """Replace the forward of every such `Conv3d` in `model`."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv3d) and _covers_one_patch(module):
+            module.forward = partial(_linear_patch, module)  # type: ignore[method-assign]
+
+
+def _linear_patch(conv: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
+    """`[P, C, t, h, w]` patches of exactly the kernel's size to `[P, hidden, 1, 1, 1]`."""
+    assert patches.shape[2:] == conv.kernel_size, "the vision tower is fed one patch at a time"
+    return F.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]
+
+
+def _covers_one_patch(conv: torch.nn.Conv3d) -> bool:
+    return conv.kernel_size == conv.stride and set(conv.padding) == {0} and conv.groups == 1
+
 
 # Configuration keys of models whose logits are more than head(hidden).
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")

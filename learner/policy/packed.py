@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from learner.policy.attention import SegmentLayout, to_device
 from learner.records import PackedRow, Segment, VisionInputs
-from learner.supervision import check_supervision
+from learner.target.target import check_supervision
 
 # What an empty row computes on (D5): two tokens (to a compiler, a size of 1 is a case of its own), nothing supervised.
 _BLANK = Segment(

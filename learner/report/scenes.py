@@ -1,4 +1,4 @@
-"""One test scene of an evaluation, as `learner.evaluation.write_evaluation` wrote it, and what each prediction was.
+"""One test scene of an evaluation, as `learner.run.evaluation.write_evaluation` wrote it, and what each prediction was.
 
 By the evaluation's own definition: a prediction is *correct* when the best one-to-one assignment among pairs of IoU >=
 0.5 and the same description takes it. Of the others, one that can be paired at IoU >= 0.5 with an object that is left

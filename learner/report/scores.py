@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from learner.report.scenes import Scene, judge
-from learner.tasks.detection.bootstrap import Interval, bootstrap_difference, bootstrap_interval
-from learner.tasks.detection.counts import COLUMNS, CountTable
+from learner.tasks.detection.metrics import COLUMNS, CountTable, Interval, bootstrap_difference, bootstrap_interval
 
 F1 = "f1@0.5"
 _USED = tuple(COLUMNS.index(name) for name in ("tp@0.50", "predictions", "truth"))  # what F1@0.5 is made of

@@ -5,23 +5,294 @@ In: samples of this rank. Out: one rollout per sample, in order, by the weights 
 from its place over all ranks, as everywhere. Invariants: the engine makes the prompt's image tokens itself, from the
 pictures, so that the prompt-prefix check compares two renderings; no rollout is made by weights that were not checked.
 With engines over several ranks `generate` is collective, also for a rank without samples. Built by `connect.py`.
+
+vLLM inside the learner's own process, on its device: the only file of the learner that speaks vLLM's API (R02, R04).
+
+In: prompts with seeds, weights. Out: generations, scores, an account of a weight load, or an error of the project's
+tree. One engine per `tensor_parallel_size` ranks, each of which runs the same requests in the same order. Invariants:
+- whatever vLLM does is done `awake`: training state is offloaded, and on CUDA the engine sleeps before and afterwards
+  (vLLM for CPU knows no sleep, and shares no device memory with training);
+- training's random generators are as before;
+- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
+- the adapter that was loaded last answers, until all weights are loaded.
+Used by `colocate.py` and `learner/sync/colocated.py`. Needs `vllm_environment.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
 
 from learner.config.rules import ROLLOUT
 from learner.config.schema import RolloutMatchingConfig
+from learner.data.prompt import PromptEncoder
+from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.prompt import PromptEncoder
 from learner.records import Rollout, Sample
-from learner.rollout.backend import MicroStep, Requests, RolloutBackend, split_window
-from learner.rollout.call_log import RolloutCallLog, begin_record, local_call, recorded
-from learner.rollout.colocate_engine import ColocatedEngine
+from learner.rollout.backend import (
+    MicroStep,
+    Requests,
+    RolloutBackend,
+    RolloutCallLog,
+    begin_record,
+    is_out_of_memory,
+    local_call,
+    recorded,
+    split_window,
+)
 from learner.rollout.requests import request_config
-from shared.errors import ConfigError, SyncError
-from shared.generation import Generation
+from shared.checkpoint import model_folder
+from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
+from shared.generation import (
+    CPU_ENGINE_ARGS,
+    Generation,
+    Prompt,
+    Scores,
+    read_generation,
+    read_scores,
+    sampling_params,
+    says_too_long,
+    scoring,
+    stop_token_ids,
+)
+from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
+from shared.sync.loading import CopyMemory, WeightLoad
+from shared.wire import RequestConfig
+
+_PIECE_BYTES = 64 * 2**20
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
+ELSEWHERE = "or roll out elsewhere: vllm.mode: server, or rollout_backend: hf"
+
+
+class ColocatedEngine:
+    """`model` is a checkpoint with the architecture of the trained model; its weights are overwritten by each sync.
+    `lora_rank`: of the adapters to be loaded, 0 for none (which decodes a little faster)."""
+
+    def __init__(
+        self,
+        config: RolloutMatchingConfig,
+        *,
+        model: str,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        tensor_parallel_size: int,
+        offload: Offload,
+        lora_rank: int = 0,
+    ) -> None:
+        """Start the engine; collective. Raises ConfigError where vLLM can't with these settings and this memory."""
+        self.ver: int | None = None
+        self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
+        self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
+        self._config, self._ranks, self._offload = config, ranks, offload
+        self._copies = CopyMemory()
+        self._sleeps = ranks.device.type == "cuda"
+        folder = model_folder(model, "model.path")
+        with offload.away(), _keeping_random_state(ranks.device):
+            self._llm = self._start(folder)
+            self._sleep()
+        model_config = self._llm.llm_engine.model_config
+        self.max_model_len = int(model_config.max_model_len)
+        self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
+        self._adapter: Any = None  # what requests are answered with: a LoRARequest
+        self._adapter_numbers = itertools.count(1)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """As vLLM serves it."""
+        model: torch.nn.Module = self._runner.model
+        return model
+
+    @property
+    def _runner(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Ready to load, generate and score."""
+        with self._offload.away(), _keeping_random_state(self._ranks.device):
+            if self._sleeps:
+                self._llm.wake_up()
+            try:
+                yield
+            finally:
+                self._sleep()
+
+    def generate(self, prompts: Sequence[Prompt], config: RequestConfig, seeds: Sequence[int]) -> list[Generation]:
+        """One response per prompt and seed, in order; at most `decode_batch_size` of them per device are decoded at
+        once. Raises PromptTooLongError, RolloutError."""
+        for prompt in prompts:
+            self._check_length(len(prompt.token_ids), config.max_tokens)
+        outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
+        for output in outputs:  # images are only widened inside vLLM
+            self._check_length(len(output.prompt_token_ids), config.max_tokens)
+        return [read_generation(output, self._stop_token_ids) for output in outputs]
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
+        """Natural log-probabilities of each response after its prompt. Raises as `generate`."""
+        asked = [scoring(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+        outputs = self._run([whole for whole, _ in asked], [params for _, params in asked])
+        return [read_scores(output, len(ids)) for output, ids in zip(outputs, responses, strict=True)]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite the served weights, account for every parameter, and forget what was computed with the old ones.
+        The adapter is taken off.
+
+        Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
+        """
+        self.ver = self._adapter = None
+        model = self.model, self._llm.llm_engine.vllm_config, self._ranks.device, self._copies
+        if self.max_lora_rank:
+            self._take(weights, BaseWeightLoad(*model, self._runner.lora_manager))
+        else:
+            self._take(weights, WeightLoad(*model))
+
+    def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put the adapter in place of the last one, over the weights that are served. Raises as `load`."""
+        self.ver = None
+        self._take(weights, AdapterLoad(self._runner.lora_manager))
+        self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
+
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
+        try:
+            load.open()
+            for piece in _in_pieces(weights):
+                load.add(piece)
+            load.finish()
+        except ProjectError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:500]}"
+            raise SyncError("loading weights into the colocated engine failed", found=found) from error
+        finally:
+            load.close()
+        engine = self._llm.llm_engine
+        if not engine.reset_prefix_cache():
+            raise SyncError("the colocated engine's prefix cache can't be reset", found="blocks in use")
+        engine.reset_mm_cache()
+        engine.reset_encoder_cache()
+
+    def close(self) -> None:
+        """Give up the engine's memory, and the process group that it made where the job has none."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        if self._ranks.world_size == 1:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+    def _start(self, folder: str) -> Any:
+        from vllm import LLM
+
+        if self.max_lora_rank:
+            adapt_linear_layers_only()
+        try:
+            return LLM(**self._engine_args(folder))
+        except Exception as error:  # vLLM raises what it likes
+            raise ConfigError(
+                f"{ROLLOUT}.vllm: the colocated engine does not start",
+                found=f"{type(error).__name__}: {str(error)[:500]}",
+                wanted="a model that vLLM loads, and memory for it and its KV cache beside the training state",
+                remedy="where memory is short: other gpu_memory_utilization (cpu_kv_cache_gib without a GPU), a lower "
+                f"max_model_len or decode_batch_size, offload.enabled: true, {ELSEWHERE}"
+                + ("; where the model takes no adapters: enable_lora: false" if self.max_lora_rank else ""),
+            ) from error
+
+    def _engine_args(self, folder: str) -> dict[str, Any]:
+        vllm, on_cpu = self._config.vllm, self._ranks.device.type == "cpu"
+        args: dict[str, Any] = {
+            "model": folder,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seed": 0,  # requests bring their seeds
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher" if self._ranks.world_size > 1 else "uni",
+            "max_num_seqs": self._config.decode_batch_size * self.tensor_parallel_size,
+            "gpu_memory_utilization": vllm.gpu_memory_utilization,
+            "enforce_eager": vllm.enforce_eager,
+            "enable_sleep_mode": self._sleeps,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if self.max_lora_rank:
+            args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
+        if vllm.max_model_len is not None:
+            args["max_model_len"] = vllm.max_model_len
+        if on_cpu:
+            args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": vllm.cpu_kv_cache_gib * 2**30}
+        return args
+
+    def _sleep(self) -> None:
+        """Weights go to host memory, the KV cache is given up."""
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
+        """vLLM's outputs in order, its errors as ours."""
+        try:
+            asked = [prompt.for_engine() for prompt in prompts]
+            return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
+        except ValueError as error:  # what vLLM raises for a request that it does not take
+            if says_too_long(error):
+                raise self._too_long(str(error)) from error
+            raise RolloutError("the colocated engine refuses a request", found=str(error)[:500]) from error
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(len(prompts), error) from error
+            found = f"{type(error).__name__}: {str(error)[:500]}"
+            remedy = f"see the rank's log; start again, {ELSEWHERE}"
+            raise RolloutError("the colocated engine failed", found=found, remedy=remedy) from error
+
+    def _check_length(self, num_prompt: int, num_response: int) -> None:
+        if num_prompt + num_response > self.max_model_len:
+            raise self._too_long(f"{num_prompt} prompt tokens and {num_response} for the answer")
+
+    def _too_long(self, found: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            "the request is longer than the colocated engine's context",
+            found=found,
+            wanted=f"at most {self.max_model_len} tokens together",
+            remedy=f"raise {ROLLOUT}.vllm.max_model_len, or lower decoding.max_new_tokens or the images' size",
+        )
+
+    def _out_of_memory(self, num_requests: int, error: RuntimeError) -> RolloutError:
+        return RolloutError(
+            "the colocated engine is out of memory beside the training state",
+            found=f"{num_requests} requests; {str(error).splitlines()[0]}",
+            wanted=f"memory for {ROLLOUT}.decode_batch_size = {self._config.decode_batch_size} sequences per device",
+            remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
+            f"offload.enabled: true, {ELSEWHERE}",
+        )
+
+
+def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """As many tensors at a time as may be held beside the model, for merged ones are made on the way."""
+    piece: list[tuple[str, torch.Tensor]] = []
+    for named in weights:
+        piece.append(named)
+        if sum(tensor.nbytes for _, tensor in piece) >= _PIECE_BYTES:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+@contextmanager
+def _keeping_random_state(device: torch.device) -> Iterator[None]:
+    """vLLM seeds every generator of the process at its start, and draws from torch's now and then."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
 
 NAME = "colocate"  # in call records, where a server's URL would be
 

@@ -11,33 +11,31 @@ from collections.abc import Callable
 
 import torch
 
+from learner.config.plan import tensor_parallel_size
 from learner.config.rules import sync_mode
 from learner.config.schema import RunConfig
-from learner.config.topology import tensor_parallel_size
-from learner.metrics import MetricsLog
-from learner.offload import make_offload
-from learner.optim import Optimizer
-from learner.policy.adapter import AdapterWeights
 from learner.policy.load import Policy
-from learner.policy.lora import base_model_path
+from learner.policy.lora import AdapterWeights, base_model_path
+from learner.policy.offload import make_offload
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample
-from learner.rollout.call_log import RolloutCallLog
-from learner.rollout.colocate import ColocateBackend
-from learner.rollout.colocate_engine import ColocatedEngine
+from learner.rollout.backend import RolloutCallLog
+from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, ColocateSync, Sync, WeightSync
-from learner.sync.fleet import Logprobs
-from learner.sync.handshake import check_servers
+from learner.rollout.servers import ServerBackend
+from learner.run.log import MetricsLog, Timeline
+from learner.sync.canary import CanaryItem
+from learner.sync.colocated import ColocateSync
+from learner.sync.receipts import Sync
+from learner.sync.servers import Logprobs, check_servers
+from learner.sync.sharded import Team
 from learner.sync.source import AdapterSource, WeightSource, check_specs
-from learner.sync.team import Team
-from learner.sync.weight_sync import Fence
-from learner.target import ground_truth_target
+from learner.sync.weight_sync import Fence, WeightSync
+from learner.target.target import ground_truth_target
 from learner.tasks.task import Task
-from learner.timeline import Timeline
-from shared.architecture import signature
+from shared.checkpoint import signature
 
 Backend = ServerBackend | ColocateBackend | HfBackend
 

@@ -7,27 +7,183 @@ Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sam
 runs `num_beams` sequences for each); a rollout follows from its prompt and its seed, whatever else is in its batch;
 training does not notice: modes, settings, gradients and random generators are as before. Not to be called while a
 forward pass runs on another thread. Built by `learner.build`.
+
+How `generate` chooses the next token, where transformers' own way depends on what else is in the batch.
+
+In: the logits of every running sequence. Out: logits for a greedy or beam search, as logits processors. transformers
+samples all sequences from one global generator and lets padding count as repeated tokens; here a sequence depends on
+its prompt and its seed only (R11, R29). Order as in vLLM: repetition penalty, temperature, top-k, top-p, draw.
+
+Shapes: B prompts, P tokens with padding, R running sequences (B, or B x beams), V entries of the vocabulary.
+
+Prompts as one left-padded batch of `generate`, and its output as answers.
+
+In: encoded prompts; the token ids that `generate` gave. Out: the model's keyword arguments; per prompt the stop-trimmed
+response and why it ended. Pure but for tensors. Called by `hf.py`.
+
+The trained model as a generator, for as long as a `with` block lasts.
+
+In: a transformers model as `load.py` made it, whose language model attends to packed rows only (`attention.py`). Out:
+the same model, ready for `generate`: padded batches, key-value cache, no dropout, no gradients. Called by
+`learner/rollout/hf.py`.
+
+Invariant: afterwards the model is as it was, whatever happened inside: attention, every module's training mode, and the
+checkpoint's generation settings. Weights, `requires_grad` and random generators are not touched at all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from learner.config.schema import RolloutMatchingConfig
-from learner.policy.generating import generating
+from learner.config.schema import DecodingConfig, RolloutMatchingConfig
+from learner.policy.compiled import uncompiled
 from learner.policy.load import Policy
 from learner.policy.packed import image_token_id
 from learner.records import EncodedPrompt, Rollout, Sample
-from learner.rollout.backend import MicroStep, Requests, RolloutBackend, split_window
-from learner.rollout.call_log import RolloutCallLog, begin_record, local_call, recorded
-from learner.rollout.hf_decoding import logits_processors
-from learner.rollout.hf_inputs import pad_left, read_answer, stop_token_ids
-from learner.rollout.memory import is_out_of_memory
+from learner.rollout.backend import (
+    MicroStep,
+    Requests,
+    RolloutBackend,
+    RolloutCallLog,
+    begin_record,
+    is_out_of_memory,
+    local_call,
+    recorded,
+    split_window,
+)
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
+
+
+def logits_processors(
+    decoding: DecodingConfig, *, mode: str, attention_mask: torch.Tensor, seeds: Sequence[int]
+) -> LogitsProcessorList:
+    """What `decoding` does to logits in `mode` (greedy, sample, beam). `attention_mask` `[B, P]`: 0 at padding."""
+    processors = LogitsProcessorList()
+    if decoding.repetition_penalty != 1.0:
+        processors.append(RepetitionPenalty(decoding.repetition_penalty, attention_mask))
+    if mode != "sample":
+        return processors
+    processors.append(TemperatureLogitsWarper(decoding.temperature))
+    if decoding.top_k > 0:
+        processors.append(TopKLogitsWarper(decoding.top_k))
+    if decoding.top_p < 1.0:
+        processors.append(TopPLogitsWarper(decoding.top_p))
+    processors.append(SeededChoice(seeds, attention_mask.shape[1], decoding.max_new_tokens))
+    return processors
+
+
+class RepetitionPenalty(LogitsProcessor):
+    """Tokens of a sequence's own prompt and answer become less likely (CTRL, arXiv:1909.05858); padding counts for
+    nothing."""
+
+    def __init__(self, penalty: float, attention_mask: torch.Tensor) -> None:
+        self._penalty, self._is_prompt = penalty, attention_mask.bool()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        num_prompts, prompt_length = self._is_prompt.shape
+        occurs = torch.ones_like(input_ids)
+        occurs[:, :prompt_length] = self._is_prompt.repeat_interleave(len(input_ids) // num_prompts, dim=0)
+        occurred = torch.zeros_like(scores, dtype=occurs.dtype).scatter_add_(1, input_ids, occurs) > 0
+        penalized = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return torch.where(occurred, penalized, scores)
+
+
+class SeededChoice(LogitsProcessor):
+    """Draws each sequence's token by a number of its own, and leaves only that token to the greedy search.
+
+    Number i of a sequence follows from its seed and i, on any device; it picks the token where the cumulative
+    distribution exceeds it.
+    """
+
+    def __init__(self, seeds: Sequence[int], prompt_length: int, max_new_tokens: int) -> None:
+        draws = [torch.rand(max_new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        self._draws, self._prompt_length = torch.stack(draws), prompt_length  # [B, max_new_tokens], in [0, 1)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Raises RolloutError where the model gives no distribution (weights that are not finite)."""
+        draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None].to(scores.device, torch.float64)
+        cumulative = scores.double().softmax(-1).cumsum(-1)  # [B, V]; float64: a float32 sum is off by whole tokens
+        total = cumulative[:, -1:]
+        if not total.isfinite().all():
+            raise RolloutError(
+                "the model's logits are not finite, so no token can be drawn",
+                found="not a number among the probabilities",
+                wanted="finite weights",
+                remedy="lower training.learning_rate, and go on from a checkpoint before the loss went wrong",
+            )
+        chosen = torch.searchsorted(cumulative, draw * total, right=True)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+def pad_left(
+    prompts: Sequence[EncodedPrompt], *, pad_token_id: int, image_token_id: int | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` `[B, P]`; with images also the pixels of all prompts one after another, their
+    grids, and where the image tokens are (from which the model makes its multimodal positions, padding left out)."""
+    length = max(len(prompt.token_ids) for prompt in prompts)
+    input_ids = torch.full((len(prompts), length), pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        start = length - len(prompt.token_ids)
+        input_ids[row, start:] = torch.tensor(prompt.token_ids)
+        attention_mask[row, start:] = 1
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+    vision = [prompt.vision for prompt in prompts if prompt.vision is not None]
+    if vision:
+        inputs["mm_token_type_ids"] = ((input_ids == image_token_id) & (attention_mask == 1)).int()
+        inputs["pixel_values"] = torch.cat([images.pixel_values for images in vision])
+        inputs["image_grid_thw"] = torch.cat([images.image_grid_thw for images in vision])
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], str]:
+    """A new sequence up to (without) its first stop token, and the finish reason: "stop", or "length" without one."""
+    end = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
+    if end is None:
+        return tuple(token_ids), "length"
+    return tuple(token_ids[:end]), "stop"
+
+
+def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What ends an answer, as for the rollout server: the checkpoint's generation settings and the tokenizer say it."""
+    listed = model.generation_config.eos_token_id
+    ids = {listed} if isinstance(listed, int) else set(listed or ())
+    return tuple(sorted(ids | {tokenizer.eos_token_id}))
+
+
+@contextmanager
+def generating(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model.generate` takes left-padded batches and decodes by what its caller says, and by nothing else."""
+    settings = model.config.get_text_config()  # the vision tower's attention fits both: it brings its own lengths
+    attention, defaults = settings._attn_implementation, model.generation_config
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        settings._attn_implementation = "sdpa"
+        # `generate` fills what its caller leaves open from here: a checkpoint's sampling settings, for example.
+        model.generation_config = GenerationConfig()
+        model.eval()  # gradient checkpointing, too, only happens in training mode
+        with torch.no_grad(), uncompiled():
+            yield
+    finally:
+        settings._attn_implementation = attention
+        model.generation_config = defaults
+        for module, mode in modes:
+            module.training = mode
+
 
 log = logging.getLogger("learner.rollout")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.prompt import check_prompt_prefix
+from learner.data.prompt import check_prompt_prefix
 from learner.records import EncodedPrompt, Sample
 from learner.rollout.requests import infer_request
 from shared.errors import CanaryError, RolloutError

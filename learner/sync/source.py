@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from shared.errors import SyncError
-from shared.weights import pack, seal
+from shared.sync.buckets import pack, seal
 from shared.wire import TensorSpec
 
 

@@ -25,15 +25,14 @@ import torch
 
 from learner.config.schema import VllmConfig
 from learner.records import SyncReceipt
-from learner.rollout.server import ServerBackend
+from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.fallback import AdapterFallback, check_plain
-from learner.sync.fleet import Fleet, Logprobs, Mode
-from learner.sync.group import StartJoin
-from learner.sync.handshake import check_adapter
+from learner.sync.groups import StartJoin
+from learner.sync.receipts import AdapterFallback, check_plain
+from learner.sync.servers import Fleet, Logprobs, Mode, check_adapter
 from learner.sync.source import AdapterSource, WeightSource
-from shared import communicator
 from shared.errors import ProjectError
+from shared.sync import group as communicator
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")

@@ -11,14 +11,13 @@ import torch
 
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig, OffloadConfig, RolloutMatchingConfig, TrainingConfig
-from learner.offload import Offload, make_offload
-from learner.optim import Optimizer
 from learner.policy.load import Policy, load_policy
+from learner.policy.offload import Offload, make_offload
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Rollout
-from learner.rollout.colocate import ColocateBackend
-from learner.rollout.colocate_engine import ColocatedEngine
-from learner.sync import CanaryItem
+from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.sync.canary import CanaryItem
 from tests.engines import colocate_sync, colocated_engine
 from tests.unit.learner.policy.rows import image, sample
 

@@ -23,11 +23,11 @@ from bench.gpu import models
 from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig, TrainingConfig
-from learner.optim import Optimizer
 from learner.policy.load import Policy, load_policy
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import whole
-from shared.ports import free_port
+from shared.addresses import free_port
 from tests.gpu.devices import needs_gpus
 from tests.integration.test_fsdp_sync import sync_twice
 from tests.ranks import launch

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from shared.communicator import Communicator, join, start_join
+from shared.addresses import free_ports
 from shared.errors import CommunicatorError, DeadlineError
-from shared.ports import free_ports
-from shared.weights import is_sealed, pack, seal, spec_of
+from shared.sync.buckets import is_sealed, pack, seal, spec_of
+from shared.sync.group import Communicator, join, start_join
 from tests.gpu.devices import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]

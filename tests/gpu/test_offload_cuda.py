@@ -9,9 +9,9 @@ import torch
 
 from deploy.demo.model import build
 from learner.config.schema import LoraConfig, ModelConfig, OffloadConfig, TrainingConfig
-from learner.offload import make_offload
-from learner.optim import Optimizer
 from learner.policy.load import Policy, load_policy
+from learner.policy.offload import make_offload
+from learner.policy.optim import Optimizer
 from tests.unit.learner.policy.rows import image, row, sample, segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

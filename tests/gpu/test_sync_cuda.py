@@ -16,10 +16,11 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem
+from learner.sync.weight_sync import WeightSync
+from shared.addresses import free_port
 from shared.errors import CommunicatorError
-from shared.ports import free_port
 from tests.gpu.devices import needs_gpus
 from tests.servers import RunningServer, running_server
 

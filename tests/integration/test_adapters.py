@@ -17,12 +17,12 @@ from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
-from learner.sync.canary import score_items
-from shared.adapter_loading import AdapterLoad
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem, score_items
+from learner.sync.weight_sync import WeightSync
+from shared.addresses import free_port
 from shared.errors import CoverageError, ServerPoisonedError
-from shared.ports import free_port
+from shared.sync.adapter_loading import AdapterLoad
 from shared.wire import ScoreCall, TensorSpec
 from tests.integration.test_training import ROLLOUTS, World, learn
 from tests.servers import running_server

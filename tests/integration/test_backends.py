@@ -26,13 +26,13 @@ from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.colocate import ColocateBackend
-from learner.rollout.colocate_engine import ColocatedEngine
+from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem
+from learner.sync.weight_sync import WeightSync
+from shared.addresses import free_port
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
-from shared.ports import free_port
 from tests.engines import colocate_sync, colocated_engine, start
 from tests.models import FAMILIES
 from tests.servers import RunningServer, descendants, running_server

@@ -20,10 +20,9 @@ from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
-from learner.rollout.colocate import ColocateBackend
-from learner.rollout.colocate_engine import ColocatedEngine
+from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
-from learner.sync import CanaryItem
+from learner.sync.canary import CanaryItem
 from shared.errors import CanaryError, ConfigError, CoverageError, SyncError
 from shared.seeds import offset_seed, request_seed
 from tests.engines import colocate_sync, colocated_engine, start

@@ -17,10 +17,10 @@ from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample
-from learner.rollout.colocate import ColocateBackend
-from learner.rollout.colocate_engine import ColocatedEngine
+from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
-from learner.sync import CanaryItem, ColocateSync
+from learner.sync.canary import CanaryItem
+from learner.sync.colocated import ColocateSync
 from shared.errors import CoverageError, SyncError
 from tests.engines import colocate_sync, colocated_engine
 from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS, train

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.demo.model import build
-from learner.checkpoint import CheckpointStore, TrainerState
 from learner.config.schema import TrainingConfig
-from learner.optim import Optimizer
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
+from learner.run.checkpoint import CheckpointStore, TrainerState
 from shared.errors import DeadlineError
 from tests.ranks import launch
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment

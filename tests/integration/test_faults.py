@@ -23,8 +23,8 @@ import yaml
 from PIL import Image
 
 from deploy.demo.model import build
-from learner.checkpoint import verify
-from shared.ports import free_port
+from learner.run.checkpoint import verify
+from shared.addresses import free_port
 from tests import runs
 from tests.servers import RunningServer, running_server, wait_gone
 

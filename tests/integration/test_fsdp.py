@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from deploy.demo.model import build
-from learner.checkpoint import CheckpointStore, TrainerState
 from learner.config.schema import LoraConfig, ModelConfig, TrainingConfig
-from learner.optim import Optimizer
 from learner.policy.load import Policy, load_policy
+from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import whole
+from learner.run.checkpoint import CheckpointStore, TrainerState
 from shared.errors import CheckpointError, CollectiveError
 from tests.ranks import launch
 from tests.unit.learner.policy.rows import gradients, image, row, sample, segment

@@ -18,9 +18,10 @@ from learner.policy.load import load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import shard, whole
 from learner.policy.weights import CheckpointWeights
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
-from learner.sync.team import Team
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem
+from learner.sync.sharded import Team
+from learner.sync.weight_sync import WeightSync
 from shared.errors import ConfigError, CoverageError
 from tests.integration.test_fsdp import learn, make
 from tests.ranks import launch

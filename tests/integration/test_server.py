@@ -24,10 +24,10 @@ from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from deploy.demo import model as demo_model
-from shared import weights
-from shared.communicator import Communicator, start_join
+from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError
-from shared.ports import free_port
+from shared.sync import buckets as weights
+from shared.sync.group import Communicator, start_join
 from shared.wire import Bucket
 from tests.servers import RunningServer, running_server, wait_gone
 

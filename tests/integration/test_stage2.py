@@ -20,7 +20,7 @@ from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.report.page import render
 from learner.report.read import read_runs
-from shared.ports import free_port
+from shared.addresses import free_port
 from shared.seeds import request_seed
 from tests.runs import events
 from tests.servers import running_server

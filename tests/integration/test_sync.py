@@ -15,15 +15,16 @@ from PIL import Image
 
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
+from learner.data.prompt import check_prompt_prefix
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
-from learner.prompt import check_prompt_prefix
 from learner.records import Sample
-from learner.rollout.server import ServerBackend
-from learner.sync import CanaryItem, WeightSync
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem
+from learner.sync.weight_sync import WeightSync
+from shared.addresses import free_port
 from shared.errors import CanaryError, CoverageError, MediaError, ServerPoisonedError
-from shared.ports import free_port
 from shared.wire import TensorSpec
 from tests.servers import RunningServer, running_server
 

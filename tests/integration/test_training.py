@@ -26,8 +26,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from deploy.demo import build_data
 from deploy.demo.model import build
-from learner.data.sampler import DistributedSampler
-from shared.ports import free_port
+from learner.data.batches import DistributedSampler
+from shared.addresses import free_port
 from shared.seeds import request_seed
 from tests.runs import events
 from tests.servers import running_server

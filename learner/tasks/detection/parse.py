@@ -9,22 +9,301 @@ between two tokens. A token may fuse an object's end with what follows (`}, "`, 
 before that token, and `tail_opening` gives back what the cut took, as long as that is structure: brackets,
 whitespace, a description's closing quote. Where that token holds text of the description or a coordinate too, the end
 moves to the object before, and the objects behind it are no part of the result.
+
+Where an answer's coordinates are: all of them at once, before anything is read.
+
+In: an answer's text with each token's place in it. Out: `Coordinates`, in the order in which they stand there. What
+only looks like a coordinate (digits in a description, a coordinate token between two objects) is among them: the
+judge asks for those inside a list that the grammar has seen, and there each is a number of that list. Called by
+`parse_rollout`.
+
+Reads an answer's text into entries, strictly, one after the other.
+
+In: the answer's bytes. Out: an `Entry` per syntactically closed object, in order, and what became of the container. No
+repair: an object that is closed but wrong is dropped with one reason and reading goes on after it; where no next object
+can be found, reading stops.
+
+An object is *closed* when its brackets balance outside strings, so nothing inside it can make the rest unreadable. Its
+fields are read until the first unreadable one. What can be said of them without looking at numbers is said here, the
+rest by `judge.py`, which lists the reasons.
+
+`truncated` counts what was cut off by the answer's end, or by a syntax error between objects that makes the rest
+unreadable (a missing comma, an entry that is no object, unbalanced brackets): once.
+
+Says of every entry of an answer what it is: an object, or why it is dropped.
+
+In: the entries, and the answer's coordinates. Out: one outcome per entry, in order. An entry may be dropped for several
+reasons; the first of these that holds is told:
+
+    key_invalid       its key is not `object_N` (N >= 1, no leading zeros, at most 18 digits), or N came before;
+                      or one of its fields came twice
+    missing_desc      no description, or one that is empty, blank, not a string, or not valid text
+    unknown_geom      a field that is neither description nor geometry, two geometries, or a rest that is unreadable
+    missing_geom      no geometry that is a flat list
+    non_coord_token   something in the list is not a coordinate as the task spells it (`<|coord_k|>` must be that
+                      very token; digits must be 0..999 without leading zeros)
+    wrong_arity       not 4 numbers for a box; fewer than 6 or an odd number for a polygon
+    bbox_invalid      x2 <= x1 or y2 <= y1, degenerate ones included; for a polygon, of its bounding box
+
+Called by `parse_rollout`. The corners of all entries are looked up at once, for there are dozens, mostly right boxes.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.records import ParsedRollout, Rollout
-from learner.tasks.detection.coordinates import NO_COORDINATES, Coordinates, digit_coordinates, token_coordinates
-from learner.tasks.detection.grammar import Grammar
-from learner.tasks.detection.judge import judge
-from learner.tasks.detection.read import Entry, read_answer
-from learner.tasks.pieces import TokenPieces, TokenText
+from learner.records import CoordSlots, DetectionObject, DropReason, ParsedRollout, PredictedObject, Rollout
+from learner.tasks.detection.bins import arity_is_right, encloses_something
+from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar, decode
+from learner.tasks.tokens import TokenPieces, TokenText
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class Coordinates(NamedTuple):
+    """`slots` has the C coordinates, each said in bytes `begins[i]..ends[i]`."""
+
+    slots: CoordSlots
+    begins: NDArray[np.int64]  # [C]
+    ends: NDArray[np.int64]  # [C]
+
+
+NO_COORDINATES = Coordinates(CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=_NONE), _NONE, _NONE)
+
+
+def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
+    """The tokens that are a coordinate each. `bin_of_token[id]` is negative for others; its last is for larger ids."""
+    bins = bin_of_token.take(text.ids, mode="clip")
+    at = np.flatnonzero(bins >= 0)
+    slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))
+    return Coordinates(slots, text.starts()[at], text.ends[at])
+
+
+def digit_coordinates(text: TokenText) -> Coordinates:
+    """The runs of digits that do not go on a word. The text begins with something else: a container's opener. The bin
+    of a run of more than three means nothing."""
+    chars = np.frombuffer(text.data + b" ", dtype=np.uint8)
+    digits = chars - ord("0")  # other characters wrap around to 10 and more
+    is_digit = digits < 10
+    edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
+    begins, ends = edges[0::2], edges[1::2]
+    apart = chars[begins - 1] != ord("_")  # `object_12`, `bbox_2d`: a third of all
+    begins, ends = begins[apart], ends[apart]
+    first = text.ends.searchsorted(begins, "right")
+    behind = text.ends.searchsorted(ends, "left") + 1
+    ones, tens, hundreds = ((digits * is_digit)[ends - place].astype(np.int64) for place in (1, 2, 3))
+    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # `1,2`: a number's digit before another number
+    slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
+    return Coordinates(slots, begins, ends)
+
+
+_CLOSER = {b"{": b"}", b"[": b"]"}
+
+
+# One syntactically closed object: the offset after its "}"; N of `object_N`, 0 where it has none; its fault; and where
+# it has none, its description as written and where that stands, its geometry's name, and where the content of its list
+# begins and ends. A plain tuple, for there are dozens in an answer.
+Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What was read of one answer."""
+
+    opened: bool = False
+    closed: bool = False  # the container's own closer was met
+    clean: bool = False  # ... and only whitespace follows
+    truncated: bool = False  # something was cut off
+    entries: list[Entry] = field(default_factory=list)
+
+
+def read_answer(data: bytes, grammar: Grammar) -> Reading:
+    """Linear in the length of `data`; never raises on an answer, whatever it holds."""
+    reading = Reading()
+    opening = grammar.open_pattern.match(data)
+    if opening is None:
+        return reading
+    reading.opened = True
+    pos = opening.end()
+    if opening[1]:
+        _close(reading, data, pos)
+        return reading
+    read_usual, add = grammar.usual_pattern.match, reading.entries.append
+    follows = b","
+    while follows == b",":
+        usual = read_usual(data, pos)
+        if usual:
+            number, string, geometry, follows = usual.group("number", "desc", "kind", "follows")
+            end, place = usual.start("end"), usual.span("desc")
+            add((end, int(number or 0), None, string, place, geometry, *usual.span("list")))
+            pos = usual.end()
+            continue
+        entry = _read_unusual(data, pos, grammar)
+        if entry is None:
+            reading.truncated = bool(data[pos:].strip(JSON_SPACE))
+            return reading
+        add(entry)
+        separator = grammar.next_pattern.match(data, entry[0])
+        assert separator is not None  # it matches the empty text too
+        follows, pos = separator[1], separator.end()
+    if follows:
+        _close(reading, data, pos)
+    else:
+        reading.truncated = pos < len(data)
+    return reading
+
+
+def _close(reading: Reading, data: bytes, pos: int) -> None:
+    reading.closed = True
+    reading.clean = not data[pos:].strip(JSON_SPACE)
+
+
+def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
+    """An entry field by field. None: it never closes."""
+    opening = grammar.entry_pattern.match(data, pos)
+    if opening is None:
+        return None
+    name = OBJECT_NAME.fullmatch(opening[1]) if grammar.indexed else None
+    number = int(name[1]) if name else 0
+    pos = opening.end()
+    fields: dict[bytes, _Field] = {}
+    repeated = False
+    while match := FIELD.match(data, pos):
+        key, string, _, stop = match.groups()
+        repeated = repeated or key in fields
+        fields[key] = _Field(string, match.span(2), *match.span(3))
+        pos = match.end()
+        if stop == b"}":
+            return _entry(pos, number, fields, data, grammar, repeated=repeated, complete=True)
+    end = closing_brace(data, opening.end() - 1)
+    return None if end is None else _entry(end, number, fields, data, grammar, repeated=repeated, complete=False)
+
+
+class _Field(NamedTuple):
+    """A field's value: a string, or the list in bytes `start..stop`, or something else."""
+
+    string: bytes | None
+    place: tuple[int, int]  # of the string
+    start: int  # negative: no list
+    stop: int
+
+
+def _entry(
+    end: int,
+    number: int,
+    fields: Mapping[bytes, _Field],
+    data: bytes,
+    grammar: Grammar,
+    *,
+    repeated: bool,
+    complete: bool,
+) -> Entry:
+    desc = fields.get(grammar.desc_name.encode())
+    geometries = [name for name in fields if name in GEOMETRY_KINDS]
+    fault: DropReason | None = None
+    if repeated:
+        fault = "key_invalid"
+    elif desc is None or desc.string is None or decode(desc.string) is None:
+        fault = "missing_desc"
+    elif len(fields) > 1 + len(geometries) or len(geometries) > 1:
+        fault = "unknown_geom"
+    elif not geometries or fields[geometries[0]].start < 0:
+        fault = "missing_geom"
+    elif not complete:
+        fault = "unknown_geom"
+    else:
+        assert desc.string is not None
+        _, _, start, stop = fields[geometries[0]]
+        if grammar.list_pattern.fullmatch(data, start, stop):
+            return end, number, None, desc.string, desc.place, geometries[0], start, stop
+        fault = "non_coord_token" if data[start:stop].strip(JSON_SPACE) else "wrong_arity"
+    return end, number, fault, b"", (0, 0), b"", 0, 0
+
+
+def closing_brace(data: bytes, start: int) -> int | None:
+    """The offset after the bracket that closes the one at `start`; None where none does, or brackets are crossed."""
+    stack: list[bytes] = []
+    for match in BALANCE.finditer(data, start):
+        mark = match[0]
+        if mark in _CLOSER:
+            stack.append(_CLOSER[mark])
+        elif mark == b'"':
+            return None  # a string that never ends
+        elif mark in (b"}", b"]"):
+            if stack.pop() != mark:
+                return None
+            if not stack:
+                return match.end()
+    return None
+
+
+Outcome = PredictedObject | DropReason
+_FOUR = np.arange(4)
+# Made of tuples, for dozens at a time: calling the classes takes twice as long.
+_detection: Callable[[tuple[Any, ...]], DetectionObject] = partial(tuple.__new__, DetectionObject)
+_predicted: Callable[[tuple[Any, ...]], PredictedObject] = partial(tuple.__new__, PredictedObject)
+
+
+def judge(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar) -> list[Outcome]:
+    """The outcome of each entry; `data` are the answer's bytes."""
+    if not entries:
+        return []
+    _, numbers, faults, strings, places, geometries, begins, ends = zip(*entries, strict=True)
+    first, behind = coordinates.begins.searchsorted(begins), coordinates.ends.searchsorted(ends, "right")
+    num_listed = behind - first  # digits are a number of the list wherever they stand in it
+    if not grammar.digits:
+        num_listed = np.fromiter(map(data.count, repeat(b","), begins, ends), dtype=np.int64, count=len(entries)) + 1
+    bins = coordinates.slots.bin if len(coordinates.slots.bin) else np.zeros(1, dtype=np.int64)
+    corners = bins.take(first[:, None] + _FOUR, mode="clip")
+    x1, y1, x2, y2 = corners.T
+    boxes = (behind - first == 4) & (num_listed == 4) & (x1 < x2) & (y1 < y2)
+    descs = [decode(string) or "" for string in strings]
+    slots = list(map(range, first.tolist(), behind.tolist()))
+    objects = map(_detection, zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), strict=False))
+    outcomes: list[Outcome] = list(map(_predicted, zip(objects, slots, places, strict=True)))
+    usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
+    for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):
+        outcomes[i] = faults[i] or _judge(entries[i], int(num_listed[i]), slots[i], coordinates)
+    if grammar.indexed:
+        _refuse_keys(numbers, outcomes)
+    return outcomes
+
+
+def _judge(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
+    """Of one entry without a fault."""
+    _, _, _, string, place, geometry, _, _ = entry
+    desc, kind = decode(string), GEOMETRY_KINDS[geometry]
+    if desc is None:
+        return "missing_desc"
+    if len(slots) != num_listed:
+        return "non_coord_token"  # other tokens spell out a coordinate token's text
+    bins = tuple(coordinates.slots.bin[slots.start : slots.stop].tolist())
+    if not arity_is_right(kind, bins):
+        return "wrong_arity"
+    if not encloses_something(kind, bins):
+        return "bbox_invalid"
+    return PredictedObject(DetectionObject(desc, kind, bins), slots, place)
+
+
+def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
+    """Numbers that are none, or that came before, overrule whatever was said."""
+    if 0 not in numbers and len(set(numbers)) == len(numbers):
+        return
+    met: set[int] = {0}
+    for i, number in enumerate(numbers):
+        if number in met:
+            outcomes[i] = "key_invalid"
+        met.add(number)
+
 
 # A quote here can only be a closing one, and none but the first character: what comes after it is outside strings.
 _STRUCTURE = re.compile(rb'"?[\]} \t\n\r]*+')

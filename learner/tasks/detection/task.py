@@ -10,16 +10,13 @@ from numpy.typing import NDArray
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
 from learner.tasks.detection.bins import canonical_key
-from learner.tasks.detection.coco import coco_ap
-from learner.tasks.detection.counts import COLUMNS, CountTable, count_objects
-from learner.tasks.detection.evaluate import evaluate_counts
 from learner.tasks.detection.grammar import NUM_BINS, grammar_for
 from learner.tasks.detection.match import match_objects
+from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
-from learner.tasks.detection.serialize import escaped, serialize_objects
-from learner.tasks.detection.validate import object_fault, validate_sample
-from learner.tasks.pieces import pieces_of
+from learner.tasks.detection.write import escaped, object_fault, serialize_objects, validate_sample
 from learner.tasks.task import SerializedTail, Tokenizer
+from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError
 
 

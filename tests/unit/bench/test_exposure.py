@@ -12,7 +12,7 @@ import torch
 from bench.exposure import KINDS, compare, table
 from deploy.demo import build_data, model
 from learner.config.schema import DataConfig, ModelConfig, TaskConfig
-from learner.data.load import load_samples
+from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
 from learner.records import Assignment, DetectionObject, Rollout, Sample
 from learner.tasks.detection.task import DetectionTask

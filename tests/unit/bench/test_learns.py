@@ -33,9 +33,9 @@ from bench.gpu.learns_slots import Place, Slot, places, run_all, server_config
 from bench.gpu.learns_stage1 import Stage1, stage1_config
 from deploy.launch import supervised
 from learner.config.load import load_config
-from learner.tasks.detection.counts import COLUMNS
+from learner.tasks.detection.metrics import COLUMNS
 from rollout_server.config import load_server_config
-from shared.config_io import write_yaml
+from shared.config.parse import write_yaml
 from shared.errors import ConfigError
 
 SERVED = Place(index=0, server_devices=(0,), learner_devices=(1,), server_url="http://127.0.0.1:9000", group_port=9001)

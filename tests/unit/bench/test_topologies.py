@@ -18,7 +18,7 @@ from bench.gpu.watch import Watch, family, read_smi
 from deploy.launch import Process
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
-from shared.config_io import write_yaml
+from shared.config.parse import write_yaml
 
 
 def work(folder: Path, *, on_gpu: bool) -> Work:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from deploy.launch import load_launch_config
-from shared.config_errors import ConfigErrors, Mistake
-from shared.config_io import write_yaml
-from shared.ports import free_port
+from shared.addresses import free_port
+from shared.config.model import ConfigErrors, Mistake
+from shared.config.parse import write_yaml
 from tests.unit.learner.config.examples import changed, minimal
 
 SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy import wait_ready
-from shared.config_io import write_yaml
+from shared.config.parse import write_yaml
 from tests.unit.learner.config.examples import REMOVE, SERVER, changed, minimal
 
 

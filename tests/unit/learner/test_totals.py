@@ -10,7 +10,7 @@ import pytest
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Segment, StepResult
-from learner.totals import StepTotals
+from learner.trainer import StepTotals
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
 STATS = ({"matched": 2.0, "missed": 1.0}, {"matched": 0.0, "missed": 3.0, "drop/truncated": 1.0}, {})

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.data.sampler import DistributedSampler
+from learner.data.batches import DistributedSampler
 from learner.policy.parallel import Ranks
 from learner.records import Rollout
 from shared.errors import PromptMismatchError

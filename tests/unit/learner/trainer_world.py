@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from deploy.demo.scenes import DIGIT_WORDS
-from learner import build, checkpoint
+from learner import build
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
@@ -29,6 +29,7 @@ from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
 from learner.rollout.backend import MicroStep
+from learner.run import checkpoint
 from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
 from shared.seeds import request_seed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.answers import RecentAnswers
+from rollout_server.service import RecentAnswers
 from shared.errors import RequestError
 
 

@@ -17,13 +17,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from schemathesis import GenerationMode
 
-from shared.wire import (
-    CloseCommunicatorCall,
-    InferCall,
-    InitCommunicatorCall,
-    ScoreCall,
-    UpdateWeightsCall,
-)
+from shared.wire import CloseCommunicatorCall, InferCall, InitCommunicatorCall, ScoreCall, UpdateWeightsCall
 from tests.unit.rollout_server.test_fuzz import check, send
 
 CALLS: dict[str, type[BaseModel]] = {

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rollout_server.config import ServerConfig, load_server_config
-from shared.config_errors import ConfigErrors, Mistake, dotted
-from shared.config_io import dump_yaml, load_yaml, parse, write_yaml
-from tests.unit.shared.config_strategies import refused, sections
+from shared.config.model import ConfigErrors, Mistake, dotted
+from shared.config.parse import dump_yaml, load_yaml, parse, write_yaml
+from tests.unit.shared.config.strategies import refused, sections
 
 
 def write(folder: Path, text: str) -> Path:

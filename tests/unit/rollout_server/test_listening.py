@@ -7,7 +7,7 @@ import socket
 
 from rollout_server.__main__ import _bind
 from rollout_server.config import ServerConfig
-from shared.ports import free_port
+from shared.addresses import free_port
 
 
 def test_replies_are_sent_at_once() -> None:

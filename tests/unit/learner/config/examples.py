@@ -10,7 +10,7 @@ import pytest
 
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
-from shared.config_errors import ConfigErrors, Mistake
+from shared.config.model import ConfigErrors, Mistake
 
 ROLLOUT = "custom.extra.rollout_matching"
 SERVER = f"{ROLLOUT}.vllm.server"

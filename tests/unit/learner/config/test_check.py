@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from learner.__main__ import main
 from learner.config.check import run_check
-from shared.config_io import dump_yaml
+from shared.config.parse import dump_yaml
 from shared.wire import ErrorBody
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everything, minimal, stage2
 

@@ -10,12 +10,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from deploy.docs import documents
-from learner.config.legacy import RETIRED
-from learner.config.load import load_config
+from learner.config.load import RETIRED, load_config
 from learner.config.schema import RunConfig
 from rollout_server.config import ServerConfig
-from shared.config_model import describe_field, walk_keys
-from shared.config_yaml import parse_text
+from shared.config.model import describe_field, walk_keys
+from shared.config.yaml import parse_text
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, changed, everything, minimal, stage2
 
 ROOT = Path(__file__).parents[4]

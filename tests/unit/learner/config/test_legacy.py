@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.config.legacy import RETIRED
+from learner.config.load import RETIRED
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, mistakes, only_mistake, stage2
 
 DECODE = f"{ROLLOUT}.decode_batch_size"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.config.plan import Plan, resolve
-from shared.config_errors import ConfigErrors
+from shared.config.model import ConfigErrors
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal, stage2, valid
 
 VLLM = f"{ROLLOUT}.vllm"

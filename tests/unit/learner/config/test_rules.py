@@ -9,7 +9,7 @@ import pytest
 
 from learner.config.plan import resolve
 from learner.config.rules import sync_mode
-from shared.config_errors import ConfigErrors
+from shared.config.model import ConfigErrors
 from tests.unit.learner.config.examples import (
     REMOVE,
     ROLLOUT,

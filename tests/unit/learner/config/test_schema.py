@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from learner.config.load import RESOLVED_NAME, load_config, write_resolved
 from learner.config.schema import RunConfig
-from shared.config_errors import ConfigErrors, dotted
-from shared.config_io import dump_yaml, load_yaml, parse, write_yaml
-from shared.config_model import item_of, section_of, walk_keys
+from shared.config.model import ConfigErrors, dotted, item_of, section_of, walk_keys
+from shared.config.parse import dump_yaml, load_yaml, parse, write_yaml
 from tests.unit.learner.config.examples import (
     REMOVE,
     ROLLOUT,
@@ -28,7 +27,7 @@ from tests.unit.learner.config.examples import (
     stage2,
     valid,
 )
-from tests.unit.shared.config_strategies import refused, sections, texts
+from tests.unit.shared.config.strategies import refused, sections, texts
 
 VLLM = f"{ROLLOUT}.vllm"
 

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data import Batches, MicroBatch
+from learner.data.batches import Batches, MicroBatch
 from learner.data.encoding import PromptEncoder, WorkerPool
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError, DataError, DeadlineError, MediaError
@@ -239,7 +239,7 @@ def test_workers_run_ahead_by_a_bounded_amount() -> None:
 
 
 def test_the_real_encoder_pickles(tiny_vlm: Any) -> None:
-    from learner.prompt import PromptEncoder as RealEncoder
+    from learner.data.prompt import PromptEncoder as RealEncoder
 
     encoder = RealEncoder.load(str(tiny_vlm))
     sample = make_samples(1)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from learner.__main__ import main
-from shared.config_io import dump_yaml
+from shared.config.parse import dump_yaml
 from tests.unit.learner.config.examples import changed, minimal
 
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "shapely")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data.sampler import DistributedSampler, Share
+from learner.data.batches import DistributedSampler, Share
 
 SIZES = st.integers(1, 60)
 RANKS = st.integers(1, 5)

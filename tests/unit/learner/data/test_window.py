@@ -12,9 +12,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data import Batches, MicroBatch
-from learner.data.sampler import DistributedSampler
-from learner.data.window import WindowRepeater, WindowStep, steps_per_epoch
+from learner.data.batches import Batches, DistributedSampler, MicroBatch, WindowRepeater, WindowStep, steps_per_epoch
 from tests.unit.learner.data.fakes import CountingEncoder, make_run, make_samples
 
 Ids = tuple[str, ...]

@@ -14,12 +14,13 @@ from packaging.requirements import Requirement
 
 from learner.config.load import config_of
 from learner.config.plan import resolve
-from learner.doctor import machine, network, servers
+from learner.doctor import machine, servers
+from learner.doctor import machine as network
 from learner.doctor.command import annotation_files, report
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
 from learner.doctor.look import reason_not_to_join
 from learner.sync.canary import CanaryItem
-from shared.config_io import dump_yaml
+from shared.config.parse import dump_yaml
 from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ScoreReply, ServerStatus
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal

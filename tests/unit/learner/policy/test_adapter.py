@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from learner.config.schema import LoraConfig
-from learner.policy.adapter import AdapterWeights
 from learner.policy.load import Policy
+from learner.policy.lora import AdapterWeights
 from tests.models import FAMILIES
 from tests.unit.learner.policy.rows import policy_of
 

@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 import tests.unit.learner.policy.varlen  # noqa: F401  # the operators on the CPU
 from learner.config.schema import LoraConfig, ModelConfig
 from learner.policy import attention, compiled, loss
-from learner.policy.generating import generating
 from learner.policy.load import Policy
 from learner.records import EncodedPrompt, PackedRow
+from learner.rollout.hf import generating
 from shared.errors import ConfigError
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 

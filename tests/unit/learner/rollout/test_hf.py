@@ -17,21 +17,13 @@ import torch
 from learner.config.schema import LoraConfig, RolloutMatchingConfig
 from learner.policy.load import Policy
 from learner.records import Sample
-from learner.rollout.backend import MicroStep
-from learner.rollout.call_log import RolloutCallLog
-from learner.rollout.hf import HfBackend
-from learner.rollout.hf_inputs import stop_token_ids
+from learner.rollout.backend import MicroStep, RolloutCallLog
+from learner.rollout.hf import HfBackend, stop_token_ids
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.seeds import request_seed
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, segment
 from tests.unit.learner.policy.rows import sample as sample_of
-from tests.unit.learner.rollout.hf_reference import (
-    NUM_NEW,
-    SAMPLE,
-    reference_beam,
-    reference_greedy,
-    reference_sample,
-)
+from tests.unit.learner.rollout.hf_reference import NUM_NEW, SAMPLE, reference_beam, reference_greedy, reference_sample
 
 PLACE = {"global_step": 4, "micro_step_idx": 1}
 

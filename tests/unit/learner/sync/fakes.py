@@ -19,10 +19,10 @@ import respx
 import torch
 
 from learner.records import EncodedPrompt
-from learner.sync import CanaryItem
+from learner.sync.canary import CanaryItem
 from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError
-from shared.operation import Operation
-from shared.weights import SEAL_BYTES, is_sealed, spec_of, unpack
+from shared.sync.buckets import SEAL_BYTES, is_sealed, spec_of, unpack
+from shared.sync.calls import Operation
 from shared.wire import TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 
@@ -252,7 +252,7 @@ class FakeServer:
 
 
 def joiner(servers: Sequence[FakeServer]) -> Any:
-    """`shared.communicator.start_join`, into the fake servers' queues."""
+    """`shared.sync.group.start_join`, into the fake servers' queues."""
     by_port = {server.group_port: server for server in servers}
 
     def start_join(

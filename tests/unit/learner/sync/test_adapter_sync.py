@@ -9,8 +9,8 @@ import pytest
 import respx
 import torch
 
-from learner.rollout.server import ServerBackend
-from learner.sync import WeightSync
+from learner.rollout.servers import ServerBackend
+from learner.sync.weight_sync import WeightSync
 from shared.errors import CoverageError, ProjectError, ServerMismatchError, SyncError
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import Adapter, FakeServer, Merged, Weights, canary_items, joiner, logprobs

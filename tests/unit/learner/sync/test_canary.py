@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from learner.sync.canary import compare, score_items
 from learner.sync.source import check_specs, sealed_buckets
 from shared.errors import CanaryError, PromptMismatchError, RolloutError, SyncError
-from shared.weights import plan_buckets, unpack
+from shared.sync.buckets import plan_buckets, unpack
 from shared.wire import ScoreReply
 from tests.unit.learner.sync.fakes import PROMPT_IDS, Weights, canary_items
 

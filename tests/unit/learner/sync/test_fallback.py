@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.sync.fallback import AdapterFallback, check_plain
+from learner.sync.receipts import AdapterFallback, check_plain
 from shared.errors import CoverageError, SyncError
 from tests.unit.learner.sync.fakes import Adapter, Weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from learner.sync.handshake import check_architecture, check_prompt
+from learner.sync.servers import check_architecture, check_prompt
 from shared.errors import PromptMismatchError, ServerMismatchError
 from shared.wire import ScoreReply, ServerStatus
 from tests.unit.learner.sync.fakes import PROMPT_IDS, canary_items

@@ -12,12 +12,12 @@ import pytest
 import respx
 import torch
 
-from learner.rollout.server import ServerBackend
-from learner.sync import WeightSync
-from shared import communicator
+from learner.rollout.servers import ServerBackend
+from learner.sync.weight_sync import WeightSync
+from shared.addresses import free_ports
 from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError, ServerUnreachableError
-from shared.ports import free_ports
-from shared.weights import SEAL_BYTES, is_sealed, unpack
+from shared.sync import group as communicator
+from shared.sync.buckets import SEAL_BYTES, is_sealed, unpack
 from shared.wire import InitCommunicatorCall, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.sync.fakes import FakeServer, Weights, canary_items, logprobs

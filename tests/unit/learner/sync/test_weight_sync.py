@@ -10,8 +10,8 @@ import pytest
 import respx
 import torch
 
-from learner.rollout.server import ServerBackend
-from learner.sync import WeightSync
+from learner.rollout.servers import ServerBackend
+from learner.sync.weight_sync import WeightSync
 from shared.errors import (
     CanaryError,
     CommunicatorError,

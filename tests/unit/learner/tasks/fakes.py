@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from learner.config.schema import TaskConfig
 from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection.task import DetectionTask
-from learner.tasks.pieces import _BYTE_OF
+from learner.tasks.tokens import _BYTE_OF
 
 _CHAR_OF = {byte: char for char, byte in _BYTE_OF.items()}
 COORD = re.compile(rb"<\|coord_(0|[1-9]\d{0,2})\|>")

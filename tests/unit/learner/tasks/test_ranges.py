@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.tasks.ranges import ranges
+from learner.tasks.tokens import ranges
 
 
 @given(st.lists(st.tuples(st.integers(-5, 50), st.integers(0, 6)), max_size=12))

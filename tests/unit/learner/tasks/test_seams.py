@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deploy.demo.model import build_tokenizer
-from learner.tasks.pieces import TokenPieces
-from learner.tasks.seams import Seams, _added_seams
+from learner.tasks.tokens import Seams, TokenPieces, _added_seams
 
 COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]
 NUMBERS = st.integers(0, 1010).map(str) | st.sampled_from(["007", "[12", " 5]", "[1, 23, 456]", '"seat [7], "'])

@@ -8,11 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.records import Assignment, DetectionObject
-from learner.tasks.detection.bootstrap import bootstrap_difference, bootstrap_interval
-from learner.tasks.detection.coco import coco_ap
-from learner.tasks.detection.counts import COLUMNS, CountTable, count_objects
-from learner.tasks.detection.evaluate import METRICS, evaluate_counts
 from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.metrics import (
+    COLUMNS,
+    METRICS,
+    CountTable,
+    bootstrap_difference,
+    bootstrap_interval,
+    coco_ap,
+    count_objects,
+    evaluate_counts,
+)
 from shared.errors import DataError
 from tests.unit.learner.tasks.fakes import box, make_rollout, make_task
 

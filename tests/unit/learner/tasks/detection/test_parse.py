@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from learner.records import ParsedRollout, PredictedObject
 from learner.tasks.detection.task import DetectionTask
-from learner.tasks.pieces import pieces_of
+from learner.tasks.tokens import pieces_of
 from tests.unit.learner.tasks.detection import reference
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES, OBJECTS, answers, corrupted, cuts
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task, poly

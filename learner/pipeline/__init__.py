@@ -1,1 +1,0 @@
-"""Rollout ahead of learning: `queue.RolloutPipeline` is what the trainer uses; `protocol.py` holds the rules."""

@@ -1,0 +1,135 @@
+"""Training state off the device while colocated vLLM allocates and computes there (R20).
+
+In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory; afterwards they
+are back as they were, bit for bit, whatever happened inside: gradients and ties of the model, the optimizer's moments.
+Nothing happens where the device is the CPU. Entered by `learner/rollout/colocate.py` around everything that vLLM
+does: its start, weight loads, rollouts.
+
+The host memory is page-locked and stays for the next time: taking fresh pages for every move costs ten times the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from learner.config.rules import ROLLOUT
+from learner.config.schema import OffloadConfig
+from learner.policy.load import Policy
+from learner.policy.optim import Optimizer
+from learner.policy.sharding import is_part
+from shared.errors import ConfigError
+
+HOST = torch.device("cpu")
+_BLOCK_BYTES = 256 * 2**20  # a power of two, to which torch rounds what it locks
+_ALIGNMENT = 64
+
+
+class HostMemory:
+    """Places for tensors, in blocks that are kept: the same tensors get the same places again after `begin`."""
+
+    def __init__(self, *, page_locked: bool) -> None:
+        self._page_locked = page_locked
+        self._blocks: list[torch.Tensor] = []  # uint8
+        self._used: list[int] = []  # bytes taken of each block
+
+    def begin(self) -> None:
+        """Give all places up."""
+        self._used = [0] * len(self._blocks)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Uninitialised, of the tensor's type, shape and strides. Raises ConfigError where memory is short."""
+        fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
+        index = next(fitting, len(self._blocks))
+        if index == len(self._blocks):
+            self._blocks.append(self._allocate(max(_BLOCK_BYTES, tensor.nbytes)))
+            self._used.append(0)
+        begin = self._used[index]
+        content = self._blocks[index][begin : begin + tensor.nbytes]
+        self._used[index] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        strides = torch.empty_like(tensor, device="meta").stride()  # dense, whatever the tensor looks at
+        return content.view(tensor.dtype).as_strided(tensor.shape, strides)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._page_locked)
+        except RuntimeError as error:
+            held = sum(block.nbytes for block in self._blocks)
+            raise ConfigError(
+                f"{ROLLOUT}.offload: the host has no memory for what is to leave the device",
+                found=f"{held / 2**30:.1f} GiB, and {num_bytes / 2**30:.2f} more refused: {str(error).splitlines()[0]}",
+                wanted="page-locked host memory of the size of what is moved, on each rank",
+                remedy="move less (offload_model, offload_optimizer), or raise the job's memory limit",
+            ) from error
+
+
+class Offload:
+    """What `tensors` gives lives on `device`; it is asked before every move, for gradients come and go."""
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._memory = HostMemory(page_locked=device.type == "cuda")
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, the device holds nothing of the tensors; they must not be used for anything but reading weights.
+        Raises ConfigError where the host has no room, with nothing moved."""
+        tensors = list(self._tensors())
+        self._memory.begin()
+        places = [self._memory.place(tensor) for tensor in tensors]
+        for tensor, place in zip(tensors, places, strict=True):
+            place.copy_(tensor.data, non_blocking=True)
+        self._wait()
+        for tensor, place in zip(tensors, places, strict=True):
+            tensor.data = place
+        try:
+            if tensors and self._device.type == "cuda":
+                torch.cuda.empty_cache()  # vLLM allocates by itself, not from what torch has kept
+            yield
+        finally:
+            for tensor in tensors:
+                tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer) -> Offload:
+    """What the configuration names. Raises ConfigError where it can't be moved and come back as it was."""
+    moves = config.enabled and policy.device != HOST
+    moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
+
+    def tensors() -> Iterator[torch.Tensor]:
+        if moves_model:
+            yield from policy.model.parameters()
+            yield from (p.grad for p in policy.model.parameters() if p.grad is not None)
+            yield from policy.model.buffers()
+        if moves_optimizer:
+            yield from optimizer.state().values()
+
+    if config.enabled and (config.offload_model or config.offload_optimizer):
+        _require_whole(policy)
+    return Offload(tensors, policy.device)
+
+
+def _require_whole(policy: Policy) -> None:
+    """The optimizer's state is laid out as the parameters are."""
+    for name, parameter in policy.model.named_parameters():
+        if is_part(parameter):
+            raise _unsafe(f"{name} sharded over ranks (a DTensor, as FSDP makes it)", policy)
+        if parameter.device != policy.device:
+            raise _unsafe(f"{name} on {parameter.device}", policy)
+
+
+def _unsafe(found: str, policy: Policy) -> ConfigError:
+    return ConfigError(
+        f"{ROLLOUT}.offload.enabled: the training state can't be moved off the device safely",
+        found=found,
+        wanted=f"every parameter whole on {policy.device}",
+        remedy="set offload.enabled: false, train without sharding, or roll out elsewhere: rollout_backend: hf, or "
+        "vllm.mode: server",
+    )

@@ -1,0 +1,310 @@
+"""Rollouts from pre-launched servers: `RolloutBackend` over all of them (R05-R07, R10-R16, R21, R23, R30).
+
+In: samples of this rank. Out: one rollout per sample, in order, by one weight version. Invariants: servers are
+checked and their world sizes queried once, at `connect`; a request's seed depends on its place over all ranks only;
+the in-flight cap of `distribution.py` holds through refills and retries; nothing is skipped, an error ends the call.
+May be called from any thread. Built by the learner's start-up; its clients and loop are shared with `learner/sync/`.
+
+One asyncio event loop in a thread of its own: the bridge between the learner's plain code and the async HTTP client.
+
+All `ServerClient`s of a process live on one such loop, so `generate` and the weight sync may be called from any
+thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller that is interrupted cancels what
+it started; `close` is bounded in time. Used by `server.py` and `learner/sync/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from learner.config.schema import RolloutMatchingConfig, ServerEntry
+from learner.records import Rollout
+from learner.rollout.backend import (
+    CallRecord,
+    MicroStep,
+    Place,
+    Requests,
+    RolloutBackend,
+    RolloutCallLog,
+    begin_record,
+    recorded,
+    split_window,
+)
+from learner.rollout.client import ServerClient, Timeouts
+from learner.rollout.distribution import Batch, Lane, Span, chunk_size, distribute
+from learner.rollout.requests import infer_request, read_rollouts, request_config
+from shared.errors import ConfigError, ProjectError, ServerMismatchError
+from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, ServerStatus
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        # daemon: an interpreter that is leaving because of an error must not wait for an answer
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start `coroutine` on the loop; cancelling the future cancels it there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run `coroutine` to its end. Deadlines are the coroutine's own business."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel what still runs and end the thread, within `timeout_s`. A second call does nothing."""
+        if self.closed:
+            return
+        self.submit(_cancel_others()).result(timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+log = logging.getLogger("learner.rollout")
+
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """The constants of a `generate_window`."""
+
+    asked: Requests
+    requests: Sequence[RolloutInferRequest]  # the same, for the wire
+    config: RequestConfig
+    record: RolloutCallLog
+
+
+class ServerBackend(RolloutBackend):
+    """`token`: bearer token. `vocab_size`: of the learner's model, compared with the servers'. `on_call` hears of every
+    `generate_window`, from the thread that called it. `expected_ver` is set by the weight sync; None: any, but only
+    one."""
+
+    def __init__(
+        self,
+        config: RolloutMatchingConfig,
+        *,
+        run_seed: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        token: str | None = None,
+        vocab_size: int | None = None,
+        on_call: Callable[[RolloutCallLog], None] | None = None,
+    ) -> None:
+        server = config.vllm.server
+        self.servers: tuple[ServerEntry, ...] = tuple(server.servers or ())
+        if not self.servers:
+            raise ConfigError(
+                "custom.extra.rollout_matching.vllm.server.servers: no rollout server",
+                found="an empty list",
+                wanted="at least one {base_url, group_port}",
+                remedy="name the servers, or set vllm.mode: colocate or rollout_backend: hf",
+            )
+        self.config = config
+        self.expected_ver: int | None = None
+        self.world_sizes: tuple[int, ...] = ()  # set by `connect`, and so is `chunk`
+        self.chunk = 0  # requests that this rank may have in flight
+        self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
+        self._vocab_size, self._on_call = vocab_size, on_call
+        self._decoding = {greedy: request_config(config.decoding, greedy=greedy) for greedy in (False, True)}
+        timeouts = Timeouts.of(server.timeout_s, server.infer_timeout_s)
+        self.loop = LoopThread("rollout-client")
+        self.clients = tuple(ServerClient(entry.base_url, timeouts=timeouts, token=token) for entry in self.servers)
+
+    def connect(self) -> tuple[ServerStatus, ...]:
+        """Wait until every server is healthy (at most `timeout_s`), check it, ask its world size once.
+
+        Raises ServerUnreachableError, ServerMismatchError (protocol, vocabulary), ConfigError (caps, lengths).
+        """
+        statuses = self.statuses()
+        self.world_sizes = tuple(self.loop.run(_gather(client.world_size() for client in self.clients)))
+        self.chunk = chunk_size(
+            decode_batch_size=self.config.decode_batch_size,
+            server_world_sizes=self.world_sizes,
+            num_ranks=self._num_ranks,
+        )
+        for entry, status, size in zip(self.servers, statuses, self.world_sizes, strict=True):
+            log.info(
+                "rollout server %s: group_port %d, world size %d, model %s, %s at ver %d",
+                entry.base_url,
+                entry.group_port,
+                size,
+                status.model,
+                status.gate,
+                status.ver,
+            )
+        log.info("rank %d of %d: at most %d requests in flight", self._rank, self._num_ranks, self.chunk)
+        return statuses
+
+    def statuses(self) -> tuple[ServerStatus, ...]:
+        """Every server's state now, in configured order. Raises as `connect` does."""
+        return tuple(self.loop.run(_gather(self._look(client) for client in self.clients)))
+
+    def generate_window(
+        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+    ) -> list[list[Rollout]]:
+        """See `RolloutBackend`. No samples: no request. Every rank should bring the same number (D4's cap counts on
+        it)."""
+        asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
+        if not asked.samples:
+            return [[] for _ in window]
+        record = begin_record(window, global_step=global_step, chunk=self.chunk)
+        record.began_at = time.time()
+        job = _Job(
+            asked=asked,
+            requests=[infer_request(sample) for sample in asked.samples],
+            config=self._decoding[greedy],
+            record=record,
+        )
+        with recorded(record, self._on_call):
+            rollouts = self.loop.run(self._generate(job))
+            record.ver = rollouts[0].ver
+            return split_window(window, rollouts)
+
+    def close(self) -> None:
+        """Close connections and end the loop's thread; bounded in time, and harmless when repeated."""
+        if not self.loop.closed:
+            self.loop.submit(_gather(client.aclose() for client in self.clients)).result(CLOSE_S)
+            self.loop.close(CLOSE_S)
+
+    async def _look(self, client: ServerClient) -> ServerStatus:
+        await client.wait_healthy()
+        status = await client.status()
+        self._check(client.base_url, status)
+        return status
+
+    def _check(self, base_url: str, status: ServerStatus) -> None:
+        if status.protocol != PROTOCOL_VERSION:
+            raise ServerMismatchError(
+                f"{base_url}: the server speaks another protocol",
+                found=f"protocol {status.protocol}",
+                wanted=f"protocol {PROTOCOL_VERSION}",
+                remedy="run the same version of this project on both sides",
+            )
+        if self._vocab_size is not None and status.vocab_size != self._vocab_size:
+            raise ServerMismatchError(
+                f"{base_url}: the server's model has another vocabulary than the learner's",
+                found=f"vocab_size {status.vocab_size} ({status.model})",
+                wanted=f"vocab_size {self._vocab_size} (model.path)",
+                remedy="start the server with the model that the learner starts from",
+            )
+        if self.config.decoding.max_new_tokens >= status.max_model_len:
+            raise ConfigError(
+                "custom.extra.rollout_matching.decoding.max_new_tokens: no room for a prompt",
+                found=f"{self.config.decoding.max_new_tokens} of the {status.max_model_len} tokens of {base_url}",
+                wanted="fewer new tokens than the server's max_model_len",
+                remedy="lower max_new_tokens, or raise max_model_len in the server's configuration",
+            )
+
+    async def _generate(self, job: _Job) -> list[Rollout]:
+        plan = distribute(
+            len(job.requests),
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            server_world_sizes=self.world_sizes,
+            decode_batch_size=self.config.decode_batch_size,
+        )
+        spans = _within_micro_steps(plan.spans, job.asked.places)
+        lanes = [
+            self._lane(job, self.clients[i], [span for span in spans if span.server == i], cap)
+            for i, cap in enumerate(plan.caps)
+            if cap
+        ]
+        parts = await _gather(lane.run() for lane in lanes)
+        by_index = {i: rollout for part in parts for i, rollout in part.items()}
+        rollouts = [by_index[i] for i in range(len(job.requests))]
+        if len({rollout.ver for rollout in rollouts}) > 1:
+            raise ServerMismatchError(
+                "the servers answered with different weight versions",
+                found=", ".join(sorted({f"{rollout.server_id} ver {rollout.ver}" for rollout in rollouts})),
+                wanted="one version for all rollouts of a call",
+                remedy="sync weights before generating, and let no other learner use these servers",
+            )
+        return rollouts
+
+    def _lane(self, job: _Job, client: ServerClient, spans: Sequence[Span], cap: int) -> Lane[Rollout]:
+        def on_split(batch: Batch, error: ProjectError) -> None:
+            job.record.splits.append((*job.asked.places[batch.start], len(batch)))
+
+        return Lane(spans, cap, send=lambda batch: self._send(job, client, batch), on_split=on_split)
+
+    async def _send(self, job: _Job, client: ServerClient, batch: Batch) -> list[Rollout]:
+        micro_step_idx, first_req_idx = job.asked.places[batch.start]
+        seed = job.asked.seeds[batch.start]
+        requests = list(job.requests[batch.start : batch.stop])
+        call = InferCall(infer_requests=requests, request_config=job.config.model_copy(update={"seed": seed}))
+        began_at, begin, error_text = time.time(), time.monotonic(), ""
+        try:
+            return read_rollouts(
+                await client.infer(call),
+                samples=job.asked.samples[batch.start : batch.stop],
+                requests=requests,
+                seed=seed,
+                expected_ver=self.expected_ver,
+                base_url=client.base_url,
+            )
+        except ProjectError as error:
+            error_text = str(error)
+            raise
+        finally:
+            ended = CallRecord(
+                base_url=client.base_url,
+                seed=seed,
+                micro_step_idx=micro_step_idx,
+                first_req_idx=first_req_idx,
+                num_requests=len(batch),
+                seconds=time.monotonic() - begin,
+                error=error_text,
+                began_at=began_at,
+            )
+            job.record.calls.append(ended)
+            log.debug("step %d.%d: %s", job.record.global_step, micro_step_idx, ended)
+
+
+def _within_micro_steps(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
+    """The same spans, cut where a micro-step begins: within a call seeds follow each other."""
+    edges = [i for i in range(1, len(places)) if places[i].micro_step_idx != places[i - 1].micro_step_idx]
+    cut = []
+    for span in spans:
+        inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]
+        cut += [replace(span, start=start, stop=stop) for start, stop in pairwise(inside)]
+    return cut
+
+
+async def _gather(work: Iterable[Awaitable[T]]) -> list[T]:
+    """All results in order, or the first error after everything else was cancelled and has ended."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

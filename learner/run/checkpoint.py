@@ -1,0 +1,258 @@
+"""Checkpoints: a Hugging Face folder that any program loads, with what this one needs to go on exactly.
+
+    OUTPUT_DIR/checkpoint-STEP/
+        model.safetensors, config.json, ...        `save_pretrained` (with LoRA/DoRA: peft's adapter files instead)
+        tokenizer and processor files
+        optimizer.safetensors                       moments by parameter name
+        rng.safetensors                             torch's generators, one per rank
+        trainer_state.json                          `TrainerState`
+        manifest.json                               size and SHA-256 of every file above; written last
+
+Invariants: a folder of that name is complete (written elsewhere, synced to disk, renamed); rotation never removes the
+newest; rank 0 writes while the others wait, and its failure reaches them (`save_alone` waits for no one). Resuming from
+step n gives, bit for bit, the run that was never interrupted, on as many ranks. What a sharded model writes is what any
+other writes, gathered before a tensor at a time into rank 0's host memory; each goes on from the other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from learner.policy.files import contiguous, gathered_weights, load_weights, save_model
+from learner.policy.load import Policy
+from learner.policy.optim import Optimizer
+from learner.policy.parallel import Ranks
+from shared.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, STATE, OPTIMIZER, RNG = "manifest.json", "trainer_state.json", "optimizer.safetensors", "rng.safetensors"
+_NAME = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED = ".unfinished-"  # a folder being written or removed
+
+Generators = list[dict[str, torch.Tensor]]  # per rank, the state of torch's generators by device
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """Where a run stands: what a resume needs besides weights, moments and generators."""
+
+    global_step: int = 0  # optimizer steps done
+    ver: int = 0  # weight syncs done
+    cursor: Mapping[str, Any] = field(default_factory=dict)  # the dataloader's own, as JSON
+
+    def after_step(self) -> TrainerState:
+        return replace(self, global_step=self.global_step + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What rank 0 writes."""
+
+    weights: Mapping[str, torch.Tensor] | None  # see `gathered_weights`
+    moments: Mapping[str, torch.Tensor]
+    state: TrainerState
+    generators: Generators
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointStore:
+    """The checkpoints of one run, under `root`. `save` and `load` are collective: every rank calls them."""
+
+    root: Path
+    ranks: Ranks
+    save_total_limit: int | None = None
+    config_digest: str = ""  # told to the user where a resumed run has another one
+
+    def save(
+        self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
+    ) -> Path:
+        """Write `checkpoint-STEP`, then remove the oldest beyond the limit. Raises CheckpointError on every rank.
+
+        `generators`: as they were when `state` was reached; None: as they are now.
+        """
+        content = Content(
+            weights=gathered_weights(policy, keep=self.ranks.is_main),
+            moments=optimizer.state(keep=self.ranks.is_main),
+            state=state,
+            generators=self.generators() if generators is None else generators,
+        )
+        return self._finish(state, self.ranks.broadcast_object(self._try(policy, content)))
+
+    def save_alone(
+        self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators
+    ) -> Path | None:
+        """`save` when other ranks may be gone: rank 0 writes, nobody waits. None on the others. Raises CheckpointError
+        on every rank where rank 0 has not all weights."""
+        if policy.is_sharded:
+            raise CheckpointError(
+                "a sharded model can't be saved by one rank",
+                found="model.sharding: fsdp, and ranks that may be gone with their parts of the weights",
+                wanted="all ranks, at the same step",
+                remedy="resume from the last checkpoint; a smaller training.save_steps loses fewer steps",
+            )
+        content = Content(weights=None, moments=optimizer.state(), state=state, generators=generators)
+        failure = self._try(policy, content)
+        return self._finish(state, failure) if self.ranks.is_main else None
+
+    def generators(self) -> Generators:
+        """The state of every rank's random generators now. Collective."""
+        return self.ranks.all_gather_object(_generator_state(self.ranks))
+
+    def _try(self, policy: Policy, content: Content) -> str:
+        """Write on rank 0; what went wrong, or nothing."""
+        if self.ranks.is_main:
+            try:
+                self._write(self._path(content.state), policy, content)
+            except (OSError, SafetensorError) as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    def _path(self, state: TrainerState) -> Path:
+        return self.root / f"checkpoint-{state.global_step}"
+
+    def _finish(self, state: TrainerState, failure: str) -> Path:
+        path = self._path(state)
+        if failure:
+            raise CheckpointError(
+                "the checkpoint can't be written",
+                found=f"{failure} (at {path})",
+                wanted="a writable folder with enough space",
+                remedy="free space or change training.output_dir; earlier checkpoints are untouched",
+            )
+        return path
+
+    def load(self, where: str, policy: Policy, optimizer: Optimizer) -> TrainerState:
+        """Restore weights, moments and this rank's generators from a path, or from "latest".
+
+        Raises CheckpointError where there is none, or it is damaged or of another model.
+        """
+        path = self.latest() if where == "latest" else Path(where)
+        if path is None:
+            raise CheckpointError(
+                "there is no checkpoint to resume from",
+                found=f"training.resume_from_checkpoint: latest, and no checkpoint-STEP under {self.root}",
+                wanted="a complete checkpoint",
+                remedy="unset training.resume_from_checkpoint to start at the beginning, or name a path",
+            )
+        verify(path)
+        load_weights(path, policy)
+        optimizer.load_state(load_file(path / OPTIMIZER))
+        stored = json.loads((path / STATE).read_text())
+        if stored["config_digest"] != self.config_digest:
+            logger.warning("%s was written under another configuration; going on under the present one", path)
+        self._load_generators(path)
+        return TrainerState(global_step=stored["global_step"], ver=stored["ver"], cursor=stored["cursor"])
+
+    def latest(self) -> Path | None:
+        """The complete checkpoint of the highest step."""
+        return next(reversed(self._complete()), None)
+
+    def _complete(self) -> list[Path]:
+        """By step; a folder without a manifest was not written by `save`, and is neither loaded nor removed."""
+        found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
+        return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
+
+    def _write(self, path: Path, policy: Policy, content: Content) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover)
+        work = self.root / f"{_UNFINISHED}{path.name}"
+        work.mkdir()
+        save_model(policy, work, content.weights)
+        save_file(contiguous(content.moments), work / OPTIMIZER)
+        generators = {f"{rank}.{key}": t for rank, own in enumerate(content.generators) for key, t in own.items()}
+        save_file(generators, work / RNG)
+        stored = asdict(content.state) | {"config_digest": self.config_digest, "world_size": self.ranks.world_size}
+        (work / STATE).write_text(json.dumps(stored, indent=2))
+        (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
+        _sync_to_disk(work)
+        if path.exists():
+            self._remove(path)
+        work.rename(path)
+        _sync_to_disk(self.root)
+        for old in self._complete()[: -self.save_total_limit] if self.save_total_limit else ():
+            self._remove(old)
+
+    def _remove(self, path: Path) -> None:
+        doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
+        path.rename(doomed)  # so that no half-removed folder bears a checkpoint's name
+        shutil.rmtree(doomed)
+
+    def _load_generators(self, path: Path) -> None:
+        tensors, rank = load_file(path / RNG), self.ranks.rank
+        if f"{rank}.cpu" not in tensors:
+            logger.warning("%s was written by fewer ranks; rank %d keeps its fresh generator", path, rank)
+            return
+        torch.set_rng_state(tensors[f"{rank}.cpu"])
+        if self.ranks.device.type == "cuda" and f"{rank}.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors[f"{rank}.cuda"], self.ranks.device)
+
+
+def verify(path: Path) -> None:
+    """Raises CheckpointError where a file of the checkpoint is missing, shorter or different from what was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        damaged = [n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry]
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"no readable {MANIFEST}: {error}") from error
+    if damaged:
+        raise _damaged(path, f"{', '.join(damaged)} missing or not as written")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that, whatever happens, the old or the new one stands there whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = path.with_name(f".{path.name}.{os.getpid()}")
+    with work.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    work.replace(path)
+
+
+def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(ranks.device)
+    return state
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    return {str(p.relative_to(folder)): _entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync_to_disk(folder: Path) -> None:
+    for path in [*(p for p in folder.rglob("*") if p.is_file() and folder.name.startswith(_UNFINISHED)), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _damaged(path: Path, found: str) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is damaged or incomplete",
+        found=f"{path}: {found}",
+        wanted="every file as its manifest says",
+        remedy="remove the folder to resume from the checkpoint before it, or restore it from a copy",
+    )

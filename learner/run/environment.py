@@ -1,0 +1,72 @@
+"""Which network interface gloo shall use between learner nodes, where torch would choose the wrong one.
+
+In: torchrun's environment. Out: the interface through which this node reaches MASTER_ADDR, for GLOO_SOCKET_IFNAME. Left
+to itself, torch takes the address that the machine's name has, which many systems map to the loopback: ranks on other
+nodes then wait for it until the deadline. NCCL chooses by itself and avoids the loopback. Called by `__main__`.
+
+What vLLM takes from environment variables only, where its engine is inside the learner's process.
+
+Set by `learner.__main__` before anything imports vLLM; what the user has set stays, but for what would not work here:
+- an engine in a process of its own would neither share the device's weights nor run in step with other ranks;
+- under torchrun, a process group is joined at torchrun's own store, wherever it is said to be. One rank alone makes no
+  group, but its engine does, at an address where nobody listens: it would wait there until a time-out of half an hour.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+
+def prepare(environment: MutableMapping[str, str]) -> None:
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if environment.get("WORLD_SIZE", "1") == "1":
+        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes where the run's does
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
+_INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")
+
+
+def gloo_interface(environment: Mapping[str, str]) -> str | None:
+    """The interface's name; None where the user has chosen, or where all ranks may be on this machine."""
+    host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if environment.get(GLOO_VARIABLE) or not host or not port:
+        return None
+    address = _address_towards(host, int(port))
+    if address is None or address.is_loopback:
+        return None
+    return next((name for name, other in _addresses() if other == address), None)
+
+
+def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """This machine's address on the way there; None where the name or the way is unknown, of which torch, which must
+    go there, speaks in its own words."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # datagram: nothing is sent, the kernel only picks the route
+            return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+    except OSError:
+        return None
+
+
+def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Every interface with its first IPv4 address and all of its IPv6 addresses (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield name, ipaddress.IPv4Address(answer[20:24])
+    if _INTERFACE_ADDRESSES_V6.exists():
+        for line in _INTERFACE_ADDRESSES_V6.read_text().splitlines():
+            digits, *_, name = line.split()
+            yield name, ipaddress.IPv6Address(int(digits, 16))

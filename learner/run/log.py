@@ -1,0 +1,235 @@
+"""What a run measured, on disk: one JSON object per line in `metrics.jsonl`, and scalars in TensorBoard.
+
+In: events (`step`, `timeline`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: files in the run
+directory. Only rank 0 writes. A line is flushed as soon as it is written, so a killed run keeps what it had measured.
+
+What ran when, on every rank and server: the bars of the report's timeline.
+
+In: the learner's phases, and the rollout calls as they end. Out: one `timeline` event per optimizer step, with all
+ranks' spans. A span is in the event of the step in which it ended; a call that runs ahead may have begun long before.
+Times are Unix seconds of each rank's own clock. `phase` and `call` may be called from any thread. Made by `build`, read
+by the trainer.
+
+The run directory's own files: where logs go, and which run is the newest.
+
+In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with everything that libraries would have put
+on the console, and `latest` beside the run directory. Called by `build` before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.utils
+import transformers
+
+from learner.config.schema import LoggingConfig
+from learner.policy.parallel import Ranks
+from learner.rollout.backend import RolloutCallLog
+
+
+class MetricsLog:
+    """Append-only event log of a run: per line `event`, `time` (seconds since the epoch) and the event's own fields."""
+
+    def __init__(self, run_dir: Path, logging: LoggingConfig, *, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._lock = threading.Lock()  # rollout calls are told by the thread that made them
+        if not enabled:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._boards: list[Any] = []
+        if logging.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._boards.append(SummaryWriter(str(run_dir / "tensorboard")))
+
+    def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
+        """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
+        scalars `event/name` of TensorBoard."""
+        if not self.enabled:
+            return
+        values = dataclasses.asdict(fields) if dataclasses.is_dataclass(fields) else dict(fields)  # type: ignore[arg-type]
+        line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
+        if step is not None:
+            line["global_step"] = step
+        text = json.dumps(_finite({**values, **line}), default=str) + "\n"
+        with self._lock:
+            self._file.write(text)
+            self._file.flush()
+        if step is not None:
+            for name, value in _scalars(values):
+                for board in self._boards:
+                    board.add_scalar(f"{event}/{name}", value, step)
+
+    def close(self) -> None:
+        if self.enabled:
+            self._file.close()
+            for board in self._boards:
+                board.close()
+
+
+def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield f"{prefix}{name}", float(value)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class PhaseClock:
+    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest: what is not in one is `other`.
+
+    `on_phase(name, begin, end)` hears of each phase as it ends, in Unix seconds.
+    """
+
+    def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_phase = on_phase
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began_at, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._on_phase is not None:
+                self._on_phase(name, began_at, began_at + seconds)
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase since the last read as `name_s`, with `other_s` and `step_s`; starts over."""
+        now = time.perf_counter()
+        total = now - self._started
+        seconds = {f"{name}_s": value for name, value in self._seconds.items()}
+        seconds["other_s"] = max(0.0, total - sum(self._seconds.values()))
+        seconds["step_s"] = total
+        self._started, self._seconds = now, {}
+        return seconds
+
+
+SAME_S = 1e-3  # spans of one kind with less than this between them are drawn as one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One bar. `lane` is where it ran: `rank 0`, `rank 0 rollouts`, or a server's URL."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Timeline:
+    """The spans of rank `rank` since the last event."""
+
+    def __init__(self, rank: int) -> None:
+        self._lane = f"rank {rank}"
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._began_s = time.time()
+
+    def phase(self, name: str, begin_s: float, end_s: float) -> None:
+        """A phase of the thread that learns has ended."""
+        self._add(Span(lane=self._lane, name=name, begin_s=begin_s, end_s=end_s))
+
+    def call(self, record: RolloutCallLog) -> None:
+        """A `generate` has ended: one bar of the rank, and one for each of its calls on the server's lane."""
+        if not record.began_at:
+            return
+        begin, end = record.began_at, record.began_at + record.seconds
+        self._add(Span(lane=f"{self._lane} rollouts", name="rollout", begin_s=begin, end_s=end))
+        for call in record.calls:
+            name = "failed" if call.error else "rollout"
+            begin, end = call.began_at, call.began_at + call.seconds
+            self._add(Span(lane=call.base_url, name=name, begin_s=begin, end_s=end))
+
+    def event(self, ranks: Ranks, global_step: int) -> Mapping[str, Any]:
+        """All ranks' spans since the last event; collective. `spans` are [lane, name, begin, end], in seconds after
+        `origin`, where this window of `seconds` begins."""
+        with self._lock:
+            mine, self._spans = self._spans, []
+        begin, self._began_s = self._began_s, time.time()
+        spans = [span for part in ranks.all_gather_object(mine) for span in part]
+        return {
+            "global_step": global_step,
+            "origin": round(begin, 4),
+            "seconds": round(self._began_s - begin, 4),
+            "spans": [[s.lane, s.name, round(s.begin_s - begin, 4), round(s.end_s - begin, 4)] for s in spans],
+        }
+
+    def _add(self, span: Span) -> None:
+        with self._lock:
+            last = self._spans[-1] if self._spans else None
+            same = last is not None and (last.lane, last.name) == (span.lane, span.name)
+            if last is not None and same and 0.0 <= span.begin_s - last.end_s < SAME_S:
+                self._spans[-1] = replace(last, end_s=span.end_s)
+            else:
+                self._spans.append(span)
+
+
+LATEST = "latest"
+_LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "torch", "vllm", "py.warnings")
+
+log = logging.getLogger(__name__)
+
+
+def log_to_file(run_dir: Path, rank: int) -> Path:
+    """From now on, logs and warnings of this process go to a file; the console is for the run itself."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / f"learner_rank{rank}.log"
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        for other in list(logger.handlers):  # libraries bring handlers of their own, which write to the console
+            logger.removeHandler(other)
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("learner").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")  # each place once
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
+    return path
+
+
+def point_latest(run_dir: Path) -> None:
+    """Make `latest`, beside `run_dir`, a link to it: the old one or the new one stands there at any time.
+
+    Something else of that name (a folder, a run called so) is left alone.
+    """
+    link = run_dir.absolute().parent / LATEST
+    if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):
+        log.warning("%s is not a link: it will not point to the newest run", link)
+        return
+    work = link.with_name(f".{LATEST}.{os.getpid()}")
+    work.unlink(missing_ok=True)
+    work.symlink_to(run_dir.absolute().name)
+    work.replace(link)

@@ -1,0 +1,142 @@
+"""From samples to segments: where a micro-step's training data comes from.
+
+`GroundTruthSource` teaches the ground truth (trainer variant `sft`, Channel-A). `RolloutSource` walks the straight line
+Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_sft`, Channel-B). Both give exactly one
+segment per sample, in order; nothing is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from learner.config.schema import LossConfig
+from learner.data.prompt import check_prompt_prefix
+from learner.records import Assignment, Channel, EncodedPrompt, Rollout, Sample, Segment
+from learner.rollout.backend import MicroStep, RolloutBackend
+from learner.run.log import PhaseClock
+from learner.target.target import build_segment, build_target, ground_truth_target
+from learner.tasks.task import Task, Tokenizer
+
+
+class SegmentSource(Protocol):
+    """To be subclassed."""
+
+    channel: Channel
+    needs_rollouts: bool
+
+    def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
+        """All that `segments` will be asked for before the weights change, so that it can be rolled out at once."""
+        return
+
+    def segments(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        first_req_idx: int,
+        clock: PhaseClock,
+    ) -> list[Segment]:
+        """One segment per sample, in order."""
+        ...
+
+
+class GroundTruthSource(SegmentSource):
+    """Teacher forcing on the ground truth in canonical order; no rollout."""
+
+    channel: Channel = "A"
+    needs_rollouts = False
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, *, desc_weight: float) -> None:
+        self._task, self._tokenizer, self._desc_weight = task, tokenizer, desc_weight
+        self._eos_token_id = tokenizer.eos_token_id
+
+    def segments(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        first_req_idx: int,
+        clock: PhaseClock,
+    ) -> list[Segment]:
+        with clock.phase("target"):
+            return [
+                build_segment(
+                    prompt,
+                    ground_truth_target(sample, self._task, self._tokenizer, self._eos_token_id, self._desc_weight),
+                    sample_id=sample.sample_id,
+                )
+                for sample, prompt in zip(samples, prompts, strict=True)
+            ]
+
+
+class RolloutSource(SegmentSource):
+    """The policy's own answers, corrected: prefix kept, matched coordinates pulled to the truth, missed objects
+    appended. Micro-steps whose window was begun are rolled out together, others when their segments are asked for."""
+
+    channel: Channel = "B"
+    needs_rollouts = True
+
+    def __init__(self, backend: RolloutBackend, task: Task, tokenizer: Tokenizer, *, loss: LossConfig) -> None:
+        self._backend, self._task, self._tokenizer, self._loss = backend, task, tokenizer, loss
+        self._eos_token_id = tokenizer.eos_token_id
+        self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
+
+    def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
+        with clock.phase("rollout"):
+            made = self._backend.generate_window(window, global_step=global_step)
+        self._made = {(global_step, step.micro_step_idx): rollouts for step, rollouts in zip(window, made, strict=True)}
+
+    def segments(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        first_req_idx: int,
+        clock: PhaseClock,
+    ) -> list[Segment]:
+        rollouts = self._made.pop((global_step, micro_step_idx), None)
+        if rollouts is None:
+            with clock.phase("rollout"):
+                rollouts = self._backend.generate(
+                    samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx
+                )
+        assert [rollout.sample for rollout in rollouts] == list(samples), "the window was of other samples"
+        with clock.phase("target"):
+            segments = []
+            for rollout, prompt in zip(rollouts, prompts, strict=True):
+                sample_id = rollout.sample.sample_id
+                check_prompt_prefix(
+                    prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode
+                )
+                assignment = self._task.match(self._task.parse(rollout))
+                target = build_target(
+                    assignment,
+                    self._task,
+                    self._tokenizer,
+                    self._eos_token_id,
+                    self._loss,
+                )
+                stats = segment_stats(assignment)
+                segments.append(build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats))
+        return segments
+
+
+def segment_stats(assignment: Assignment) -> dict[str, float]:
+    """Counts of one sample that add up over samples and ranks into the step's metrics."""
+    parsed = assignment.parsed
+    return {
+        "matched": float(len(assignment.pairs)),
+        "missed": float(len(assignment.missed)),
+        "spurious": float(len(assignment.spurious)),
+        "rollout_tokens": float(len(parsed.rollout.response_token_ids)),
+        "truncated": float(parsed.truncated),
+        "unusable": float(not parsed.usable),
+        **{f"drop/{reason}": float(count) for reason, count in parsed.drops.items()},
+    }

@@ -1,0 +1,292 @@
+"""What the metrics add up: one row of counts per sample, so that a bootstrap can resample scenes.
+
+In: assignments. Out: a `CountTable`. Every metric is a ratio of column sums (micro average), so rows of several ranks
+or runs can be put together. The matching made for training ignores descriptions and is not used here: each IoU
+threshold has an assignment of its own, among pairs of the same description (`tp`) and among all (`tp_any`).
+
+Detection metrics by name: each a function of column sums, so that the bootstrap computes it for all resamples at
+once.
+
+A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. All are micro averages over
+the whole set; a ratio with nothing below it is 0. In: a `CountTable`. Out: name -> value.
+
+    f1@0.5, precision@0.5, recall@0.5     at IoU 0.5
+    f1@miou                               mean of F1 at IoU 0.50, 0.55, ..., 0.95
+    mean_iou                              over the true positives at 0.5
+    f1_any@0.5, precision_any@0.5, recall_any@0.5, f1_any@miou      the same, whatever the description
+    parse_rate                            answers that are one closed container, nothing dropped, nothing after it
+    usable_rate                           answers whose container was opened
+    unclosed_rate                         answers whose container was not closed
+    truncation_rate                       answers that met the token limit
+    object_parse_rate                     valid objects over valid and dropped ones
+    duplicate_rate                        predictions that repeat an earlier one (same description, IoU >= 0.9)
+    objects_per_rollout, truth_per_sample valid predictions, ground-truth objects
+    drop/<reason>                         dropped objects per rollout, by reason
+
+Bootstrap intervals over scenes: how far a metric, or the difference of two runs, is from chance.
+
+Percentile intervals (Efron & Tibshirani 1993, ch. 13): scenes are drawn with replacement, as many as there are, and
+the metric is computed on each draw's column sums. The paired form draws the same scenes for both runs, so what makes
+a scene hard cancels out. Deterministic in `seed`. Used by the evaluation's report.
+
+COCO average precision by pycocotools: an independent cross-check of our own F1.
+
+In: assignments. Out: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions. Geometry is
+compared by bounding boxes, in bins (IoU does not change with the scale of an axis). A generated answer has no scores:
+all are 1.0, so AP here is that of one operating point, and its value says less than its change. COCO matches greedily
+and looks at 100 predictions per image and category at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from learner.records import Assignment, DetectionObject, DropReason, ParsedRollout
+from learner.tasks.detection.bins import bounding_box
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.grammar import NUM_BINS
+from learner.tasks.detection.match import assign
+from shared.errors import DataError
+
+THRESHOLDS = tuple(t / 100 for t in range(50, 100, 5))  # IoU, 0.50 to 0.95
+DUPLICATE_IOU = 0.9
+DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
+COLUMNS = (
+    "samples",
+    "truth",  # ground-truth objects
+    "predictions",  # valid ones
+    *(f"tp@{t:.2f}" for t in THRESHOLDS),
+    *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # descriptions ignored
+    "iou_sum",  # over the true positives at 0.50
+    "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
+    "parsed",  # answers that are one closed container without a dropped object
+    "usable",  # answers whose container was opened
+    "unclosed",  # answers whose container was not closed
+    "length_stopped",  # answers that met the token limit
+    *(f"drop/{reason}" for reason in DROP_REASONS),
+)
+_COLUMN = {name: i for i, name in enumerate(COLUMNS)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CountTable:
+    """Row i counts sample `sample_ids[i]`; columns are `COLUMNS`."""
+
+    sample_ids: tuple[str, ...]
+    values: NDArray[np.float64]  # [samples, len(COLUMNS)]
+
+    def totals(self) -> dict[str, NDArray[np.float64]]:
+        """Column sums by name, as arrays of shape []."""
+        return columns_of(self.values.sum(axis=0))
+
+
+def columns_of(values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """`values` [..., len(COLUMNS)] by column name, each [...]."""
+    return {name: values[..., i] for name, i in _COLUMN.items()}
+
+
+def count_objects(assignments: Sequence[Assignment]) -> CountTable:
+    """The counts of each assignment, in order."""
+    values = np.zeros((len(assignments), len(COLUMNS)))
+    for row, assignment in zip(values, assignments, strict=True):
+        _count_answer(row, assignment.parsed)
+        _count_matches(row, assignment.parsed)
+    ids = tuple(a.parsed.rollout.sample.sample_id for a in assignments)
+    return CountTable(sample_ids=ids, values=values)
+
+
+def _count_answer(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
+    row[_COLUMN["samples"]] = 1
+    row[_COLUMN["truth"]] = len(parsed.rollout.sample.objects)
+    row[_COLUMN["predictions"]] = len(parsed.objects)
+    row[_COLUMN["parsed"]] = parsed.usable and parsed.closed and not parsed.truncated and not any(parsed.drops.values())
+    row[_COLUMN["usable"]] = parsed.usable
+    row[_COLUMN["unclosed"]] = parsed.truncated
+    row[_COLUMN["length_stopped"]] = parsed.rollout.finish_reason == "length"
+    for reason, count in parsed.drops.items():
+        row[_COLUMN[f"drop/{reason}"]] = count
+
+
+def _count_matches(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
+    predictions = [p.object for p in parsed.objects]
+    truth = parsed.rollout.sample.objects
+    descs = np.array([o.desc for o in predictions], dtype=object)
+    iou = iou_matrix(predictions, truth)
+    same_desc = descs[:, None] == np.array([o.desc for o in truth], dtype=object)[None, :]
+    for threshold in THRESHOLDS:
+        pairs = assign(iou, (iou >= threshold) & same_desc)
+        row[_COLUMN[f"tp@{threshold:.2f}"]] = len(pairs)
+        row[_COLUMN[f"tp_any@{threshold:.2f}"]] = len(assign(iou, iou >= threshold))
+        if threshold == THRESHOLDS[0]:
+            row[_COLUMN["iou_sum"]] = sum(pair_iou for _, _, pair_iou in pairs)
+    alike = (iou_matrix(predictions, predictions) >= DUPLICATE_IOU) & (descs[:, None] == descs[None, :])
+    row[_COLUMN["duplicates"]] = np.count_nonzero(np.tril(alike, k=-1).any(axis=1))
+
+
+Totals = Mapping[str, NDArray[np.float64]]  # column name -> sums, all of one shape [...]
+Metric = Callable[[Totals], NDArray[np.float64]]  # -> [...]
+
+
+def evaluate_counts(table: CountTable) -> dict[str, float]:
+    """Every metric over the whole table."""
+    totals = table.totals()
+    return {name: float(metric(totals)) for name, metric in METRICS.items()}
+
+
+def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
+
+
+def _f1_at(hits: str, threshold: float) -> Metric:
+    return lambda t: _ratio(2 * t[f"{hits}@{threshold:.2f}"], t["predictions"] + t["truth"])
+
+
+def _f1_over_thresholds(hits: str) -> Metric:
+    parts = [_f1_at(hits, threshold) for threshold in THRESHOLDS]
+    return lambda t: np.mean([part(t) for part in parts], axis=0)
+
+
+def _share(above: str, below: str) -> Metric:
+    return lambda t: _ratio(t[above], t[below])
+
+
+def _object_parse_rate(t: Totals) -> NDArray[np.float64]:
+    return _ratio(t["predictions"], t["predictions"] + sum(t[f"drop/{reason}"] for reason in DROP_REASONS))
+
+
+METRICS: Mapping[str, Metric] = {
+    "f1@0.5": _f1_at("tp", 0.5),
+    "f1@miou": _f1_over_thresholds("tp"),
+    "precision@0.5": _share("tp@0.50", "predictions"),
+    "recall@0.5": _share("tp@0.50", "truth"),
+    "mean_iou": _share("iou_sum", "tp@0.50"),
+    "f1_any@0.5": _f1_at("tp_any", 0.5),
+    "f1_any@miou": _f1_over_thresholds("tp_any"),
+    "precision_any@0.5": _share("tp_any@0.50", "predictions"),
+    "recall_any@0.5": _share("tp_any@0.50", "truth"),
+    "parse_rate": _share("parsed", "samples"),
+    "usable_rate": _share("usable", "samples"),
+    "unclosed_rate": _share("unclosed", "samples"),
+    "truncation_rate": _share("length_stopped", "samples"),
+    "object_parse_rate": _object_parse_rate,
+    "duplicate_rate": _share("duplicates", "predictions"),
+    "objects_per_rollout": _share("predictions", "samples"),
+    "truth_per_sample": _share("truth", "samples"),
+    **{f"drop/{reason}": _share(f"drop/{reason}", "samples") for reason in DROP_REASONS},
+}
+
+
+_ROWS_AT_ONCE = 256  # draws whose weights are in memory together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """`estimate` is that of all scenes, each once."""
+
+    estimate: float
+    low: float
+    high: float
+    confidence: float
+
+
+def bootstrap_interval(
+    table: CountTable, metric: str, *, n: int = 2000, seed: int = 0, confidence: float = 0.95
+) -> Interval:
+    """The interval of `metric` (a key of `METRICS`) over `n` draws of scenes. Raises DataError without scenes."""
+    _require_scenes(table)
+    values = METRICS[metric](columns_of(_draw_sums([table], n, seed)[0]))
+    return _interval(float(METRICS[metric](table.totals())), values, confidence)
+
+
+def bootstrap_difference(
+    before: CountTable, after: CountTable, metric: str, *, n: int = 2000, seed: int = 0, confidence: float = 0.95
+) -> Interval:
+    """The interval of `metric` of `after` minus that of `before`, both on the same draws of scenes.
+
+    Raises DataError where the two are not of the same scenes in the same order.
+    """
+    _require_scenes(before)
+    if before.sample_ids != after.sample_ids:
+        raise DataError(
+            "two evaluations can't be compared scene by scene",
+            found=f"{len(before.sample_ids)} and {len(after.sample_ids)} scenes, with different ids or orders",
+            wanted="the same scenes in the same order",
+            remedy="evaluate both on the same split",
+        )
+    of = METRICS[metric]
+    sums_before, sums_after = _draw_sums([before, after], n, seed)
+    values = of(columns_of(sums_after)) - of(columns_of(sums_before))
+    return _interval(float(of(after.totals()) - of(before.totals())), values, confidence)
+
+
+def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.float64]]:
+    """Per table, the column sums of `n` draws: [n, columns]. All tables see the same draws."""
+    num_scenes = len(tables[0].sample_ids)
+    rng = np.random.default_rng(seed)
+    sums: list[list[NDArray[np.float64]]] = [[] for _ in tables]
+    for begin in range(0, n, _ROWS_AT_ONCE):
+        size = min(_ROWS_AT_ONCE, n - begin)
+        weights = rng.multinomial(num_scenes, np.full(num_scenes, 1 / num_scenes), size=size)
+        for parts, table in zip(sums, tables, strict=True):
+            parts.append(weights @ table.values)
+    return [np.concatenate(parts) for parts in sums]
+
+
+def _interval(estimate: float, values: NDArray[np.float64], confidence: float) -> Interval:
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(estimate=estimate, low=float(low), high=float(high), confidence=confidence)
+
+
+def _require_scenes(table: CountTable) -> None:
+    if not table.sample_ids:
+        raise DataError(
+            "a bootstrap needs scenes", found="none", wanted="at least one", remedy="evaluate on a split with samples"
+        )
+
+
+_STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # places in COCOeval.stats
+
+
+def coco_ap(assignments: Sequence[Assignment]) -> dict[str, float]:
+    """AP and AR as COCO defines them; all 0.0 without ground truth or without predictions."""
+    truth = [(image, obj) for image, a in enumerate(assignments, 1) for obj in a.parsed.rollout.sample.objects]
+    predicted = [(image, p.object) for image, a in enumerate(assignments, 1) for p in a.parsed.objects]
+    if not truth or not predicted:
+        return dict.fromkeys(_STATS, 0.0)
+    categories = {desc: i for i, desc in enumerate(sorted({obj.desc for _, obj in truth + predicted}), 1)}
+    dataset: dict[str, Any] = {
+        "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i in range(1, len(assignments) + 1)],
+        "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
+        "annotations": [{"id": n, **_box(image, obj, categories)} for n, (image, obj) in enumerate(truth, 1)],
+    }
+    results = [{"score": 1.0, **_box(image, obj, categories)} for image, obj in predicted]
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+        reference = COCO()
+        reference.dataset = dataset
+        reference.createIndex()
+        evaluation = COCOeval(reference, reference.loadRes(results), iouType="bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {name: max(0.0, float(evaluation.stats[i])) for name, i in _STATS.items()}
+
+
+def _box(image: int, obj: DetectionObject, categories: dict[str, int]) -> dict[str, Any]:
+    x1, y1, x2, y2 = bounding_box(obj)
+    width, height = x2 - x1, y2 - y1
+    return {
+        "image_id": image,
+        "category_id": categories[obj.desc],
+        "bbox": [x1, y1, width, height],
+        "area": width * height,
+        "iscrowd": 0,
+    }

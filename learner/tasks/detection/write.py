@@ -1,0 +1,129 @@
+"""Whether a sample's ground truth can be written as an answer and read back. Called per sample, before training.
+
+Writes objects as an answer, fresh or continuing a prefix, and says where the descriptions are.
+
+The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters as they are. Parsing
+prefix + tail gives the prefix's objects, then the written ones, in a closed container. Called by
+`DetectionTask.serialize`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from learner.records import DetectionObject, ParsedRollout, Sample
+from learner.tasks.detection.bins import arity_is_right, canonical_key, encloses_something
+from learner.tasks.detection.grammar import NUM_BINS, Grammar
+from learner.tasks.task import SerializedTail
+from shared.errors import DataError
+
+if TYPE_CHECKING:
+    from learner.tasks.tokens import TokenPieces
+
+_CACHED_DESCS = 1 << 12
+
+
+def serialize_objects(
+    objects: Sequence[DetectionObject], after: ParsedRollout | None, grammar: Grammar
+) -> SerializedTail:
+    """`objects`, in the order given, as text that continues `after` (None: a whole answer) and closes the container."""
+    parts = [grammar.opener if after is None else after.tail_opening]
+    length = len(parts[0])
+    desc_spans: list[tuple[int, int]] = []
+    object_spans: list[tuple[int, int]] = []
+    separator = ", " if after is not None and after.needs_separator else ""
+    for number, obj in enumerate(objects, start=1 if after is None else after.next_index):
+        before, desc, behind = _write(obj, number, grammar)
+        start = length + len(separator) + len(before)
+        end = start + len(desc) + len(behind)
+        desc_spans.append((start, start + len(desc)))
+        object_spans.append((length, end))
+        parts += (separator, before, desc, behind)
+        length, separator = end, ", "
+    parts.append(grammar.closer)
+    return SerializedTail(text="".join(parts), desc_spans=tuple(desc_spans), object_spans=tuple(object_spans))
+
+
+def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
+    """One object's text: what is before its description, the description between its quotes, and what is behind."""
+    desc = escaped(obj.desc)
+    numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
+    if grammar.indexed:
+        return f'"object_{number}": {{"desc": "', desc, f'", "{obj.kind}": [{numbers}]}}'
+    return f'{{"{obj.kind}": [{numbers}], "label": "', desc, '"}'
+
+
+@lru_cache(maxsize=_CACHED_DESCS)
+def escaped(desc: str) -> str:
+    """The description inside a JSON string's quotes."""
+    return json.dumps(desc, ensure_ascii=False)[1:-1]
+
+
+def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
+    """Raise DataError, naming sample and object, where an object could not be a target.
+
+    `pieces` None: all but whether descriptions survive tokenization.
+    """
+    for number, obj in enumerate(sample.objects, start=1):
+        fault = object_fault(obj, pieces)
+        if fault is not None:
+            found, wanted, remedy = fault
+            raise DataError(
+                f"sample {sample.sample_id}: ground-truth object {number} can't be used",
+                found=found,
+                wanted=wanted,
+                remedy=remedy,
+            )
+    keys = [canonical_key(obj) for obj in sample.objects]
+    if keys != sorted(keys):
+        raise DataError(
+            f"sample {sample.sample_id}: ground truth is not in canonical order",
+            found=f"(y1, x1) = {keys}"[:200],
+            wanted="top to bottom, then left to right",
+            remedy="order the objects with learner.tasks.detection.bins.canonical_order",
+        )
+
+
+def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
+    """What is found, what is wanted and what to do where an object could not be a target."""
+    return _geometry_fault(obj) or _desc_fault(obj.desc, pieces)
+
+
+def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
+    found, remedy = f"{obj.kind} {list(obj.bins)}"[:200], "fix or remove this object"
+    if not all(0 <= value < NUM_BINS for value in obj.bins):
+        return found, f"bins in 0..{NUM_BINS - 1}", remedy
+    if not arity_is_right(obj.kind, obj.bins):
+        return found, "4 numbers for a box, an even number of at least 6 for a polygon", remedy
+    if not encloses_something(obj.kind, obj.bins) or not _has_area(obj):
+        return found, "x1 < x2 and y1 < y2 in bins, and an area above 0", remedy
+    return None
+
+
+def _has_area(obj: DetectionObject) -> bool:
+    if obj.kind == "bbox_2d":
+        return True  # as it encloses something
+    from learner.tasks.detection.geometry import area  # here, so that boxes are checked without loading shapely
+
+    return area(obj) > 0
+
+
+def _desc_fault(desc: str, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
+    remedy = "rewrite the description"
+    if not desc.strip():
+        return repr(desc), "a description that is not blank", remedy
+    if "<|" in desc:
+        return repr(desc), "no text that tokenizers read as special tokens", remedy
+    try:
+        text = desc.encode()
+    except UnicodeEncodeError:
+        return repr(desc), "valid Unicode", remedy
+    if pieces is None:
+        return None
+    token_ids = pieces.encode(desc)
+    if pieces.tokenizer.eos_token_id in token_ids or pieces.text(token_ids).data != text:
+        return repr(desc), "text that survives tokenization", f"{remedy} (in Unicode form NFC, without special tokens)"
+    return None

@@ -1,0 +1,250 @@
+"""Which bytes each token stands for, so that text can be read over a model's own token ids.
+
+In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part of a UTF-8
+character, so text is bytes here and becomes `str` only where a description is read. Pieces are kept per tokenizer, in
+tables by token id, so that an answer is looked up whole; short encodings are cached; nothing is ever re-tokenized.
+Used by the detection parser and by the target builder.
+
+Many ranges of numbers as one array. Called where tokens become bytes, and where coordinates get their labels.
+
+Encodes long texts from parts that come again, cut where no token can reach across.
+
+In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None where it can't
+be cut safely. Made and called by `TokenPieces`.
+
+An added token `<|...|>` is cut out by tokenizers before anything else, so what lies between two of them is encoded
+alike wherever it stands. A coordinate in digits stands between one of `[ ,` and one of `,]`: where no token has a
+digit beside such a character, none reaches into the number or out of it. What a pre-tokenizer makes of the text
+between two numbers may still depend on there being digits, so that text is asked for with a digit on either side, and
+the answer is only taken where these are tokens of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
+from struct import pack
+from threading import Lock
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.tasks.task import Tokenizer
+
+
+def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The numbers of every `first[i] .. first[i] + lengths[i]`, one range behind the other."""
+    if not len(first):
+        return np.empty(0, dtype=np.int64)
+    ends = lengths.cumsum()
+    return (first - ends + lengths).repeat(lengths) + np.arange(ends[-1])
+
+
+_CACHED_PARTS = 1 << 16
+_NUM_BINS = 1000
+_ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
+_NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
+_NO_NUMBER = r"((?!))"
+_DIGIT = "0"  # stands for all of them
+# In byte-level spelling, where space, tab, newline and carriage return look like this; added tokens have them plain.
+_BESIDE = r"[\[\], \t\n\rĠĉĊč]"
+_FUSED = re.compile(f"[0-9]{_BESIDE}|{_BESIDE}[0-9]")
+
+Ids = tuple[int, ...]
+
+
+class Seams:
+    """`numbers` has the ids of each coordinate in digits; none where they do not stand alone."""
+
+    def __init__(self, encode: Callable[[str], Ids], added: Mapping[int, Any], vocabulary: Mapping[str, int]) -> None:
+        self.numbers = _numbers_alone(encode, vocabulary)
+        self._added = _added_seams(added)
+        self._seam = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
+        # No method of this object: a cache that holds its owner lives until the garbage is collected.
+        self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
+
+    def encode(self, text: str) -> list[int] | None:
+        parts = self._seam.split(text)  # between, added token or None, number or None, between, ...
+        if len(parts) == 1:
+            return None
+        ids: list[int] = []
+        left = ""
+        for between, added, number in zip(parts[0::3], [*parts[1::3], None], [*parts[2::3], None], strict=True):
+            if between:
+                inner = self._between(left, between, _DIGIT if number else "")
+                if inner is None:
+                    return None
+                ids += inner
+            left = _DIGIT if number else ""
+            if number:
+                ids += self.numbers[number]
+            elif added:
+                if added not in self._added:  # the shape only: nothing is known of how it mixes with its neighbours
+                    return None
+                ids.append(self._added[added])
+        return ids
+
+
+def _encode_between(
+    encode: Callable[[str], Ids], numbers: Mapping[str, Ids], left: str, text: str, right: str
+) -> Ids | None:
+    """The ids of `text` where a digit stands beside it as `left` and `right` say; None where one is fused with it."""
+    ids = encode(left + text + right)
+    if (left and ids[:1] != numbers[left]) or (right and ids[-1:] != numbers[right]):
+        return None
+    return ids[len(left) : len(ids) - len(right)]
+
+
+def _added_seams(added: Mapping[int, Any]) -> dict[str, int]:
+    """Added tokens of the form `<|...|>` that are cut out as they stand; none where another could lie across one."""
+    texts = [str(token) for token in added.values()]
+    if any(text.endswith("<") or ("<|" in text and not re.fullmatch(_ADDED_TOKEN, text)) for text in texts):
+        return {}
+    return {
+        str(token): token_id
+        for token_id, token in added.items()
+        if re.fullmatch(_ADDED_TOKEN, str(token))
+        and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
+    }
+
+
+def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) -> dict[str, Ids]:
+    """Each coordinate's ids, which are the same wherever it stands in a list; none where that can't be said."""
+    if not vocabulary or any(map(_FUSED.search, vocabulary)):
+        return {}
+    numbers = {str(value): encode(str(value)) for value in range(_NUM_BINS)}
+    spelled = {token_id: text for text, token_id in vocabulary.items()}
+    as_written = all("".join(map(spelled.__getitem__, ids)) == text for text, ids in numbers.items())
+    return numbers if as_written and len(numbers[_DIGIT]) == 1 else {}
+
+
+_CACHED_ENCODINGS = 1 << 16
+_MAX_VOCABULARY = 1 << 20  # larger ids belong to no tokenizer, and stand for no text
+_NOT_MET = -1
+
+
+class TokenText(NamedTuple):
+    """The text of T tokens: `data[ends[i-1]:ends[i]]` are the bytes of token i. A token may be empty."""
+
+    ids: NDArray[np.int64]  # [T]
+    data: bytes
+    ends: NDArray[np.int64]  # [T]
+
+    def starts(self) -> NDArray[np.int64]:
+        """[T + 1] where each token begins, and where the text ends."""
+        return np.concatenate([[0], self.ends])
+
+    def start(self, index: int) -> int:
+        """The offset of token `index`'s first byte."""
+        return int(self.ends[index - 1]) if index else 0
+
+    def token_at(self, offset: int) -> int:
+        """The token that holds byte `offset`."""
+        return int(self.ends.searchsorted(offset, "right"))
+
+    def tokens_until(self, offset: int) -> int:
+        """How many tokens it takes to reach `offset` bytes; the last may reach further."""
+        return int(self.ends.searchsorted(offset, "left")) + 1 if offset else 0
+
+
+class TokenPieces:
+    """Token id -> bytes, learnt as ids are met; none for an id that no token has. Made by `pieces_of`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
+        self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
+        # No method of this object: a cache that holds its owner keeps these tables until the garbage is collected.
+        self._encode = partial(_encode, tokenizer, _encoder_of(backend))
+        self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
+        # By token id, the last for larger ones: how long a piece is, and where it begins among all pieces met so far.
+        self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
+        self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
+        self._bytes = np.empty(0, dtype=np.uint8)
+        self._lengths[-1] = 0
+        self._adding = Lock()
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self.text((token_id,)).data
+
+    def text(self, token_ids: Sequence[int]) -> TokenText:
+        """The text of `token_ids`, with each token's place in it."""
+        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # in half of fromiter's time
+        lengths = self.lengths(ids)
+        at = ranges(self._begins.take(ids, mode="clip"), lengths)
+        return TokenText(ids, self._bytes.take(at).tobytes(), lengths.cumsum())
+
+    def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[T] bytes of each token."""
+        lengths = self._lengths.take(ids, mode="clip")
+        if len(ids) and lengths.min() == _NOT_MET:
+            self._meet(ids)
+            lengths = self._lengths.take(ids, mode="clip")
+        return lengths
+
+    def _meet(self, ids: NDArray[np.int64]) -> None:
+        """Add the pieces of new tokens to the tables. Other threads read them meanwhile: a length is told last."""
+        with self._adding:
+            new = np.unique(ids[self._lengths.take(ids, mode="clip") == _NOT_MET])
+            pieces = list(map(self._piece, new.tolist()))
+            lengths = np.array(list(map(len, pieces)), dtype=np.int64)
+            begins = len(self._bytes) + lengths.cumsum() - lengths
+            self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
+            self._begins[new] = begins
+            self._lengths[new] = lengths
+
+    def encode_long(self, text: str) -> list[int]:
+        """`encode` for texts that will hardly come again, from parts that will where the text can be cut."""
+        ids = self.seams.encode(text)
+        return list(self._encode(text)) if ids is None else ids
+
+    @cached_property
+    def seams(self) -> Seams:
+        """Where this tokenizer's texts can be cut."""
+        vocabulary = self.tokenizer.get_vocab() if self._byte_level else {}  # type: ignore[attr-defined]
+        return Seams(self._encode, self._added, vocabulary)
+
+    def _piece(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return str(self._added[token_id]).encode()
+        if not self._byte_level:
+            return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        piece: str | None = self.tokenizer.convert_ids_to_tokens(token_id)  # type: ignore[attr-defined]
+        return bytes(map(_BYTE_OF.__getitem__, piece)) if piece else b""
+
+
+@lru_cache(maxsize=8)
+def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
+    """The pieces of `tokenizer`; the same object for the same tokenizer, so that its caches are shared."""
+    return TokenPieces(tokenizer)
+
+
+def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, ...]:
+    if encoder is not None:
+        return tuple(encoder.encode(text, add_special_tokens=False).ids)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _encoder_of(backend: Any) -> Any | None:
+    """A `tokenizers.Tokenizer` like `backend`; None where that is none. Asked directly, it encodes a short text in a
+    fifth of the time. A copy, for whoever else uses the tokenizer may set truncation and padding on the original."""
+    if not hasattr(backend, "no_truncation"):
+        return None
+    encoder = copy.deepcopy(backend)
+    encoder.no_truncation()
+    encoder.no_padding()
+    return encoder
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes, as every byte-level BPE vocabulary spells them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

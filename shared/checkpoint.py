@@ -1,0 +1,76 @@
+"""Whether two sides have the same kind of model: the sizes in a Hugging Face configuration that decide names and shapes
+of the tensors.
+
+In: a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`). Out: a flat signature, and the
+differences between two. Only what both sides state is compared: versions of transformers write different defaults.
+Called by the server for `/status/`, and by the learner and its doctor.
+
+A model's name to its checkpoint's folder.
+
+In: a folder, or a name on the Hugging Face hub. Out: a folder on this machine. vLLM would find the model by its name,
+but the account of a weight load reads the tensors' names in the folder. Called before an engine is started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+
+
+def model_folder(model: str, key: str) -> str:
+    """Raises ConfigError, which names the configuration's `key`, where the model is neither here nor on the hub."""
+    if Path(model).is_dir():
+        return model
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(model))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"{key}: {model!r} is not to be had",
+            found=f"no such folder, and from the hub: {type(error).__name__}",
+            wanted="a checkpoint's folder, or a name on the Hugging Face hub",
+            remedy="check the path (relative to the working directory), or download the model first",
+        ) from error
+
+
+_SECTIONS = ("", "text_config", "vision_config")
+_KEYS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "depth",
+    "num_heads",
+    "out_hidden_size",
+    "patch_size",
+    "spatial_merge_size",
+    "temporal_patch_size",
+)
+
+
+def signature(config: Mapping[str, Any]) -> dict[str, str]:
+    """`{"model_type": "qwen3_vl", "text_config.hidden_size": "2560", ...}`."""
+    found = {}
+    for section in _SECTIONS:
+        values = config.get(section) or {} if section else config
+        for key in _KEYS:
+            if isinstance(value := values.get(key), int | str):
+                found[f"{section}.{key}" if section else key] = str(value)
+    return found
+
+
+def differences(learner: Mapping[str, str], server: Mapping[str, str]) -> list[str]:
+    """One phrase per size that both state and that differs."""
+    both = [key for key in learner if key in server]
+    return [f"{key} {server[key]}, not {learner[key]}" for key in both if server[key] != learner[key]]

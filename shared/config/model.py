@@ -1,0 +1,384 @@
+"""What a pydantic model expects, in words: for error messages and for CONFIG.md.
+
+`walk_keys` lists every key of a model; `describe` says a type in words; `mistake_of` turns one pydantic error into a
+`Mistake` with the nearest right key; `trusted_view` shows a configuration that did not validate to the rules between
+keys, refusing every value that is itself wrong. Used by `config_io.py` and `deploy/docs.py`.
+
+What is wrong with a configuration file: one `Mistake` per key, all of them in one `ConfigErrors`.
+
+A mistake prints as `path.to.key: found ... (file:line); wanted ...; what to do`. Paths are dotted, list items are
+`[0]`. Raised by `config_io.py`; printed, one line each, at the edge of both programs.
+
+What every section of a configuration is, and how a key is declared with all that CONFIG.md says of it.
+
+Used by `learner/config/schema.py`, `rollout_server/config.py` and `deploy/launch.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from shared.errors import ConfigError, ProjectError
+
+MAX_FOUND_CHARS = 80
+ROOT = "(root)"
+_PLAIN_KEY = re.compile(r"[A-Za-z0-9_\-]+")
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One thing that is wrong. `path` is dotted (or a file name, where no key is to blame); `at` is `file:line`."""
+
+    path: str
+    found: str
+    wanted: str
+    remedy: str
+    at: str = ""
+
+    @classmethod
+    def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
+        """What an error says of the key at `path`; `wanted` and `remedy` where it does not say them itself."""
+        found = f"{error.what}: {error.found}" if error.found else error.what
+        return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
+
+    def __str__(self) -> str:
+        place = f" ({self.at})" if self.at else ""
+        return f"{self.path}: found {self.found}{place}; wanted {self.wanted}; {self.remedy}"
+
+
+class ConfigErrors(ConfigError):  # noqa: N818  (it is several)
+    """Every mistake of a configuration. `str()` gives one line per mistake."""
+
+    def __init__(
+        self,
+        what: str = "the configuration is wrong",
+        *,
+        found: str = "",
+        wanted: str = "",
+        remedy: str = "",
+        mistakes: Sequence[Mistake] = (),
+    ) -> None:
+        super().__init__(what, found=found, wanted=wanted, remedy=remedy)
+        self.mistakes = tuple(mistakes)
+
+    def __str__(self) -> str:
+        return "\n".join(str(mistake) for mistake in self.mistakes) or super().__str__()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (self.what, self.found, self.wanted, self.remedy, self.mistakes))
+
+
+def _rebuild(what: str, found: str, wanted: str, remedy: str, mistakes: Sequence[Mistake]) -> ConfigErrors:
+    return ConfigErrors(what, found=found, wanted=wanted, remedy=remedy, mistakes=mistakes)
+
+
+def dotted(path: KeyPath) -> str:
+    """`("a", "b", 0, "c")` as `a.b[0].c`; keys that are not plain words are quoted. The empty path is `ROOT`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            word = part if _PLAIN_KEY.fullmatch(part) else ascii(part)
+            text += f".{word}" if text else word
+    return text or ROOT
+
+
+def show(value: object) -> str:
+    """A value as a message quotes it: its kind and its text, cut to a readable length."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"the boolean {str(value).lower()}"
+    if isinstance(value, dict):
+        return f"a mapping with {len(value)} key(s)"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    kind = {str: "the string ", int: "the integer ", float: "the number "}.get(type(value), "")
+    return kind + _cut(repr(value) if not isinstance(value, int) else _int_text(value))
+
+
+def _int_text(value: int) -> str:
+    return str(value) if value.bit_length() < 256 else f"of {value.bit_length()} bits"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "..."
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are refused; nothing is converted (an integer for a number aside); NaN is no number."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
+    """A pydantic field. `meaning`, `unit` and `req` (requirement ids) go to CONFIG.md and the JSON Schema.
+
+    Without a default the key is required. `bounds` are pydantic's `ge`, `gt`, `le`, `lt`, `min_length`.
+    """
+    extra: dict[str, Any] = {name: text for name, text in (("unit", unit), ("requirement", req)) if text}
+    return Field(default, description=meaning, json_schema_extra=extra, **bounds)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_WORDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+    type(None): "null",
+}
+
+
+# ---- types in words ------------------------------------------------------------------------------------------------
+
+
+def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+    """A type with its bounds in words: `an integer >= 1 or null`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [part for arg in args[1:] for part in (arg.metadata if isinstance(arg, FieldInfo) else [arg])]
+        return describe(args[0], (*metadata, *inner))
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(describe(arg, metadata) for arg in args))
+    if origin is Literal:
+        return " or ".join(str(arg) for arg in args)
+    if origin in (list, tuple):
+        return f"a list{_bounds(metadata, 'length')} of ({describe(args[0])})"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a mapping"
+    word = _WORDS.get(annotation, "a mapping" if origin is dict or annotation is dict else "a value")
+    if annotation is str:
+        patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
+        return word + _bounds(metadata, "length") + "".join(f" matching {pattern}" for pattern in patterns)
+    return word + (_bounds(metadata, "value") if annotation in (int, float) else "")
+
+
+def describe_field(field: FieldInfo) -> str:
+    return describe(field.annotation, tuple(field.metadata))
+
+
+def _bounds(metadata: tuple[Any, ...], what: Literal["value", "length"]) -> str:
+    names = ("ge", "gt", "le", "lt") if what == "value" else ("min_length", "", "max_length", "")
+    said = {name: getattr(item, name) for item in metadata for name in names if name and hasattr(item, name)}
+    low = said.get(names[0], said.get(names[1]))
+    high = said.get(names[2], said.get(names[3]))
+    if low is None and high is None:
+        return ""
+    prefix = " with length" if what == "length" else ""
+    if high is None:
+        return f"{prefix} {'>=' if names[0] in said else '>'} {low:g}"
+    if low is None:
+        return f"{prefix} {'<=' if names[2] in said else '<'} {high:g}"
+    return f"{prefix} in {'[' if names[0] in said else '('}{low:g}, {high:g}{']' if names[2] in said else ')'}"
+
+
+# ---- where keys are ------------------------------------------------------------------------------------------------
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        yield from _alternatives(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for arg in get_args(annotation):
+            yield from _alternatives(arg)
+    else:
+        yield annotation
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field's mapping is read into, if it is one."""
+    for option in _alternatives(annotation):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def item_of(annotation: Any) -> Any:
+    """The type of a list's items, or None."""
+    for option in _alternatives(annotation):
+        if get_origin(option) in (list, tuple):
+            return get_args(option)[0]
+    return None
+
+
+def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
+    """Every key with its path, sections before what they hold; items of a list of sections stand under index 0."""
+    for name, field in model.model_fields.items():
+        here = (*path, name)
+        yield here, field
+        items = item_of(field.annotation)
+        if section := section_of(field.annotation):
+            yield from walk_keys(section, here)
+        elif items is not None and (section := section_of(items)):
+            yield from walk_keys(section, (*here, 0))
+
+
+def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
+    annotation: Any = model
+    for part in path:
+        section = section_of(annotation)
+        if isinstance(part, int):
+            annotation = item_of(annotation)
+        elif section is not None and part in section.model_fields:
+            annotation = section.model_fields[part].annotation
+        else:
+            return None
+    return section_of(annotation)
+
+
+def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
+    last = path[-1] if path else None
+    if isinstance(last, int):
+        parent = _section_at(model, path[:-2])
+        field = parent.model_fields.get(str(path[-2])) if parent and len(path) > 1 else None
+        return describe(item_of(field.annotation)) if field else "a valid item"
+    parent = _section_at(model, path[:-1]) if path else None
+    field = parent.model_fields.get(str(last)) if parent else None
+    return describe_field(field) if field else "a mapping"
+
+
+# ---- pydantic's errors in words ------------------------------------------------------------------------------------
+
+
+def mistake_of(
+    model: type[BaseModel], values: Mapping[str, Any], detail: Mapping[str, Any]
+) -> tuple[KeyPath, Mistake, tuple[KeyPath, ...]]:
+    """One pydantic error as (path, mistake, every path whose value can no longer be trusted)."""
+    kind = detail["type"]
+    path = _real_path(detail["loc"], values, keep_last=kind == "missing")
+    name = dotted(path)
+    if kind == "extra_forbidden":
+        mistake, meant = _unknown(model, path)
+        return path, mistake, (path, *meant)
+    if kind == "missing":
+        key = _first_to_write(model, path)
+        wanted = _wanted_at(model, key)
+        return key, Mistake(path=dotted(key), found="nothing", wanted=wanted, remedy="add this key"), (path, key)
+    wanted = _wanted_at(model, path)
+    found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail)
+    if kind in ("value_error", "assertion_error"):  # a model's own validator
+        wanted = str(detail["ctx"]["error"])
+    return path, Mistake(path=name, found=found, wanted=wanted, remedy=remedy), (path,)
+
+
+def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
+    """Of a missing section that has one required key, that key: what the user has to write down."""
+    section = _section_at(model, path)
+    required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
+    return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
+
+
+def _real_path(loc: tuple[str | int, ...], values: Any, *, keep_last: bool) -> KeyPath:
+    """Pydantic's location without the names of union members, which are no keys."""
+    path: list[str | int] = []
+    for index, part in enumerate(loc):
+        known = part in values if isinstance(values, dict) else isinstance(part, int) and part < _length(values)
+        if known:
+            values = values[part]
+        if known or (keep_last and index == len(loc) - 1):
+            path.append(part)
+    return tuple(path)
+
+
+def _length(values: Any) -> int:
+    return len(values) if isinstance(values, list) else 0
+
+
+def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPath]]:
+    section, key = _section_at(model, path[:-1]), str(path[-1])
+    known = list(section.model_fields) if section else []
+    near = [(*path[:-1], name) for name in difflib.get_close_matches(key, known, n=1)]
+    meant = near or [other for other, _ in walk_keys(model) if other[-1] == key][:3]
+    remedy = (
+        f"did you mean {' or '.join(dotted(p) for p in meant)}?" if meant else "remove it (CONFIG.md lists every key)"
+    )
+    holder = f"a key of {dotted(path[:-1])}" if path[:-1] else "a top-level key"
+    wanted = f"one of {', '.join(known)}" if len(known) <= 12 else holder
+    return Mistake(path=dotted(path), found="an unknown key", wanted=wanted, remedy=remedy), meant
+
+
+def _remedy(value: Any, wanted: str, detail: Mapping[str, Any]) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "write a finite number"
+    if isinstance(value, float) and "an integer" in wanted:
+        return f"write {int(value)}" if value == int(value) else f"write {math.floor(value)} or {math.ceil(value)}"
+    if "true or false" in wanted:
+        return "write true or false, without quotes"
+    if isinstance(value, str) and "a string" not in wanted and detail["type"] != "literal_error":
+        return "write it without quotes (an environment variable can only fill a string)"
+    if isinstance(value, str) and detail["type"] == "literal_error":
+        options = wanted.split(" or ")
+        near = difflib.get_close_matches(value.lower(), options, n=1)
+        return f"did you mean {near[0]}?" if near else "choose one of these"
+    if isinstance(value, int | float) and not isinstance(value, bool) and "a string" in wanted:
+        return "put it in quotes"
+    return "change the value"
+
+
+# ---- a configuration that is partly wrong --------------------------------------------------------------------------
+
+
+class UntrustedValueError(Exception):
+    """A rule looked at a value that is itself wrong."""
+
+
+class _View:
+    """Reads like a model, from raw values. Values at `bad` paths raise UntrustedValueError."""
+
+    def __init__(self, model: type[BaseModel], values: Mapping[str, Any], path: KeyPath, bad: set[KeyPath]) -> None:
+        self._model, self._values, self._path, self._bad = model, values, path, bad
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        return set(self._values) & set(self._model.model_fields)
+
+    def __getattr__(self, name: str) -> Any:
+        here = (*self._path, name)
+        if here in self._bad or () in self._bad:
+            raise UntrustedValueError(dotted(here))
+        field = self._model.model_fields.get(name)
+        if field is None:
+            return self._from_class(name)
+        if name not in self._values:
+            return field.get_default(call_default_factory=True)
+        return self._shown(self._values[name], field.annotation, here)
+
+    def _from_class(self, name: str) -> Any:
+        attribute = getattr(self._model, name)
+        if isinstance(attribute, property):
+            return cast(Callable[[Any], Any], attribute.fget)(self)
+        return types.MethodType(attribute, self) if isinstance(attribute, types.FunctionType) else attribute
+
+    def _shown(self, value: Any, annotation: Any, path: KeyPath) -> Any:
+        if path in self._bad:
+            raise UntrustedValueError(dotted(path))
+        section = section_of(annotation)
+        if section is not None and isinstance(value, dict):
+            return _View(section, value, path, self._bad)
+        if isinstance(value, list) and section_of(item_of(annotation)) is not None:
+            item = item_of(annotation)
+            return [self._shown(entry, item, (*path, index)) for index, entry in enumerate(value)]
+        if any(bad[: len(path)] == path for bad in self._bad):
+            raise UntrustedValueError(dotted(path))
+        return TypeAdapter(annotation).validate_python(value)
+
+
+def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:
+    """`values` to be read like a `model` that did validate, except for what is wrong."""
+    return cast(Model, _View(model, values, (), bad))

@@ -1,0 +1,173 @@
+"""Configuration files of both programs: YAML in, a frozen pydantic model out, or every mistake at once.
+
+    document = load_yaml("run.yaml")                       # a dict that remembers where each key stands
+    config = parse(RunConfig, document)                    # raises ConfigErrors
+    print(dump_yaml(config.model_dump(mode="json")))       # reads back as the same configuration
+
+`base:` composition and `${VAR}` are in `config_compose.py`, the YAML dialect in `config_yaml.py`, the words of a
+mistake in `config_errors.py`, the description of a model's keys in `config_model.py`. Paths inside a configuration are
+relative to the working directory (those of `base:` to the file). Imports nothing heavier than pydantic.
+
+`parse` finds everything that it can in one pass: YAML mistakes, retired keys, unknown and ill-typed keys, then the
+rules between keys. A rule is `rule(config) -> iterable of Mistake`; one that looks at a value which is itself wrong is
+left out, so that no mistake is told twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from shared.config.model import ROOT, ConfigErrors, KeyPath, Mistake, UntrustedValueError, mistake_of, trusted_view
+from shared.config.yaml import Parsed, add_numbers, read_composed
+
+__all__ = ["ConfigErrors", "Document", "Mistake", "dump_yaml", "load_yaml", "parse", "write_yaml"]
+
+Model = TypeVar("Model", bound=BaseModel)
+Retired = Mapping[str, tuple[str, str]]  # dotted path -> (what is wanted, what to do)
+
+
+class Document(dict[str, Any]):
+    """The values of a configuration, and where they stand. Mistakes of the YAML itself wait here for `parse`."""
+
+    def __init__(self, parsed: Parsed, source: str) -> None:
+        super().__init__(parsed.value)
+        self.lines = parsed.lines
+        self.mistakes = tuple(parsed.mistakes)
+        self.bad = frozenset(parsed.bad)
+        self.source = source
+
+
+def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ) -> Document:
+    """The file with its bases and variables. Raises ConfigErrors where it is no YAML mapping at all."""
+    return Document(read_composed(Path(path), env), str(path))
+
+
+def parse(
+    model: type[Model],
+    data: Mapping[str, Any],
+    source: str | Path = "",
+    *,
+    retired: Retired | None = None,
+    rules: Iterable[Callable[[Model], Iterable[Mistake]]] = (),
+) -> Model:
+    """`data` as a `model`. Raises ConfigErrors with every mistake.
+
+    `retired` keys are refused with their own advice. `rules` hold between keys; they see a valid configuration, or a
+    view of an invalid one that refuses to show what is wrong.
+    """
+    document = data if isinstance(data, Document) else Document(Parsed(value=dict(data)), str(source))
+    values, mistakes = _without_retired(document, retired or {})
+    bad: set[KeyPath] = set(document.bad)
+    config: Model | None = None
+    try:
+        config = model.model_validate(values)
+    except ValidationError as error:
+        found = [mistake_of(model, values, detail) for detail in error.errors(include_url=False)]
+        mistakes += _one_each([(path, m) for path, m, _ in found if not _inside(path, document.bad)])
+        bad.update(path for _, _, paths in found for path in paths)
+    view = config if config is not None and not bad else trusted_view(model, values, bad)
+    for rule in rules:
+        mistakes += _follow(rule, view)
+    if config is None or mistakes:
+        placed = [_placed(mistake, document.lines) for mistake in mistakes]
+        raise ConfigErrors(f"{document.source or 'the configuration'} is wrong", mistakes=placed)
+    return config
+
+
+def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mistake]:
+    mistakes: list[Mistake] = []
+    try:
+        mistakes.extend(rule(view))  # keeps what came before the value that can't be trusted
+    except UntrustedValueError:
+        return mistakes
+    return mistakes
+
+
+def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, Any], list[Mistake]]:
+    """The values without retired keys (and without sections that held nothing else), and their mistakes."""
+    values: dict[str, Any] = _copy(document)
+    mistakes = list(document.mistakes)
+    for path, (wanted, remedy) in retired.items():
+        if _remove(values, path.split(".")):
+            mistakes.append(Mistake(path=path, found="a retired key", wanted=wanted, remedy=remedy))
+    return values, mistakes
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _remove(values: dict[str, Any], keys: list[str]) -> bool:
+    head, *rest = keys
+    if head not in values:
+        return False
+    below = values[head]
+    if rest and not (isinstance(below, dict) and _remove(below, rest)):
+        return False
+    if not rest or not below:
+        del values[head]
+    return True
+
+
+def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
+    return any(path[: len(root)] == root for root in bad if root)
+
+
+def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
+    """One mistake per key, and where the fault is: every member of a union complains, of the whole or of an item."""
+    first = dict(reversed(found))
+    sections = {path[:depth] for path in first for depth in range(len(path))}
+    return [mistake for path, mistake in reversed(first.items()) if path not in sections]
+
+
+def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
+    """With the line of its key, or of the nearest section around a key that is not written."""
+    return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
+
+
+def _line_of(path: str, lines: Mapping[str, str]) -> str:
+    while path and path not in lines:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return lines.get(path or ROOT, "")
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or our own reader would take for something else than a string."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+add_numbers(_Dumper)
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """YAML that `load_yaml` reads back as `values` (plain mappings, lists, strings, numbers, booleans, nulls)."""
+    escaped = _escape(values)
+    return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape(item) for item in value]
+    return value.replace("${", "$${") if isinstance(value, str) else value
+
+
+def write_yaml(path: Path, values: Mapping[str, Any], header: str = "") -> None:
+    """`values` into `path`, under `header` as comment lines. Raises OSError."""
+    comment = "".join(f"# {line}\n" for line in header.splitlines())
+    path.write_text(comment + dump_yaml(values), encoding="utf-8")

@@ -1,0 +1,316 @@
+"""YAML text to plain values, with the line of every key: bytes in, `(value, lines, mistakes)` out.
+
+Scalars follow YAML 1.2's core schema, plus what people write: `1e-4` is a number, `true` and `false` are the only
+booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. Refused, with the line: duplicate keys,
+keys that are not strings, tags, merge keys, several documents, and anything deeper or larger than a configuration can
+be (which also stops recursive aliases and alias bombs). Nothing here raises but `ConfigErrors`.
+
+One configuration out of several files: `base:` and `${VAR}`.
+
+`base: other.yaml` (or a list) names files relative to the file that says so; they are read first, later ones win,
+mappings merge key by key, everything else is replaced. `${VAR}` inside a string value becomes the environment
+variable's text and stays a string; `$${` is a literal `${`. Called by `config_io.load_yaml`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from yaml.composer import Composer
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.resolver import BaseResolver
+from yaml.scanner import Scanner
+
+from shared.config.model import ConfigErrors, KeyPath, Mistake, dotted, show
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 40
+MAX_VALUES = 20_000
+
+INT = re.compile(r"[-+]?(?:[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+)$")
+FLOAT = re.compile(
+    r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$"
+    r"|\.(?:nan|NaN|NAN)$"
+)
+NUMBER_START = list("-+.0123456789")
+
+_Resolver = TypeVar("_Resolver", bound=BaseResolver)
+
+
+class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
+    """PyYAML up to the node tree, with our scalar rules."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+        Composer.__init__(self)
+        BaseResolver.__init__(self)
+
+
+def add_numbers(resolver: type[_Resolver]) -> None:
+    """Teach a PyYAML resolver which plain scalars are numbers here (loader and dumper must agree)."""
+    resolver.add_implicit_resolver("tag:yaml.org,2002:int", INT, NUMBER_START)
+    resolver.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, NUMBER_START)
+
+
+add_numbers(_Composer)
+_Composer.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+_Composer.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+
+
+def _number(text: str) -> float:
+    word = text.lower().replace("_", "")
+    return float(word.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+def _integer(text: str) -> int:
+    word = text.lower().replace("_", "")
+    base = 16 if "0x" in word else 8 if "0o" in word else 10
+    return int(word, base)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "tag:yaml.org,2002:str": str,
+    "tag:yaml.org,2002:int": _integer,
+    "tag:yaml.org,2002:float": _number,
+    "tag:yaml.org,2002:bool": _boolean,
+    "tag:yaml.org,2002:null": lambda text: None,
+}
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
+
+@dataclass
+class Parsed:
+    """What one file says. `lines` maps dotted paths to `file:line`; `bad` are paths whose value can't be trusted."""
+
+    value: Any = None
+    lines: dict[str, str] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+    bad: set[KeyPath] = field(default_factory=set)
+
+
+def parse_text(raw: bytes, file: str) -> Parsed:
+    """The values of one YAML document. Raises ConfigErrors where it can't be read at all."""
+    builder = _Builder(file)
+    node = _compose(raw, file)
+    if node is not None:
+        builder.parsed.value = builder.build(node, ())
+    return builder.parsed
+
+
+def _compose(raw: bytes, file: str) -> yaml.Node | None:
+    if len(raw) > MAX_BYTES:
+        raise _unreadable(
+            file, f"{len(raw)} bytes", f"at most {MAX_BYTES}", "check that this is the configuration file"
+        )
+    try:
+        return _Composer(raw.decode("utf-8-sig")).get_single_node()
+    except UnicodeDecodeError as error:
+        raise _unreadable(
+            file, f"a byte that is not UTF-8 at offset {error.start}", "UTF-8 text", "save it as UTF-8"
+        ) from error
+    except RecursionError as error:
+        raise _unreadable(file, "endless nesting", f"at most {MAX_DEPTH} levels", "close the brackets") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
+        remedy = "indent with spaces" if "\\t" in str(error.problem) else "mend the line, or quote the text"
+        raise _unreadable(place, f"{error.problem or error.context}", "YAML", remedy) from error
+    except yaml.YAMLError as error:
+        raise _unreadable(file, str(error).splitlines()[0], "YAML text", "remove the special characters") from error
+    except (ValueError, OverflowError) as error:  # escapes beyond Unicode, such as "\Uffffffff"
+        raise _unreadable(file, str(error), "YAML text", "mend the escape sequence") from error
+
+
+def _unreadable(place: str, found: str, wanted: str, remedy: str) -> ConfigErrors:
+    return ConfigErrors(mistakes=[Mistake(path=place, found=found, wanted=wanted, remedy=remedy)])
+
+
+class _Builder:
+    """Walks the node tree once; every value costs one of `MAX_VALUES`, counted after alias expansion."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.parsed = Parsed()
+        self.num_values = 0
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES or len(path) > MAX_DEPTH:
+            wanted = f"at most {MAX_VALUES} values and {MAX_DEPTH} levels"
+            found = "more than a configuration can hold, aliases expanded"
+            raise _unreadable(self._place(node), found, wanted, "remove the aliases or the nesting")
+        self.parsed.lines[dotted(path)] = self._place(node)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        if node.tag not in _COLLECTIONS:
+            return self._refuse(node, path, f"the tag {node.tag!r}", "plain YAML", "remove the tag")
+        if isinstance(node, yaml.SequenceNode):
+            return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._mapping(node, path)
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        construct = _SCALARS.get(node.tag)
+        if construct is None:
+            return self._refuse(node, path, f"the tag {node.tag!r}", "plain YAML", "remove the tag")
+        try:
+            return construct(node.value)
+        except ValueError:
+            kind = node.tag.rpartition(":")[2]
+            return self._refuse(node, path, "text that does not fit its tag", f"a YAML {kind}", "mend the value")
+
+    def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
+                text = str(key_node.value)[:40] if isinstance(key_node, yaml.ScalarNode) else "a collection"
+                self._refuse(key_node, path, f"the key {text!a}, which is not a string", "string keys", "quote the key")
+                continue
+            key, here = key_node.value, (*path, key_node.value)
+            if key == "<<":
+                self._refuse(key_node, here, "a merge key", "keys of this section", "compose files with `base:`")
+            elif key in values:
+                first = self.parsed.lines[dotted(here)].rpartition(":")[2]
+                self._refuse(key_node, here, f"the key twice, first in line {first}", "each key once", "remove one")
+            else:
+                values[key] = self.build(value_node, here)
+                self.parsed.lines[dotted(here)] = self._place(key_node)
+        return values
+
+    def _refuse(self, node: yaml.Node, path: KeyPath, found: str, wanted: str, remedy: str) -> None:
+        mistake = Mistake(path=dotted(path), found=found, wanted=wanted, remedy=remedy, at=self._place(node))
+        self.parsed.mistakes.append(mistake)
+        self.parsed.bad.add(path)
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}"
+
+
+BASE_KEY = "base"
+MAX_FILES = 50
+
+_DOLLAR = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def read_composed(path: Path, env: Mapping[str, str]) -> Parsed:
+    """`path` merged over its bases, variables filled in. Raises ConfigErrors where a file can't be read at all."""
+    reader = _Reader(env)
+    merged = reader.read(path, ())
+    merged.value = reader.fill(merged.value, (), merged)  # last, so that a value which was replaced needs no variable
+    return merged
+
+
+class _Reader:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self.env = env
+        self.num_files = 0
+
+    def read(self, path: Path, chain: tuple[Path, ...]) -> Parsed:
+        """One file over its bases; `chain` holds the files that led here."""
+        self.num_files += 1
+        if path.resolve() in chain or self.num_files > MAX_FILES:
+            names = " -> ".join(p.name for p in (*chain[-3:], path))
+            raise _fatal(
+                path, f"files that include each other ({names})", "bases without a cycle", "remove one `base:`"
+            )
+        parsed = parse_text(_read_bytes(path), str(path))
+        if not isinstance(parsed.value, dict):
+            found = "nothing" if parsed.value is None else show(parsed.value)
+            mistakes = [
+                *parsed.mistakes,
+                *_fatal(path, found, "a mapping of sections", "write `section:` lines").mistakes,
+            ]
+            raise ConfigErrors(mistakes=mistakes)
+        merged = Parsed(value={})
+        for base in self._bases(path, parsed):
+            _overlay(merged, self.read(path.parent / base, (*chain, path.resolve())))
+        _overlay(merged, parsed)
+        return merged
+
+    def _bases(self, path: Path, parsed: Parsed) -> list[str]:
+        """Takes `base` out of the file's values."""
+        said = self.fill(parsed.value.pop(BASE_KEY, None), (BASE_KEY,), parsed)
+        bases = [said] if isinstance(said, str) else said
+        if said is None:
+            return []
+        if not isinstance(bases, list) or not all(
+            isinstance(base, str) and base and "\0" not in base for base in bases
+        ):
+            at = parsed.lines.get(BASE_KEY, str(path))
+            wanted, remedy = "a path or a list of paths", "name the files that this one builds on"
+            parsed.mistakes.append(Mistake(path=BASE_KEY, found=show(said), wanted=wanted, remedy=remedy, at=at))
+            return []
+        return bases
+
+    def fill(self, value: Any, path: KeyPath, parsed: Parsed) -> Any:
+        if isinstance(value, dict):
+            return {key: self.fill(item, (*path, key), parsed) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.fill(item, (*path, index), parsed) for index, item in enumerate(value)]
+        if isinstance(value, str) and "${" in value:
+            return self._fill_string(value, path, parsed)
+        return value
+
+    def _fill_string(self, text: str, path: KeyPath, parsed: Parsed) -> str:
+        def one(match: re.Match[str]) -> str:
+            if match[0] == "$${":
+                return "${"
+            name, closed = match[1], match[2]
+            if not closed or not _NAME.fullmatch(name):
+                found, wanted = show(match[0]), "${VAR} with a plain name"
+                remedy = "name one environment variable, or write $${ for a literal ${"
+            elif name not in self.env:
+                found, wanted = f"${{{name}}}, which is not set", f"the environment variable {name}"
+                remedy = f"export {name}=..., or write the value into the file"
+            else:
+                return self.env[name]
+            where = dotted(path)
+            at = parsed.lines[where]
+            parsed.mistakes.append(Mistake(path=where, found=found, wanted=wanted, remedy=remedy, at=at))
+            parsed.bad.add(path)
+            return match[0]
+
+        return _DOLLAR.sub(one, text)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        remedy = f"check the path (the working directory is {Path.cwd()})"
+        raise _fatal(path, f"no readable file ({reason})", "a YAML file", remedy) from error
+
+
+def _fatal(path: Path, found: str, wanted: str, remedy: str) -> ConfigErrors:
+    return ConfigErrors(mistakes=[Mistake(path=str(path), found=found, wanted=wanted, remedy=remedy)])
+
+
+def _overlay(below: Parsed, above: Parsed) -> None:
+    """Lay `above` over `below`, in place; mistakes of both count, even where a value is replaced."""
+    below.value = _merge(below.value, above.value)
+    below.lines |= above.lines
+    below.mistakes += above.mistakes
+    below.bad |= above.bad
+
+
+def _merge(below: Any, above: Any) -> Any:
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {key: _merge(below.get(key), item) for key, item in above.items()}
+    return above

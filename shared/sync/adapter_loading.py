@@ -1,0 +1,169 @@
+"""A LoRA adapter into the model that a vLLM worker serves: from memory, with an account of every tensor (R08, R09).
+
+`AdapterLoad` takes the adapter's tensors and replaces the served adapter by them. `BaseWeightLoad` is a full update of
+a model that takes adapters: the layers below vLLM's LoRA wrappers are loaded, and the served adapter is forgotten.
+Invariants: nothing is replaced before every tensor has found its place; `lora_B` comes multiplied with the adapter's
+scaling, so none is applied here. Called where the model is, as `loading.py`, while nothing is generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shared.errors import SyncError
+from shared.sync.loading import CopyMemory, WeightLoad, uncovered
+
+_ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
+_HALVES = (".lora_A.weight", ".lora_B.weight")
+
+
+def adapt_linear_layers_only() -> None:
+    """Let this process's engine adapt no embedding and no output head. Before the model is loaded.
+
+    vLLM's adapted head takes its rows for one per request. With `prompt_logprobs` (`/score/`) they are a prompt's
+    tokens, and two such requests in a batch end the engine on CPU.
+    """
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    load = LoRAModelRunnerMixin.load_lora_model
+
+    @functools.wraps(load)
+    def load_without(runner: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        for module in model.modules():
+            if getattr(module, "embedding_modules", None):
+                module.embedding_modules = {}  # type: ignore[assignment]
+        return load(runner, model, *args, **kwargs)
+
+    LoRAModelRunnerMixin.load_lora_model = load_without
+
+
+def adapter_request(name: str) -> Any:
+    """What makes vLLM answer a request with the adapter that it was given last. A new name for each adapter: vLLM's
+    cached prefixes belong to a name."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(name, _ADAPTER_ID, "in the worker's memory")
+
+
+class AdapterLoad:
+    """One adapter update. `loras` is the model runner's LoRA manager."""
+
+    def __init__(self, loras: Any) -> None:
+        self._manager = loras._adapter_manager
+        self._dtype, self._max_rank = loras.lora_config.lora_dtype, loras.lora_config.max_lora_rank
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        return False
+
+    def open(self) -> None:
+        """Nothing is touched before all is there."""
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        # Copies: the bucket ends, and vLLM keeps what it is given.
+        self._tensors |= {name: tensor.to(self._dtype, copy=True) for name, tensor in tensors}
+
+    def finish(self) -> dict[str, Any]:
+        """Counts of what is now served. Raises CoverageError, SyncError."""
+        pairs = self._pairs()
+        rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
+        if rank > self._max_rank:
+            raise SyncError(
+                "the adapter is larger than the engine takes",
+                found=f"rank {rank}",
+                wanted=f"at most {self._max_rank}",
+                remedy="raise the server's max_lora_rank",
+            )
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        layers = {
+            name: LoRALayerWeights(name, lora_a.shape[0], lora_a.shape[0], lora_a, lora_b)
+            for name, (lora_a, lora_b) in pairs.items()
+        }
+        self._manager.remove_adapter(_ADAPTER_ID)
+        self._manager.add_adapter(LoRAModel(_ADAPTER_ID, rank, layers))
+        self._manager.activate_adapter(_ADAPTER_ID)
+        return {"num_tensors": len(self._tensors), "num_layers": len(layers)}
+
+    def close(self) -> None:
+        """Nothing is half done at any time."""
+
+    def _pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Both halves by the name of the served layer. Raises CoverageError where one has no place or no partner."""
+        modules = sorted({name.removesuffix(half) for name in self._tensors for half in _HALVES if name.endswith(half)})
+        paired = {module + half for module in modules for half in _HALVES}
+        if alone := paired ^ self._tensors.keys():
+            raise uncovered(f"{len(alone)} tensors without the other half", alone, "lora_A and lora_B of every layer")
+        served = dict(zip(modules, self._served_names(modules), strict=True))
+        places = self._places()
+        if homeless := {module for module in modules if served[module] not in places}:
+            raise uncovered(
+                f"{len(homeless)} adapted layers that the engine can't adapt",
+                homeless,
+                "adapters on the language model's linear layers only (model.lora.target_modules)",
+            )
+        return {served[m]: (self._tensors[m + _HALVES[0]], self._tensors[m + _HALVES[1]]) for m in modules}
+
+    def _served_names(self, modules: list[str]) -> list[str]:
+        mapper: Any = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        if mapper is None:
+            return modules
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # the LoRA manager itself fuses q, k and v
+        return [
+            name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
+        ]
+
+    def _places(self) -> set[str]:
+        """The layers that can be adapted, fused ones by their parts."""
+        packed = self._manager.packed_modules
+        return {part for name in self._manager.modules for part in packed.get(name, [name])}
+
+
+class BaseWeightLoad(WeightLoad):
+    """While it is open, the model is as if no layer could be adapted, so that names and layers are the checkpoint's."""
+
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory, loras: Any) -> None:
+        super().__init__(model, vllm_config, device, memory)
+        self._loras = loras
+        self._wrappers: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        return False
+
+    def open(self) -> None:
+        self._loras.remove_all_adapters()
+        self._wrappers = _take_off(self._model)
+        super().open()
+
+    def close(self) -> None:
+        """Make every layer whole again. May be called again."""
+        super().close()
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for parent, name, wrapper in self._wrappers:
+            setattr(parent, name, wrapper)
+        self._wrappers = []
+
+
+def _take_off(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """Put the layers in place of their LoRA wrappers; what to put back: (parent, name, wrapper)."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrappers = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    for parent, name, wrapper in wrappers:
+        setattr(parent, name, wrapper.base_layer)
+    return wrappers

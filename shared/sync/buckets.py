@@ -1,0 +1,148 @@
+"""Weights on their way from learner to server: which tensors share a bucket, how they lie in it, and its seal.
+
+In: named tensors. Out: contiguous byte buffers (`pack`), views back into them (`unpack`). The layout follows from the
+specs alone, so only specs travel beside the bytes: tensors in order, each at the next multiple of 16 bytes. The last 16
+bytes are the seal: the digest (`digest.py`) of all bytes before it, salted with the version and the bucket's place, so
+that a bucket of another update or another place is as wrong as one with a changed byte. Both sides compute it on the
+device where the bytes are. Called by the learner's sync and the server's worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from shared.errors import SyncError
+from shared.sync.digest import digest
+from shared.wire import TensorSpec
+
+ALIGNMENT_BYTES = 16
+SEAL_BYTES = 16
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
+    """What travels about a tensor; `dtype` is the one it travels in, where that is not its own."""
+    return TensorSpec(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+
+
+def num_tensor_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * _dtype(spec).itemsize
+
+
+def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of these tensors in a buffer, gaps included and the seal not."""
+    end = 0
+    for spec in specs:
+        end = _aligned(end) + num_tensor_bytes(spec)
+    return _aligned(end)
+
+
+def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+    """Cut the tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    plan: list[list[TensorSpec]] = []
+    used = 0
+    for spec in specs:
+        size = _aligned(num_tensor_bytes(spec))
+        if not plan or used + size > bucket_bytes:
+            plan.append([])
+            used = 0
+        plan[-1].append(spec)
+        used += size
+    return plan
+
+
+def pack(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
+    """The bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`, tensors
+    cast to the specs' dtypes.
+
+    Raises SyncError where a tensor is missing or has another shape than its spec.
+    """
+    size = num_bucket_bytes(specs) + SEAL_BYTES
+    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    views = [view for _, view in unpack(buffer, specs)]
+    for spec, view in zip(specs, views, strict=True):
+        if gap := -num_tensor_bytes(spec) % ALIGNMENT_BYTES:
+            end = view.storage_offset() * view.element_size() + num_tensor_bytes(spec)
+            buffer[end : end + gap] = 0  # digested like all other bytes
+    if views:
+        torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])
+    return buffer
+
+
+def _fitting(spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor:
+    if tensor is None or list(tensor.shape) != spec.shape:
+        raise SyncError(
+            f"tensor {spec.name!r} does not fit its place in the bucket",
+            found="no such tensor" if tensor is None else f"shape {list(tensor.shape)}",
+            wanted=f"shape {spec.shape}",
+            remedy="plan the buckets from the same tensors that are packed",
+        )
+    return tensor
+
+
+def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The bucket's tensors by name, in order, as views into `buffer` (uint8, 1-D, contiguous).
+
+    Raises SyncError where the buffer's size is not that of the specs.
+    """
+    if buffer.numel() != num_bucket_bytes(specs) + SEAL_BYTES:
+        raise SyncError(
+            "a bucket has the wrong size",
+            found=f"{buffer.numel()} bytes",
+            wanted=f"{num_bucket_bytes(specs) + SEAL_BYTES} bytes for {len(specs)} tensors and their seal",
+            remedy="plan and unpack with the same specs",
+        )
+    start = 0
+    for spec in specs:
+        end = start + num_tensor_bytes(spec)
+        yield spec.name, buffer[start:end].view(_dtype(spec)).view(spec.shape)
+        start = _aligned(end)
+
+
+def seal(buffer: torch.Tensor, *, ver: int, index: int) -> None:
+    """Write the seal of bucket `index` of the update to `ver`. Does not wait for the device."""
+    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, ver, index))
+
+
+def is_sealed(buffer: torch.Tensor, *, ver: int, index: int) -> bool:
+    """Whether the bytes are those that were sealed. Waits for the device, once."""
+    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, ver, index))
+
+
+def _seal(buffer: torch.Tensor, ver: int, index: int) -> torch.Tensor:
+    return digest(buffer[:-SEAL_BYTES], salt=ver << 20 | index)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise SyncError(
+            f"tensor {spec.name!r} has a type that can't travel",
+            found=spec.dtype,
+            wanted=f"one of {', '.join(DTYPES)}",
+            remedy="cast it before it is sent",
+        )
+    return dtype

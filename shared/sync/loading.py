@@ -1,0 +1,273 @@
+"""Checkpoint tensors into the model that a vLLM worker serves, with an account of every parameter (R09).
+
+Two ways: in place, where the served tensors are the checkpoint's (unquantized dense layers on CUDA); layer by layer
+through vLLM's reload elsewhere (the CPU backend repacks linear weights and drops the originals). What vLLM accepts is
+not yet proof: a loader takes one of three fused tensors and reports the fused parameter as loaded. So coverage is
+checked twice: every tensor of the model's checkpoint has come, and every served parameter was written or shares memory
+with one that was. Called where the model is: in the server's workers, and in a learner whose job the engine is in.
+
+What a model's loader copies where, remembered, so that the next update needs no loader (R09).
+
+vLLM's loaders take some 80 microseconds of Python per tensor, longer than the tensor's own way over NVLink. Which bytes
+of a bucket go to which bytes of the model is the same in every update: a loader is watched the first time, and its
+copies are repeated in one launch per bucket after that. Invariants: only what was seen whole is repeated: every tensor
+of the bucket was copied, out of the bucket itself, and nothing else was written; a model whose parameters have moved is
+loaded by its loader again. Used by `loading.py`, for models that are loaded in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shared.errors import CoverageError
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Part of one of a bucket's tensors, and where it goes. Strides and offset in elements."""
+
+    target: torch.Tensor
+    index: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def source(self, tensors: Named) -> torch.Tensor:
+        tensor = tensors[self.index][1]
+        if self.shape == tensor.shape and self.offset == 0:
+            return tensor
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The copies of one bucket, and the parameters that they wrote."""
+
+    copies: tuple[Copy, ...]
+    written: frozenset[str]
+
+
+class CopyMemory:
+    """Lives as long as the worker; `begin` before each update."""
+
+    def __init__(self) -> None:
+        self._addresses: tuple[int, ...] = ()
+        self._recordings: dict[tuple[object, ...], Recording] = {}
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget all where a parameter of the model has moved."""
+        addresses = tuple(parameter.data_ptr() for parameter in parameters)
+        if addresses != self._addresses:
+            self._addresses = addresses
+            self._recordings.clear()
+
+    def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
+        """Load a bucket's tensors, by their loader or from memory; the names of the parameters that were written."""
+        key = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+        recording = self._recordings.get(key)
+        if recording is not None:
+            torch._foreach_copy_(
+                [copy.target for copy in recording.copies], [copy.source(tensors) for copy in recording.copies]
+            )
+            return recording.written
+        with _Watcher() as watcher:
+            written = frozenset(loader(tensors) or ())
+        copies = _copies(watcher, tensors)
+        if copies is not None:
+            self._recordings[key] = Recording(copies=copies, written=written)
+        return written
+
+
+# What pads a parameter: it is still there the next time.
+_CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+
+
+class _Watcher(TorchDispatchMode):
+    """Sees every operation below it: `pairs` are (target, source) of copies; `others`: something else was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.others = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.pairs.append((args[0], args[1]))
+        elif func._schema.is_mutable and func not in _CONSTANTS:
+            self.others = True
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(watcher: _Watcher, tensors: Named) -> tuple[Copy, ...] | None:
+    """None where the copies do not account for all of `tensors`."""
+    copies = []
+    for target, source in watcher.pairs:
+        index = next((i for i, (_, tensor) in enumerate(tensors) if _lies_in(source, tensor)), None)
+        if index is None:
+            return None
+        offset = int(source.storage_offset()) - int(tensors[index][1].storage_offset())
+        copies.append(
+            Copy(target=target, index=index, shape=tuple(source.shape), stride=source.stride(), offset=offset)
+        )
+    complete = {copy.index for copy in copies} == set(range(len(tensors)))
+    return tuple(copies) if complete and not watcher.others else None
+
+
+def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    if part.dtype != whole.dtype or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return False
+    return whole.storage_offset() <= part.storage_offset() < whole.storage_offset() + max(1, whole.numel())
+
+
+_SHOWN = 5
+
+
+class WeightLoad:
+    """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
+
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory) -> None:
+        self._model = model
+        self._memory = memory
+        self._vllm_config = vllm_config
+        self.in_place = device.type == "cuda" and _is_plain(model, vllm_config)
+        self._served: dict[int, set[str]] = {}
+        self._received: set[str] = set()
+        self._written: set[str] = set()
+        self._open = False
+
+    @property
+    def runs_meanwhile(self) -> bool:
+        """Whether the model can run while it is loaded; with what weights, nobody knows."""
+        return self.in_place
+
+    def open(self) -> None:
+        """Make the model ready to be overwritten."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._served = _names_by_storage(self._model)
+        if self.in_place:
+            self._memory.begin(self._model.parameters())
+        else:
+            with self._context():
+                initialize_layerwise_reload(self._model)
+            self._open = True
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load these checkpoint tensors. Raises whatever the model's loader raises."""
+        with self._context(), torch.no_grad():
+            if self.in_place:
+                self._written |= self._memory.load(list(self._counted(tensors)), self._model.load_weights)
+            else:
+                self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
+
+    def finish(self) -> dict[str, Any]:
+        """Counts of what was loaded. Raises CoverageError."""
+        self.close()
+        self._check_received()
+        self._check_written()
+        return {"num_tensors": len(self._received), "num_parameters": len(self._served), "in_place": self.in_place}
+
+    def close(self) -> None:
+        """Make every layer whole again. May be called again."""
+        if not self._open:
+            return
+        self._open = False
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._context(), torch.no_grad():
+            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+            for module in self._model.modules():
+                # A tied head is never "loaded", so the reload leaves the packed copy that it computes with as it was.
+                if isinstance(module, ParallelLMHead):
+                    module.quant_method.process_weights_after_loading(module)
+
+    def _context(self) -> Any:
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._vllm_config)
+
+    def _counted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._received.add(name)
+            yield name, tensor
+
+    def _check_received(self) -> None:
+        """Against the checkpoint that the server was started with."""
+        config = self._vllm_config.model_config
+        tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
+        model_class: Any = type(self._model)
+        missing = _missing(config.model, frozenset(self._received), model_class, tied)
+        if missing:
+            raise uncovered(
+                f"{len(missing)} tensors of the checkpoint did not come", missing, "every tensor of the checkpoint"
+            )
+
+    def _check_written(self) -> None:
+        unwritten = [names for names in self._served.values() if not names & self._written]
+        if unwritten:
+            raise uncovered(
+                f"{len(unwritten)} served parameters were not written",
+                {min(names) for names in unwritten},
+                "every parameter written, or tied to one that was",
+            )
+
+
+def uncovered(found: str, names: Set[str], wanted: str) -> CoverageError:
+    shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return CoverageError(
+        "the update does not cover the served model",
+        found=f"{found}: {shown}",
+        wanted=wanted,
+        remedy="let the learner train the model that the server serves, and send all of it",
+    )
+
+
+def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
+    """All names of each parameter, tied ones together. Before a reload, while tied parameters are still one object."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return names
+
+
+def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
+    """Whether the served tensors are laid out as the checkpoint's, so that loading again overwrites them rightly."""
+    if vllm_config.model_config.quantization is not None:
+        return False
+    kinds = {type(module).__name__ for module in model.modules()}
+    return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
+
+
+@functools.lru_cache(maxsize=4)
+def _missing(model_path: str, received: frozenset[str], model_class: type, tied: bool) -> frozenset[str]:
+    """Names of the checkpoint that were not received, as the model's own mapping writes them."""
+    mapper = getattr(model_class, "hf_to_vllm_mapper", None)
+
+    def mapped(names: Iterable[str]) -> set[str]:
+        return set(names) if mapper is None else set(mapper.apply_list(list(names)))
+
+    missing = mapped(_checkpoint_names(model_path)) - mapped(received)
+    return frozenset(name for name in missing if not (tied and name.endswith("lm_head.weight")))
+
+
+@functools.lru_cache(maxsize=2)
+def _checkpoint_names(model_path: str) -> frozenset[str]:
+    """Names in the headers of a folder's safetensors files; none where the checkpoint is of another kind."""
+    names: set[str] = set()
+    for file in sorted(Path(model_path).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            names |= json.loads(stream.read(header_bytes)).keys() - {"__metadata__"}
+    return frozenset(names)

@@ -1,0 +1,140 @@
+"""Prompts as the model sees them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from learner.data.prompt import PromptEncoder, check_prompt_prefix
+from learner.records import Sample
+from shared.errors import ConfigError, DataError, PromptMismatchError
+from tests.unit.learner.policy.rows import image, sample
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_vlm: Path) -> PromptEncoder:
+    return PromptEncoder.load(str(tiny_vlm))
+
+
+def test_ids_are_those_of_the_processors_own_tokenization(encoder: PromptEncoder) -> None:
+    """R03: `apply_chat_template(tokenize=True)`, which is what a server does."""
+    images = [Image.open(io.BytesIO(base64.b64decode(image(*size)))).convert("RGB") for size in ((128, 128), (64, 96))]
+    content = [*({"type": "image", "image": one} for one in images), {"type": "text", "text": "Detect every digit."}]
+    expected = encoder.processor.apply_chat_template(  # type: ignore[union-attr]
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    found = encoder.encode(sample([image(128, 128), image(64, 96)]))
+    assert list(found.token_ids) == expected["input_ids"][0].tolist()
+    assert found.vision is not None
+    assert torch.equal(found.vision.pixel_values, expected["pixel_values"])
+    assert found.vision.image_grid_thw.tolist() == [[1, 16, 16], [1, 12, 8]]
+
+
+def test_a_prompt_for_an_engine_leaves_the_images_to_it(encoder: PromptEncoder) -> None:
+    """R03: one placeholder each where `encode` has as many as the image takes; everything else is the same."""
+    one = sample([image(128, 128), image(64, 96)])
+    placeholder = encoder.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    widened, asked = encoder.encode(one).token_ids, encoder.for_engine(one)
+    assert asked.token_ids.count(placeholder) == 2
+    assert [t for t in asked.token_ids if t != placeholder] == [t for t in widened if t != placeholder]
+    assert [picture.size for picture in asked.images] == [(128, 128), (64, 96)]
+
+
+def test_paths_base64_and_data_urls_give_the_same_pixels(encoder: PromptEncoder, tmp_path: Path) -> None:
+    """R13: images are strings."""
+    encoded = image(64, 64)
+    (tmp_path / "i.png").write_bytes(base64.b64decode(encoded))
+    forms = [encoded, f"data:image/png;base64,{encoded}", str(tmp_path / "i.png")]
+    found = [encoder.encode(sample([form])) for form in forms]
+    for one in found:
+        assert one.token_ids == found[0].token_ids
+        assert torch.equal(one.vision.pixel_values, found[0].vision.pixel_values)  # type: ignore[union-attr]
+
+
+def test_grey_and_transparent_images_become_rgb(encoder: PromptEncoder, tmp_path: Path) -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey).convert("RGBA").save(tmp_path / "rgba.png")
+    one, two = (encoder.encode(sample([str(tmp_path / name)])) for name in ("grey.png", "rgba.png"))
+    assert torch.equal(one.vision.pixel_values, two.vision.pixel_values)  # type: ignore[union-attr]
+
+
+def test_text_only_models_use_their_chat_template(tiny_text: Path) -> None:
+    encoder = PromptEncoder.load(str(tiny_text))
+    found = encoder.encode(sample(text="Hello"))
+    assert found.vision is None
+    assert encoder.tokenizer.decode(found.token_ids) == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(DataError, match="text-only"):
+        encoder.encode(sample([image(64, 64)]))
+
+
+def test_a_prompt_without_images_has_no_vision(encoder: PromptEncoder) -> None:
+    found = encoder.encode(sample(text="Hello"))
+    assert found.vision is None
+    assert encoder.tokenizer.decode(found.token_ids).endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("how", ["missing", "broken", "truncated", "url"])
+def test_a_bad_image_names_sample_and_image(encoder: PromptEncoder, tmp_path: Path, how: str) -> None:
+    """R12: no sample is skipped in silence."""
+    path = tmp_path / f"{how}.png"
+    if how == "broken":
+        path.write_bytes(b"no image")
+    if how == "truncated":
+        path.write_bytes(base64.b64decode(image(64, 64))[:-2000])
+    name = "http://host/url.png" if how == "url" else str(path)
+    with pytest.raises(DataError, match=rf"sample 'cow'.*{how}\.png"):
+        encoder.encode(replace(sample([name]), sample_id="cow"))
+
+
+def test_wrong_placeholders_name_the_sample(encoder: PromptEncoder) -> None:
+    wrong: Sample = replace(sample([image(64, 64)]), messages=({"role": "user", "content": "<image><image>"},))
+    with pytest.raises(DataError, match="sample 's'"):
+        encoder.encode(wrong)
+
+
+def test_the_encoder_crosses_to_dataloader_workers(encoder: PromptEncoder) -> None:
+    one = sample([image(64, 64)])
+    assert pickle.loads(pickle.dumps(encoder)).encode(one).token_ids == encoder.encode(one).token_ids
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tiny_text: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_text / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        PromptEncoder.load(str(tmp_path))
+
+
+def test_equal_prompts_pass() -> None:
+    check_prompt_prefix([1, 2, 3], (1, 2, 3), "s")
+
+
+@pytest.mark.parametrize(
+    ("expected", "served", "index", "found", "wanted"),
+    [
+        ([5, 6, 7, 8], [5, 6, 9, 8], 2, "served 9 in", "learner has it: 7 in"),
+        ([5, 6, 7], [5, 6], 2, "served nothing in", "learner has it: 7 in"),
+        ([5, 6], [5, 6, 7], 2, "served 7 in", "learner has it: nothing in"),
+    ],
+)
+def test_the_first_difference_is_shown(
+    expected: list[int], served: list[int], index: int, found: str, wanted: str
+) -> None:
+    """R03: token ids are compared, and the first difference raises."""
+    with pytest.raises(PromptMismatchError) as raised:
+        check_prompt_prefix(expected, served, "cow", decode=lambda ids: "".join(chr(96 + i) for i in ids))
+    assert f"sample 'cow' differently, from token {index} on" in raised.value.what
+    assert found in raised.value.found
+    assert wanted in raised.value.wanted
+    assert "'efih'" in raised.value.found or served != [5, 6, 9, 8]

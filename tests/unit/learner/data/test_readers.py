@@ -1,0 +1,237 @@
+"""Annotation files: what is read, and that every broken record is refused with file, line and reason (R12)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config.schema import DataConfig
+from learner.data.readers import load_samples
+from learner.records import DetectionObject, Sample
+from shared.errors import DataError
+from tests.unit.learner.data.fakes import AnyTask, touch
+
+ROW: dict[str, Any] = {
+    "id": "a",
+    "messages": [{"role": "user", "content": "<image>Detect."}],
+    "images": ["images/1.png"],
+    "objects": [{"desc": "low", "bbox_2d": [10, 50, 20, 90]}, {"desc": "high", "bbox_2d": [0, 0, 200, 100]}],
+    "width": 200,
+    "height": 100,
+}
+
+
+def box(desc: str, *bins: int) -> DetectionObject:
+    return DetectionObject(desc=desc, kind="bbox_2d", bins=bins)
+
+
+def load(folder: Path, *rows: Any, **data: Any) -> list[Sample]:
+    """The rows, written as JSONL (a string as it is) beside an image `images/1.png`, and read."""
+    touch(folder, "images/1.png")
+    file = folder / "data.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return load_samples(DataConfig(train=str(file), **data), str(file), AnyTask())
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in ROW.items() if name != key}
+
+
+def with_object(**fields: Any) -> dict[str, Any]:
+    return {**ROW, "objects": [fields]}
+
+
+# ---- JSONL ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_becomes_a_sample(tmp_path: Path) -> None:
+    """Pixels become bins, objects canonical order (R35), paths absolute; fields that are not ours are let through."""
+    (sample,) = load(tmp_path, {**ROW, "licence": "CC0"})
+    assert sample == Sample(
+        sample_id="a",
+        messages=({"role": "user", "content": "<image>Detect."},),
+        images=(str(tmp_path / "images/1.png"),),
+        objects=(box("high", 0, 0, 999, 999), box("low", 50, 500, 100, 899)),
+        width=200,
+        height=100,
+    )
+
+
+def test_the_assistants_last_turn_is_dropped(tmp_path: Path) -> None:
+    turns = [
+        {"role": "system", "content": "You detect."},
+        {"role": "user", "content": "<image>One?"},
+        {"role": "assistant", "content": "{}"},
+        {"role": "user", "content": [{"type": "text", "text": "All?"}]},
+        {"role": "assistant", "content": "{}"},
+    ]
+    (sample,) = load(tmp_path, {**ROW, "messages": turns})
+    assert list(sample.messages) == turns[:-1]
+
+
+def test_polygons(tmp_path: Path) -> None:
+    (sample,) = load(tmp_path, with_object(desc="roof", poly=[0, 0, 100, 0, 100, 100.0]))
+    assert sample.objects == (DetectionObject(desc="roof", kind="poly", bins=(0, 0, 500, 0, 500, 999)),)
+
+
+def test_a_row_without_id_is_called_by_its_line(tmp_path: Path) -> None:
+    assert [sample.sample_id for sample in load(tmp_path, without("id"), "", without("id"))] == ["1", "3"]
+
+
+def test_images_may_be_inline_and_stay_as_they_are(tmp_path: Path) -> None:
+    images = ["http://host/a.png", "data:image/png;base64,AAAA", "A" * 5000]
+    (sample,) = load(tmp_path, {**ROW, "images": images, "messages": [{"role": "user", "content": "Detect."}]})
+    assert list(sample.images) == images
+
+
+def test_image_root_moves_relative_paths_only(tmp_path: Path) -> None:
+    touch(tmp_path, "root/images/1.png", "else.png")
+    rows = [ROW, {**ROW, "id": "b", "images": [str(tmp_path / "else.png")]}]
+    samples = load(tmp_path, *rows, image_root=str(tmp_path / "root"))
+    assert [s.images[0] for s in samples] == [str(tmp_path / "root/images/1.png"), str(tmp_path / "else.png")]
+
+
+def test_max_samples_limits_the_training_set_only(tmp_path: Path) -> None:
+    rows = [{**ROW, "id": i} for i in range(5)]
+    assert [sample.sample_id for sample in load(tmp_path, *rows, max_samples=2)] == ["0", "1"]
+    file = str(tmp_path / "data.jsonl")
+    assert len(load_samples(DataConfig(train="other", max_samples=2), file, AnyTask())) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "EOF"),
+        ("[]", "row is wrong"),
+        (without("messages"), "messages is missing; found only id, images.*wanted a value"),
+        (without("objects"), "objects is missing"),
+        (without("width"), "width is missing"),
+        ({**ROW, "height": 0}, "height is wrong.*found 0"),
+        ({**ROW, "width": "200"}, "width is wrong"),
+        ({**ROW, "messages": []}, "messages is wrong"),
+        ({**ROW, "messages": [{"role": "bot", "content": "x"}]}, r"messages\.0\.role is wrong.*bot"),
+        ({**ROW, "messages": [{"role": "assistant", "content": "x"}]}, "messages ask nothing"),
+        (
+            {**ROW, "messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
+            "messages hold an image",
+        ),
+        ({**ROW, "images": []}, "placeholders and images differ"),
+        ({**ROW, "images": ["images/2.png"]}, r"image is missing.*2\.png.*data\.image_root"),
+        (with_object(bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is missing"),
+        (with_object(desc="", bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is wrong"),
+        (with_object(desc="x"), "exactly one of bbox_2d and poly"),
+        (with_object(desc="x", bbox_2d=[0, 0, 1, 1], poly=[0, 0, 1, 0, 1, 1]), "exactly one of bbox_2d and poly"),
+        (with_object(desc="x", bbox_2d=[0, 0, 1]), r"objects\.0\.bbox_2d is wrong"),
+        (with_object(desc="x", bbox_2d=[5, 0, 5, 1]), "x1 < x2"),
+        (with_object(desc="x", bbox_2d=[0, 0, 1, None]), r"objects\.0\.bbox_2d\.3 is wrong"),
+        (with_object(desc="x", bbox_2d=[0, 0, math.nan, 1]), r"objects\.0\.bbox_2d\.2 is wrong"),
+        (with_object(desc="x", poly=[0, 0, 1, 0, 1, 1, 2]), "even number"),
+        (with_object(desc="x", bbox_2d=[0, 0, 202, 50]), r"object 1 \('x'\) lies outside the image.*200 x 100"),
+        (with_object(desc="bad", bbox_2d=[0, 0, 20, 50]), "the task can't use it"),
+    ],
+)
+def test_a_broken_row_is_refused_with_file_line_and_reason(tmp_path: Path, row: Any, reason: str) -> None:
+    """R12: never skipped in silence."""
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 2: .*{reason}") as caught:
+        load(tmp_path, {**ROW, "id": "fine"}, row)
+    assert caught.value.wanted
+    assert caught.value.exit_code == 2
+
+
+def test_coordinates_on_the_edge_are_let_through(tmp_path: Path) -> None:
+    """Annotation tools round: a pixel beyond the edge is clamped."""
+    (sample,) = load(tmp_path, with_object(desc="x", bbox_2d=[-0.4, 0, 200.6, 100]))
+    assert sample.objects[0].bins == (0, 0, 999, 999)
+
+
+def test_an_id_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 3: its id is taken.*'a', also at line 1"):
+        load(tmp_path, ROW, {**ROW, "id": "b"}, ROW)
+
+
+def test_a_missing_and_an_empty_file_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"annotation file is missing.*nowhere"):
+        load_samples(DataConfig(train="nowhere.jsonl"), "nowhere.jsonl", AnyTask())
+    with pytest.raises(DataError, match="no samples"):
+        load(tmp_path)
+
+
+# ---- COCO ----------------------------------------------------------------------------------------------------------
+
+COCO: dict[str, Any] = {
+    "info": {"year": 2017},
+    "images": [
+        {"id": 4, "file_name": "images/1.png", "width": 200, "height": 100, "license": 1},
+        {"id": 9, "file_name": "images/1.png", "width": 100, "height": 100},
+    ],
+    "annotations": [
+        {"id": 1, "image_id": 4, "category_id": 2, "bbox": [10, 50, 10, 40], "iscrowd": 0, "segmentation": [[1, 2]]},
+        {"id": 2, "image_id": 4, "category_id": 1, "bbox": [0, 0, 200, 100.0]},
+        {"id": 3, "image_id": 9, "category_id": 1, "bbox": [0, 0, 50, 50], "iscrowd": 1},
+    ],
+    "categories": [{"id": 1, "name": "sky"}, {"id": 2, "name": "dog", "supercategory": "animal"}],
+}
+
+
+def load_coco(folder: Path, coco: Any, **data: Any) -> list[Sample]:
+    touch(folder, "images/1.png")
+    file = folder / "instances.json"
+    file.write_text(json.dumps(coco))
+    return load_samples(DataConfig(train=str(file), format="coco", **data), str(file), AnyTask())
+
+
+def changed(section: str, index: int, **fields: Any) -> dict[str, Any]:
+    items = [dict(item) for item in COCO[section]]
+    items[index].update(fields)
+    return {**COCO, section: items}
+
+
+def test_coco_images_become_samples(tmp_path: Path) -> None:
+    """xywh becomes x1 y1 x2 y2, categories descriptions; crowds are no objects; an image without any is kept (R12)."""
+    first, second = load_coco(tmp_path, COCO, prompt="<image>Find all.")
+    assert first == Sample(
+        sample_id="4",
+        messages=({"role": "user", "content": "<image>Find all."},),
+        images=(str(tmp_path / "images/1.png"),),
+        objects=(box("sky", 0, 0, 999, 999), box("dog", 50, 500, 100, 899)),
+        width=200,
+        height=100,
+    )
+    assert (second.sample_id, second.objects) == ("9", ())
+
+
+@pytest.mark.parametrize(
+    ("coco", "reason"),
+    [
+        ({"images": []}, "COCO JSON: annotations is missing"),
+        (changed("images", 0, width=0), r"COCO JSON: images\.0\.width is wrong"),
+        ({**COCO, "images": [*COCO["images"], COCO["images"][0]]}, "image 4: its id is taken"),
+        (changed("images", 1, file_name="2.png"), "image 9: an image is missing"),
+        (changed("annotations", 0, image_id=5), "annotation 1: its image is not there; found image_id 5"),
+        (changed("annotations", 0, category_id=5), "annotation 1: its category is not there; found category_id 5"),
+        (changed("annotations", 0, bbox=[10, 50, 0, 40]), "annotation 1: its box is empty"),
+        (changed("annotations", 0, bbox=[10, 50, 10, 80]), "image 4: object 1 .* lies outside the image"),
+        (changed("categories", 0, name="bad"), "image 4: the task can't use it"),
+    ],
+)
+def test_a_broken_coco_file_is_refused_with_id_and_reason(tmp_path: Path, coco: Any, reason: str) -> None:
+    with pytest.raises(DataError, match=rf"instances\.json, {reason}"):
+        load_coco(tmp_path, coco)
+
+
+def test_the_demo_reads_alike_from_both_files(tmp_path: Path) -> None:
+    """The demo's JSONL and COCO files give the same objects for the same images, through the real task."""
+    from deploy.demo.build_data import Build, build
+    from deploy.demo.model import build_tokenizer
+    from learner.config.schema import TaskConfig
+    from learner.tasks.detection.task import DetectionTask
+
+    build(Build(train=20, val=0, test=0), tmp_path)
+    task = DetectionTask(TaskConfig(), build_tokenizer())
+    rows = load_samples(DataConfig(train="x"), str(tmp_path / "train.jsonl"), task)
+    coco = load_samples(DataConfig(train="x", format="coco"), str(tmp_path / "train.coco.json"), task)
+    assert [(s.images, s.objects) for s in rows] == [(s.images, s.objects) for s in coco]

@@ -1,0 +1,199 @@
+"""Checkpoints resume exactly, load anywhere, and never leave half a folder behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from learner.config.schema import LoraConfig, TrainingConfig
+from learner.policy.files import export_model, save_model
+from learner.policy.load import Policy
+from learner.policy.optim import Optimizer
+from learner.policy.parallel import Ranks
+from learner.run import checkpoint
+from learner.run.checkpoint import CheckpointStore, TrainerState, write_atomically
+from shared.errors import CheckpointError, ConfigError
+from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
+
+LORA = LoraConfig(type="dora", r=4, dropout=0.2)  # dropout: the generators must be restored too
+
+
+def start(path: Path, lora: LoraConfig | None = None) -> tuple[Policy, Optimizer]:
+    policy = policy_of(path, lora=lora)
+    settings = TrainingConfig(output_dir="out", learning_rate=1e-2, weight_decay=0.1, warmup_steps=1)
+    return policy, Optimizer(policy.trainable, settings, total_steps=4)
+
+
+def train(policy: Policy, optimizer: Optimizer, state: TrainerState, steps: int) -> TrainerState:
+    prompt = policy.encoder.encode(sample([image(64, 64)]))
+    for _ in range(steps):
+        result = policy.backward(row(segment(prompt, 10, seed=state.global_step)))
+        policy.reduce_gradients(Ranks(), weight_sum=result.weight_sum)
+        optimizer.update(state.global_step)
+        state = state.after_step()
+    return state
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "dora"])
+def test_resume_gives_the_uninterrupted_run_bit_for_bit(
+    tiny_vlm: Path, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    store = CheckpointStore(root=tmp_path, ranks=Ranks())
+    policy, optimizer = start(tiny_vlm, lora)
+    state = train(policy, optimizer, TrainerState(ver=3, cursor={"epoch": 1}), 2)
+    path = store.save(policy, optimizer, state)
+    train(policy, optimizer, state, 2)
+
+    resumed, resumed_optimizer = start(tiny_vlm, lora)
+    torch.manual_seed(1234)
+    found = store.load("latest", resumed, resumed_optimizer)
+    assert found == TrainerState(global_step=2, ver=3, cursor={"epoch": 1})
+    assert path.name == "checkpoint-2"
+    assert train(resumed, resumed_optimizer, found, 2).global_step == 4
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor), name
+    for name, tensor in optimizer.state().items():
+        assert torch.equal(resumed_optimizer.state()[name], tensor), name
+
+
+def test_a_checkpoint_is_a_hugging_face_folder(tiny_vlm: Path, tmp_path: Path) -> None:
+    policy, optimizer = start(tiny_vlm)
+    path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(
+        policy, optimizer, train(policy, optimizer, TrainerState(), 1)
+    )
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype="auto")
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+    assert AutoProcessor.from_pretrained(path).chat_template == policy.encoder.processor.chat_template  # type: ignore[union-attr]
+
+
+def test_an_adapter_is_saved_as_peft_does(tiny_vlm: Path, tmp_path: Path) -> None:
+    policy, optimizer = start(tiny_vlm, LORA)
+    train(policy, optimizer, TrainerState(), 1)
+    save_model(policy, tmp_path)
+    base = AutoModelForImageTextToText.from_pretrained(tiny_vlm, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path)
+    for name, tensor in policy.adapter.state_dict().items():  # type: ignore[union-attr]
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_an_adapter_checkpoint_loads_as_a_model_path(tiny_vlm: Path, tmp_path: Path) -> None:
+    """To train it on, or to export it."""
+    policy, optimizer = start(tiny_vlm, LORA)
+    path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(
+        policy, optimizer, train(policy, optimizer, TrainerState(), 2)
+    )
+    loaded = policy_of(path)
+    assert [name for name, _ in loaded.trainable] == [name for name, _ in policy.trainable]
+    for (name, tensor), (_, expected) in zip(loaded.named_weights(), policy.named_weights(), strict=True):
+        assert torch.equal(tensor, expected), name
+    with pytest.raises(ConfigError, match="already holds an adapter"):
+        policy_of(path, lora=LORA)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "dora"])
+def test_an_export_is_the_merged_model_in_the_wanted_dtype(
+    tiny_vlm: Path, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    policy, optimizer = start(tiny_vlm, lora)
+    train(policy, optimizer, TrainerState(), 1)
+    export_model(policy, tmp_path, dtype=torch.bfloat16)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    stored = model.state_dict()
+    for name, tensor in policy.named_weights(torch.bfloat16):
+        assert torch.equal(stored[name], tensor), name
+    assert AutoProcessor.from_pretrained(tmp_path).tokenizer.eos_token == policy.tokenizer.eos_token
+
+
+def test_rotation_keeps_the_newest(tiny_vlm: Path, tmp_path: Path) -> None:
+    policy, optimizer = start(tiny_vlm)
+    store = CheckpointStore(root=tmp_path, ranks=Ranks(), save_total_limit=2)
+    (tmp_path / "checkpoint-99").mkdir()  # no manifest: not a checkpoint of ours
+    for step in (8, 9, 10, 11):
+        store.save(policy, optimizer, TrainerState(global_step=step))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-11", "checkpoint-99"]
+    assert store.latest() == tmp_path / "checkpoint-11"
+
+
+def _damage(path: Path, how: str) -> None:
+    weights = path / "model.safetensors"
+    match how:
+        case "truncated":
+            os.truncate(weights, weights.stat().st_size // 2)
+        case "changed":
+            content = bytearray(weights.read_bytes())
+            content[-1] ^= 1
+            weights.write_bytes(content)
+        case "missing":
+            (path / "optimizer.safetensors").unlink()
+        case "manifest":
+            (path / "manifest.json").write_text('{"model.safe')
+
+
+@pytest.mark.parametrize("how", ["truncated", "changed", "missing", "manifest"])
+def test_a_damaged_checkpoint_is_refused_with_a_remedy(tiny_vlm: Path, tmp_path: Path, how: str) -> None:
+    policy, optimizer = start(tiny_vlm)
+    store = CheckpointStore(root=tmp_path, ranks=Ranks())
+    _damage(store.save(policy, optimizer, TrainerState(global_step=1)), how)
+    with pytest.raises(CheckpointError, match=r"damaged.*checkpoint-1.*remove the folder"):
+        store.load("latest", policy, optimizer)
+
+
+def test_a_failed_save_leaves_the_earlier_one_and_no_debris(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, optimizer = start(tiny_vlm)
+    store = CheckpointStore(root=tmp_path, ranks=Ranks())
+    first = store.save(policy, optimizer, TrainerState(global_step=1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_manifest", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            store.save(policy, optimizer, TrainerState(global_step=2))
+    assert store.latest() == first
+    store.save(policy, optimizer, TrainerState(global_step=3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_nothing_to_resume_from_is_an_error(tiny_vlm: Path, tmp_path: Path) -> None:
+    policy, optimizer = start(tiny_vlm)
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint"):
+        CheckpointStore(root=tmp_path, ranks=Ranks()).load("latest", policy, optimizer)
+
+
+def test_weights_of_another_model_are_refused(tiny_vlm: Path, tiny_text: Path, tmp_path: Path) -> None:
+    policy, optimizer = start(tiny_text)
+    path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(policy, optimizer, TrainerState())
+    other, other_optimizer = start(tiny_vlm)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        CheckpointStore(root=tmp_path, ranks=Ranks()).load(str(path), other, other_optimizer)
+
+
+def _write_forever(path: Path) -> None:
+    for i in range(10**9):
+        write_atomically(path, json.dumps([i] * 2000))
+
+
+def test_a_killed_writer_never_leaves_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.json"
+    writer = multiprocessing.get_context("fork").Process(target=_write_forever, args=(path,))
+    writer.start()
+    while not path.exists():
+        assert writer.is_alive()
+    for _ in range(200):
+        assert len(set(json.loads(path.read_text()))) == 1
+    writer.kill()
+    writer.join(10)
+    assert len(set(json.loads(path.read_text()))) == 1

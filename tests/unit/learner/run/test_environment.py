@@ -1,0 +1,55 @@
+"""The interface that gloo uses between nodes is the one that leads to the other node."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner.run.environment import GLOO_VARIABLE, gloo_interface
+from tests.namespaces import Node, network
+
+ROOT = Path(__file__).parents[4]
+CODE = "import json, sys; from learner.run.environment import *; print(gloo_interface(json.loads(sys.argv[1])))"
+
+
+def seen_from(node: Node, host: str) -> str:
+    environment = json.dumps({"MASTER_ADDR": host, "MASTER_PORT": "29400"})
+    command = [*node.enter, sys.executable, "-c", CODE, environment]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60.0, check=True).stdout.strip()
+
+
+def test_nodes_of_one_network_use_the_interface_between_them() -> None:
+    """R24: also the node that is the meeting place itself, whose own name may mean its loopback."""
+    with network(["first", "second"]) as nodes:
+        found = {name: seen_from(node, nodes["first"].address) for name, node in nodes.items()}
+        assert found == {"first": "eth0", "second": "eth0"}
+        assert seen_from(nodes["second"], "10.0.0.1") == "None", "there is no way there"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_ranks_of_one_machine_are_left_to_torch(host: str) -> None:
+    assert gloo_interface({"MASTER_ADDR": host, "MASTER_PORT": "29400"}) is None
+
+
+def test_a_process_of_its_own_needs_no_interface() -> None:
+    assert gloo_interface({}) is None
+
+
+def test_the_users_choice_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "learner.run.environment._address_towards", lambda host, port: pytest.fail("nothing is to be chosen")
+    )
+    assert gloo_interface({"MASTER_ADDR": "node", "MASTER_PORT": "1", GLOO_VARIABLE: "eth7"}) is None
+
+
+def test_a_name_that_nobody_knows_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert gloo_interface({"MASTER_ADDR": "nobody", "MASTER_PORT": "1"}) is None

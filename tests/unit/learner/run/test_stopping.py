@@ -1,0 +1,133 @@
+"""The first signal asks; the next check, or half the deadline, stops the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from learner.policy.parallel import Ranks
+from learner.run.stopping import Stopped, StopRequest
+
+
+class AnotherRankWasAsked(Ranks):
+    def all_reduce_max(self, value: float) -> float:
+        return float(signal.SIGTERM)
+
+
+def test_nobody_asked() -> None:
+    StopRequest(Ranks(), timeout_s=1).check()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_at_the_next_check_and_handlers_come_back(signum: int, code: int) -> None:
+    before = signal.getsignal(signum)
+    stop = StopRequest(Ranks(), timeout_s=3600)
+    with stop.installed():
+        os.kill(os.getpid(), signum)
+        with pytest.raises(Stopped) as caught:
+            stop.check()
+    assert (caught.value.exit_code, caught.value.agreed) == (code, True)
+    assert signal.getsignal(signum) is before
+
+
+def test_a_signal_of_another_rank_stops_this_one() -> None:
+    with pytest.raises(Stopped) as caught:
+        StopRequest(AnotherRankWasAsked(), timeout_s=1).check()
+    assert caught.value.exit_code == 143
+
+
+def test_a_long_wait_is_broken_into_after_half_the_time() -> None:
+    with StopRequest(Ranks(), timeout_s=2.0).installed():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped) as caught:
+            time.sleep(10)
+    assert not caught.value.agreed
+
+
+# ---- endings that take the process with them -----------------------------------------------------------------------
+
+STILL_ALIVE = 7
+
+
+def ending_of(child: Callable[[], None]) -> tuple[int, str]:
+    """`child` in a process of its own: its exit code (STILL_ALIVE where it came to its end), and what it said."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(write, 2)
+            child()
+            os._exit(STILL_ALIVE)
+        finally:
+            os._exit(99)
+    os.close(write)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    with os.fdopen(read) as said:
+        return os.waitstatus_to_exitcode(ended[1]), said.read()
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    def child() -> None:
+        with StopRequest(Ranks(), timeout_s=3600).installed():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+
+    code, said = ending_of(child)
+    assert code == 130
+    assert "SIGINT: saving and stopping, 3600 s at most" in said
+    assert "ended at once; the newest checkpoint is whole" in said
+
+
+def test_a_repeated_sigterm_does_not_hurry() -> None:
+    """Launchers send it to the whole group, and again: the first one's time stands."""
+
+    def child() -> None:
+        stop = StopRequest(Ranks(), timeout_s=3600)
+        with stop.installed(), contextlib.suppress(Stopped):
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            stop.check()
+
+    code, said = ending_of(child)
+    assert code == STILL_ALIVE
+    assert said.count("saving and stopping") == 1
+
+
+def test_what_does_not_stop_in_time_is_ended() -> None:
+    """Neither a check nor the break-in got through: `training.stop_timeout_s` holds all the same."""
+
+    def child() -> None:
+        with StopRequest(Ranks(), timeout_s=0.4).installed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with contextlib.suppress(Stopped):
+                time.sleep(20)
+            time.sleep(20)
+
+    code, said = ending_of(child)
+    assert code == 143
+    assert "not stopped in time (training.stop_timeout_s)" in said
+
+
+def test_a_run_that_stopped_is_not_ended_afterwards() -> None:
+    """The last call goes with the handlers: what comes after the run (a launcher's own work) is left alone."""
+
+    def child() -> None:
+        stop = StopRequest(Ranks(), timeout_s=0.4)
+        with contextlib.suppress(Stopped), stop.installed():
+            os.kill(os.getpid(), signal.SIGINT)
+            stop.check()
+        time.sleep(0.8)
+
+    code, said = ending_of(child)
+    assert code == STILL_ALIVE
+    assert "not stopped" not in said

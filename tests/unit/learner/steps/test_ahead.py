@@ -1,0 +1,372 @@
+"""Whole runs of the asynchronous actor-learner on threads as ranks, real but for the servers (R25, R26, R27)."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.config.load import config_of
+from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
+from learner.config.schema import RunConfig
+from learner.data.encoding import LocalPool
+from learner.records import Rollout, Sample, SyncReceipt
+from learner.steps.ahead import AHEAD, AheadB, SampleStream, Sizes
+from learner.steps.in_step import CALLS_PER_STEP
+from learner.steps.protocol import Bounds, StreamState
+from shared.errors import CheckpointError, RolloutError
+from tests.unit.learner import trainer_world
+from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
+from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run
+
+NUM_SAMPLES = 40
+DEADLINE_S = 30.0
+
+
+class Servers:
+    """What all ranks' fake backends share: it knows when weights move under a call, and can hold a rank's calls."""
+
+    def __init__(self, world_size: int) -> None:
+        self._lock = threading.Lock()
+        self._ahead = 0  # calls in flight that run ahead
+        self.everyone = threading.Barrier(world_size, timeout=DEADLINE_S)
+        self.open = threading.Event()  # cleared: calls that run ahead do not return
+        self.open.set()
+
+    @contextmanager
+    def call(self, *, ahead: bool) -> Iterator[None]:
+        with self._lock:
+            assert ahead or self._ahead == 0, "an evaluation beside rollouts that run ahead"
+            self._ahead += ahead
+        try:
+            assert not ahead or self.open.wait(DEADLINE_S), "never released"
+            yield
+        finally:
+            with self._lock:
+                self._ahead -= ahead
+
+    def move_weights(self) -> None:
+        with self._lock:
+            assert self._ahead == 0, "weights moved under a call in flight"
+
+
+@pytest.fixture
+def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Servers:
+    """Puts backends that run ahead into the world; made for as many ranks as the test's `world_size`."""
+    params = getattr(request.node, "callspec", None)
+    shared = Servers(params.params.get("world_size", 1) if params else 1)
+
+    class AheadBackend(FakeBackend):
+        chunk = 4
+
+        def generate(self, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
+            if place["micro_step_idx"] != AHEAD:
+                with shared.call(ahead=False):
+                    return super().generate(samples, **place)
+            ids = tuple(sample.sample_id for sample in samples)
+            self.seen.events.append(trainer_world.Generate(ids, **{"greedy": False, **place}))
+            with shared.call(ahead=True):
+                seed = 1000 * place["global_step"] + place["first_req_idx"]
+                return [self._answer(sample, seed + i) for i, sample in enumerate(samples)]
+
+        def close(self) -> None:
+            shared.open.set()  # as closing a real one ends its calls
+
+    class MeetingSync(trainer_world.FakeSync):
+        def sync(self) -> SyncReceipt:
+            shared.everyone.wait()
+            shared.move_weights()
+            receipt = super().sync()
+            shared.everyone.wait()
+            return receipt
+
+    monkeypatch.setattr(trainer_world, "FakeBackend", AheadBackend)
+    monkeypatch.setattr(trainer_world, "FakeSync", MeetingSync)
+    return shared
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of a channel waits for the producer, so that what is scheduled is what runs."""
+    hasty = AheadB.eligible
+
+    def eligible(self: AheadB) -> int:
+        deadline = time.monotonic() + DEADLINE_S
+        while hasty(self) < self._sizes.packs_per_step:
+            assert time.monotonic() < deadline, "the producer makes nothing"
+            time.sleep(0.005)
+        return hasty(self)
+
+    monkeypatch.setattr(AheadB, "eligible", eligible)
+
+
+def ahead_config(model: Path, folder: Path, *, queue: dict[str, int] | None = None, **settings: Any) -> RunConfig:
+    """Steps of 8 samples over all ranks, in packs of 2."""
+    settings = {"per_device_train_batch_size": 2, "num_samples": NUM_SAMPLES, "max_length": 512, **settings}
+    values = stage2_config(model, folder, **settings).model_dump()
+    values["stage2_ab"]["async_actor_learner"] = {"enabled": True, **(queue or {})}
+    return config_of(values)
+
+
+def learned_ahead(rank: Seen) -> list[str]:
+    """Samples of Channel-B, in the order in which they were learned."""
+    rows = zip(rank.rows, rank.versions, strict=True)
+    return [i for row, versions in rows if versions and versions[0] is not None for i in row]
+
+
+def unlearned(folder: Path, step: int) -> list[StreamState]:
+    """Every rank's place in its stream, as the checkpoint has it."""
+    state = json.loads((folder / "run" / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    return [StreamState(**stream) for stream in state["cursor"]["stage2"]["streams"]]
+
+
+def stream_of(config: RunConfig, rank: int, world_size: int) -> SampleStream:
+    samples = [
+        Sample(sample_id=f"s{i}", messages=(), images=(), objects=(), width=1, height=1) for i in range(NUM_SAMPLES)
+    ]
+    return SampleStream(samples, LocalPool(Echo()), seed=3, shuffle=True, rank=rank, num_ranks=world_size)
+
+
+class Echo:
+    def encode(self, sample: Sample) -> Any:
+        return sample.sample_id
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_both_channels_of_a_run_ahead(
+    world_size: int,
+    servers: Servers,
+    patient: None,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R25, R26: the schedule runs; packs are whole, of one version, fresh; weights move after each Channel-B step and
+    never under a call (the servers would say); evaluations have the servers to themselves."""
+    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=6, eval_steps=3)
+    seen = run(config, monkeypatch, world_size)
+    steps = steps_of(tmp_path)
+    assert [step["channel"] for step in steps] == [scheduled_channel(i, 0.5) for i in range(6)] == list("ABABAB")
+    assert [step["num_segments"] for step in steps] == [8] * 6
+    for rank in seen:
+        assert rank.events.count("sync") == 1 + 2 + 2, "at the start, after two Channel-B steps, and to evaluate"
+        ahead = [versions for versions in rank.versions if versions and versions[0] is not None]
+        assert [len(versions) for versions in ahead] == [2] * (3 * 4 // world_size)
+        assert all(len(set(versions)) == 1 for versions in ahead)
+        _assert_fresh(rank, window=1)
+    learned = Counter(i for rank in seen for i in learned_ahead(rank))
+    assert sum(learned.values()) == 24 == len(learned), "the stream's first epoch has each sample once"
+    for metric in ("queue_depth", "packs_made", "packs_dropped_stale", "packs_dropped_oldest"):
+        assert all(f"stage2_ab/async/{metric}" in step["metrics"] for step in steps)
+    assert sum(step["metrics"]["stage2_ab/async/packs_learned"] for step in steps) == 12
+    assert all(0 <= step["metrics"]["stage2_ab/async/age_versions"] <= 1 for step in steps[1::2])
+    assert all(step["metrics"][B_STEP_SKIPPED] == 0 for step in steps)
+
+
+def _assert_fresh(rank: Seen, *, window: int) -> None:
+    ver, versions = 0, iter(rank.versions)
+    for event in rank.events:
+        if event == "sync":
+            ver += 1
+        elif isinstance(event, tuple):
+            made = next(versions)
+            assert all(v is None or ver - window <= v <= ver for v in made), f"ver {made} learned at {ver}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_goes_on_in_the_stream_exactly_once(
+    world_size: int,
+    servers: Servers,
+    patient: None,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R12, R25: over a checkpoint, every position of each rank's stream is learned once, or still to be learned."""
+    settings: dict[str, Any] = {"b_ratio": 0.5, "save_on_end": True, "lr_scheduler_type": "constant"}
+    config = ahead_config(tiny_text, tmp_path, max_steps=3, **settings)
+    first = run(config, monkeypatch, world_size)
+    settings["resume_from_checkpoint"] = "latest"
+    second = run(ahead_config(tiny_text, tmp_path, max_steps=6, **settings), monkeypatch, world_size)
+    for rank, state in enumerate(unlearned(tmp_path, 6)):
+        stream = stream_of(config, rank, world_size)
+        taken = set(range(state.next_position)) - set(state.unlearned)
+        learned = learned_ahead(first[rank]) + learned_ahead(second[rank])
+        assert Counter(learned) == Counter(stream.sample(p).sample_id for p in taken)
+    assert [step["global_step"] for step in steps_of(tmp_path)] == list(range(1, 7))
+    assert steps_of(tmp_path)[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.5
+
+
+def test_a_resume_on_other_ranks_is_refused(
+    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R25: streams belong to ranks."""
+    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=2, save_on_end=True)
+    run(config, monkeypatch)
+    again = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=3, resume_from_checkpoint="latest")
+    with pytest.raises(CheckpointError, match=r"1 sample streams in the checkpoint, 2 ranks.*resume on 1 ranks"):
+        run(again, monkeypatch, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_packs_channel_a_runs(
+    world_size: int, servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R27: no rollout comes back, so every step that wanted Channel-B runs A, says so, and waits for nothing; the run
+    ends although a call is in flight."""
+    servers.open.clear()
+    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=3)
+    seen = run(config, monkeypatch, world_size)
+    steps = steps_of(tmp_path)
+    assert [step["channel"] for step in steps] == ["A"] * 3
+    assert [step["metrics"][B_STEP_SKIPPED] for step in steps] == [1.0] * 3
+    assert steps[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.0
+    for rank in seen:
+        assert learned_ahead(rank) == []
+        assert rank.events.count("sync") == 1, "nothing was learned that the producer should see"
+    assert not producers()
+
+
+def test_one_rank_without_packs_holds_all_back(
+    servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R27: rank 1 alone has too few; both ranks run A."""
+    servers.everyone = threading.Barrier(2, timeout=DEADLINE_S)
+    hasty = AheadB.eligible
+    monkeypatch.setattr(AheadB, "eligible", lambda self: 1 if self._ranks.rank == 1 else 4 + 0 * hasty(self))
+    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=2)
+    seen = run(config, monkeypatch, 2)
+    assert [step["channel"] for step in steps_of(tmp_path)] == ["A", "A"]
+    assert [learned_ahead(rank) for rank in seen] == [[], []]
+
+
+def test_stale_packs_are_dropped_counted_and_made_again(
+    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R25, R12: with a window of 0 only packs of the newest version are learned; what had been made before each sync
+    is rolled out again, in the order of the stream."""
+    queue = {"version_window": 0, "queue_limit": 8, "prefetch_target_packs": 8}
+    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=4, queue=queue, save_on_end=True)
+    (seen,) = run(config, monkeypatch)
+    steps = steps_of(tmp_path)
+    assert [step["channel"] for step in steps] == ["B"] * 4
+    _assert_fresh(seen, window=0)
+    assert [step["metrics"]["stage2_ab/async/age_versions"] for step in steps] == [0.0] * 4
+    (state,) = unlearned(tmp_path, 4)
+    stream = stream_of(config, 0, 1)
+    taken = [p for p in range(state.next_position) if p not in state.unlearned]
+    assert Counter(learned_ahead(seen)) == Counter(stream.sample(p).sample_id for p in taken)
+    dropped = sum(step["metrics"]["stage2_ab/async/packs_dropped_stale"] for step in steps)
+    returned = sum(step["metrics"]["stage2_ab/async/samples_returned"] for step in steps)
+    rolled_out = [i for call in seen.calls if call.micro_step_idx == AHEAD for i in call.sample_ids]
+    assert returned == 2 * dropped
+    assert len(rolled_out) >= len(set(rolled_out)) + returned
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_failed_producer_ends_the_run(
+    world_size: int, servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R25: its error is the run's, with its type; no producer is left."""
+    generate = trainer_world.FakeBackend.generate
+
+    def fail_third(self: FakeBackend, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
+        if place["global_step"] == 2 and bool(place["first_req_idx"]) == (world_size == 2):  # of the last rank
+            raise RolloutError("the third call broke", found="", wanted="", remedy="")
+        return generate(self, samples, **place)
+
+    monkeypatch.setattr(trainer_world.FakeBackend, "generate", fail_third)
+    with pytest.raises(RolloutError, match="third call broke"):
+        run(ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=50), monkeypatch, world_size)
+    assert not producers()
+
+
+def producers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "rollout-producer"]
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_raise_what_one_of_them_met() -> None:
+    """R24: the first rank's error, on every rank; and nobody raises where nobody failed."""
+    meeting = Meeting(3)
+    ranks = [ThreadRanks(rank=rank, world_size=3, meeting=meeting) for rank in range(3)]
+
+    def work(rank: int, fails: set[int]) -> int:
+        if rank in fails:
+            raise RolloutError(f"rank {rank} failed", found="", wanted="", remedy="")
+        return rank
+
+    def outcomes(fails: set[int]) -> list[list[int] | str]:
+        def one(rank: int) -> list[int] | str:
+            try:
+                return ranks[rank].all_succeed(lambda: work(rank, fails))
+            except RolloutError as error:
+                return error.what
+
+        with ThreadPoolExecutor(3) as pool:
+            return list(pool.map(one, range(3)))
+
+    assert outcomes(set()) == [[0, 1, 2]] * 3
+    assert outcomes({1, 2}) == ["rank 1 failed"] * 3
+
+
+@given(world_size=st.integers(1, 5), num_samples=st.integers(1, 30), shuffle=st.booleans())
+def test_an_epoch_of_the_stream_has_each_sample_once(world_size: int, num_samples: int, shuffle: bool) -> None:
+    """R25, R12: over all ranks, whatever their pace; and a position always gives the same sample."""
+    samples = [
+        Sample(sample_id=str(i), messages=(), images=(), objects=(), width=1, height=1) for i in range(num_samples)
+    ]
+    streams = [
+        SampleStream(samples, LocalPool(Echo()), seed=3, shuffle=shuffle, rank=rank, num_ranks=world_size)
+        for rank in range(world_size)
+    ]
+    length = 2 * num_samples  # two epochs
+    found: list[Sample] = [streams[g % world_size].sample(g // world_size) for g in range(length)]
+    for epoch in (found[:num_samples], found[num_samples:]):
+        assert sorted(int(sample.sample_id) for sample in epoch) == list(range(num_samples))
+    for rank, stream in enumerate(streams):
+        positions = range(len(range(rank, length, world_size)))
+        read, prompts = stream.read(list(reversed(positions)))
+        assert (
+            [s.sample_id for s in read]
+            == prompts
+            == [found[p * world_size + rank].sample_id for p in reversed(positions)]
+        )
+
+
+@given(
+    samples_per_pack=st.integers(1, 9),
+    packs_per_step=st.integers(1, 40),
+    capacity=st.integers(1, 300),
+    slack=st.integers(0, 9),
+)
+def test_calls_are_whole_packs_that_the_queue_holds(
+    samples_per_pack: int, packs_per_step: int, capacity: int, slack: int
+) -> None:
+    """R25: a call that starts below the target never makes the queue drop, and brings at most a step's packs."""
+    bounds = Bounds(start_below=packs_per_step, keep_at_most=packs_per_step + slack, version_window=1)
+    sizes = Sizes.of(bounds, samples_per_pack=samples_per_pack, packs_per_step=packs_per_step, capacity=capacity)
+    packs, rest = divmod(sizes.call_size, samples_per_pack)
+    assert rest == 0 < packs
+    assert packs <= max(1, capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP)
+    assert packs <= packs_per_step
+    assert bounds.start_below - 1 + packs <= packs_per_step + slack
+
+
+def test_a_call_refills_servers_that_decode_few_at_once() -> None:
+    """R25: calls of what they decode at once would each wait for its longest answer with the others' places empty."""
+    bounds = Bounds(start_below=32, keep_at_most=64, version_window=1)
+    assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=2).call_size == 8
+    assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=16).call_size == 16

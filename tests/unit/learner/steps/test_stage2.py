@@ -1,0 +1,168 @@
+"""Whole runs of `stage2_ab_training` on threads as ranks: the step's gradient, its samples, its schedule (R26, R31)."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner import build
+from learner.config.load import config_of
+from learner.config.schedule import scheduled_channel
+from learner.config.schema import RunConfig
+from learner.records import Rollout, Sample
+from shared.errors import RolloutError
+from tests.unit.learner import trainer_world
+from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run
+
+NUM_SAMPLES = 16
+
+
+def stage2_config(
+    model: Path,
+    folder: Path,
+    *,
+    b_ratio: float,
+    max_length: int = 256,
+    num_samples: int = NUM_SAMPLES,
+    **training: Any,
+) -> RunConfig:
+    """A run whose step is 8 samples over all ranks."""
+    folder.mkdir(exist_ok=True)
+    settings = {"effective_batch_size": 8, **training}
+    plain = make_config(model, folder, num_samples=num_samples, global_max_length=max_length, **settings)
+    values = plain.model_dump()
+    values["custom"]["trainer_variant"] = "stage2_ab_training"
+    return config_of({**values, "stage2_ab": {"schedule": {"b_ratio": b_ratio}}})
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == "step"]
+
+
+@pytest.fixture(autouse=True)
+def decodes_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+
+
+def stand_in(patch: pytest.MonkeyPatch) -> None:
+    """What the fake servers of `trainer_world` do not know: how many samples they decode at once, and handshakes."""
+    patch.setattr(FakeBackend, "chunk", 2, raising=False)
+    patch.setattr(build, "check_servers", lambda *_, **__: None, raising=False)
+
+
+@pytest.fixture(scope="module")
+def one_rank_unpacked(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
+    """The reference: every segment of the step in a row of its own, on one rank, after all rollouts."""
+    config = stage2_config(
+        tiny_text, tmp_path_factory.mktemp("reference"), b_ratio=0.5, max_steps=2, packing=False, max_length=512
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch)
+        return run(config, patch)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_packing_and_overlap_do_not_change_a_step(
+    world_size: int, one_rank_unpacked: list[Seen], tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R31, D5, D8: answers of random length, a Channel-A and a Channel-B step; gradients of the first are exactly of
+    the same weights, those of the second of weights that one update made."""
+    config = stage2_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=2, max_length=200)
+    seen = run(config, monkeypatch, world_size)
+    (reference,) = one_rank_unpacked
+    assert Counter(i for rank in seen for i in rank.learned) == Counter(reference.learned)
+    assert len({len(rank.rows) for rank in seen}) == 1, "every rank runs as many passes"
+    assert any(len(row) > 1 for rank in seen for row in rank.rows) or world_size == 4, "nothing was packed"
+    for rank in seen:
+        for found, wanted in zip(rank.gradients, reference.gradients, strict=True):
+            assert found.keys() == wanted.keys()
+            for name in wanted:
+                torch.testing.assert_close(found[name], wanted[name], atol=2e-5, rtol=2e-3)
+
+
+def test_an_uneven_share_is_padded_with_zero_weight_rows(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D5: answers of different lengths need different numbers of rows on the ranks; the shorter ones run empty rows,
+    all of them at the end of their step."""
+    config = stage2_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=2, max_length=130)
+    seen = run(config, monkeypatch, world_size=4)
+    assert len({len(rank.rows) for rank in seen}) == 1
+    steps = steps_of(tmp_path)
+    learned = [row for rank in seen for row in rank.rows if row]
+    assert len(learned) == sum(step["num_rows"] for step in steps)
+    assert sum(map(len, learned)) == 16 == sum(step["num_segments"] for step in steps)
+
+
+def test_each_sample_is_rolled_out_and_learned_once_an_epoch(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R12, R31, R35: over both channels and all ranks; only Channel-B's samples are rolled out, each by its own
+    place in the step, in calls of at most what the servers decode at once."""
+    config = stage2_config(tiny_text, tmp_path, b_ratio=0.5, num_train_epochs=2)
+    seen = run(config, monkeypatch, world_size=2)
+    assert Counter(i for rank in seen for i in rank.learned) == {f"s{i}": 2 for i in range(NUM_SAMPLES)}
+    calls = [call for rank in seen for call in rank.calls]
+    assert all(len(call.sample_ids) <= 2 and call.micro_step_idx == 0 for call in calls)
+    for step in (1, 3):
+        places = [c.first_req_idx + i for c in calls if c.global_step == step for i in range(len(c.sample_ids))]
+        assert sorted(places) == list(range(8))
+    assert {call.global_step for call in calls} == {1, 3}
+    assert [rank.events.count("sync") for rank in seen] == [2, 2], "a sync before each Channel-B step, and no other"
+
+
+@pytest.mark.parametrize("b_ratio", [0.3, 0.0])
+def test_the_executed_share_is_the_scheduled_one(
+    b_ratio: float, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R26; without Channel-B no server is needed."""
+    run(stage2_config(tiny_text, tmp_path, b_ratio=b_ratio, max_steps=7), monkeypatch)
+    steps = steps_of(tmp_path)
+    assert [step["channel"] for step in steps] == [scheduled_channel(i, b_ratio) for i in range(7)]
+    assert steps[-1]["metrics"]["stage2_ab/executed_b_share"] == pytest.approx(int(7 * b_ratio) / 7)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_in_the_middle_of_the_schedule_changes_nothing(
+    world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R26: the same channels, samples, weights and counted share as the run that was never interrupted."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    settings: dict[str, Any] = {"b_ratio": 0.5, "lr_scheduler_type": "constant"}
+    straight = run(stage2_config(tiny_text, whole, max_steps=4, **settings), monkeypatch, world_size)
+    settings |= {"save_on_end": True}
+    first = run(stage2_config(tiny_text, halves, max_steps=3, **settings), monkeypatch, world_size)
+    settings |= {"resume_from_checkpoint": "latest"}
+    second = run(stage2_config(tiny_text, halves, max_steps=4, **settings), monkeypatch, world_size)
+    for rank in range(world_size):
+        assert first[rank].learned + second[rank].learned == straight[rank].learned
+        for name, tensor in straight[rank].weights.items():
+            assert torch.equal(second[rank].weights[name], tensor), name
+    for name in ("stage2_ab/executed_b_share", "stage2_ab/channel_b"):
+        assert [s["metrics"][name] for s in steps_of(halves)] == [s["metrics"][name] for s in steps_of(whole)]
+
+
+def test_a_failed_rollout_ends_the_run_and_its_producer(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R32: the producer's error is the run's, with its type; no thread is left; nothing of the step was applied."""
+    generate = FakeBackend.generate
+
+    def fail_third(self: FakeBackend, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
+        if place["first_req_idx"] == 4:
+            raise RolloutError("the third call broke", found="", wanted="", remedy="")
+        return generate(self, samples, **place)
+
+    monkeypatch.setattr(trainer_world.FakeBackend, "generate", fail_third)
+    with pytest.raises(RolloutError, match="third call broke"):
+        run(stage2_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=1), monkeypatch)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout-producer"]
+    assert steps_of(tmp_path) == []

@@ -1,0 +1,95 @@
+"""An update's way through the engine (R09, R10): in which order, and whose scores count."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from rollout_server.engine import Scores
+from rollout_server.updates import update_weights
+from shared.errors import DigestError
+from shared.wire import RolloutInferRequest, ScoreItem, UpdateWeightsCall
+from tests.unit.rollout_server.fakes import FakeEngine
+
+REQUEST = RolloutInferRequest(messages=[{"role": "user", "content": "canary"}])  # type: ignore[list-item]
+CALL = UpdateWeightsCall(
+    incarnation="a", ver=3, buckets=[], canary=[ScoreItem(request=REQUEST, response_token_ids=[1])], timeout_s=5.0
+)
+
+
+class Engine(FakeEngine):
+    """Done after `num_slices` polls; a score tells how many polls had begun when it was asked for."""
+
+    def __init__(self, *, runs_meanwhile: bool, num_slices: int) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self._left = num_slices
+        self.replies = {"sync_start": lambda: {"runs_meanwhile": runs_meanwhile}, "sync_poll": self._poll}
+
+    def _poll(self) -> dict[str, Any]:
+        self._left -= 1
+        return {"done": self._left == 0}
+
+    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+        self.log.append(method)
+        return await super().on_workers(method, *args)
+
+    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+        self.log.append("score")
+        await asyncio.sleep(0.01)
+        return Scores(prompt_token_ids=[1], logprobs=[-float(len(self.log))])
+
+    async def reset_caches(self) -> None:
+        self.log.append("reset")
+
+
+WANTED = [
+    (True, 1, ["sync_start", "reset", "sync_poll", "score"]),
+    (True, 2, ["sync_start", "reset", "sync_poll", "score", "sync_poll", "reset", "score"]),
+    (False, 2, ["sync_start", "reset", "sync_poll", "sync_poll", "reset", "score"]),
+]
+
+
+@pytest.mark.parametrize(("runs_meanwhile", "num_slices", "log"), WANTED)
+def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: int, log: list[str]) -> None:
+    engine = Engine(runs_meanwhile=runs_meanwhile, num_slices=num_slices)
+    _, scores = asyncio.run(update_weights(engine, CALL))
+    assert engine.log == log
+    assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
+
+
+def test_a_load_that_fails_takes_the_canary_with_it() -> None:
+    engine = Engine(runs_meanwhile=True, num_slices=1)
+
+    def fail() -> dict[str, Any]:
+        raise DigestError("other bytes")
+
+    engine.replies["sync_poll"] = fail
+
+    async def run() -> int:
+        with pytest.raises(DigestError):
+            await update_weights(engine, CALL)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+
+
+def test_caches_are_emptied_while_the_receiving_begins() -> None:
+    """The engine does one after the other; whoever asks need not wait in between."""
+    emptied = asyncio.Event()
+
+    class Slow(Engine):
+        async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+            if method == "sync_start":
+                await asyncio.wait_for(emptied.wait(), 5.0)
+            return await super().on_workers(method, *args)
+
+        async def reset_caches(self) -> None:
+            emptied.set()
+            await super().reset_caches()
+
+    engine = Slow(runs_meanwhile=True, num_slices=1)
+    asyncio.run(update_weights(engine, CALL))
+    assert engine.log == ["reset", "sync_start", "sync_poll", "score"]

@@ -1,0 +1,145 @@
+"""An update as a worker sees it (R09), over a real gloo pair and a load that only remembers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_server.worker import Receiving
+from shared.addresses import free_port
+from shared.errors import CommunicatorError, DeadlineError, DigestError
+from shared.sync import buckets as weights
+from shared.sync.group import Communicator, start_join
+from shared.wire import Bucket, UpdateWeightsCall
+
+
+class RememberingLoad:
+    runs_meanwhile = False
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.opened = self.closed = False
+
+    def open(self) -> None:
+        self.opened = True
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded |= {name: tensor.clone() for name, tensor in tensors}
+
+    def finish(self) -> dict[str, Any]:
+        return {"num_tensors": len(self.loaded)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+TENSORS = {f"t{i}": torch.full((300,), float(i)) for i in range(5)}
+SPECS = [weights.spec_of(name, tensor) for name, tensor in TENSORS.items()]
+PLAN = weights.plan_buckets(SPECS, 2500)
+BUFFERS = [weights.pack(specs, TENSORS, "cpu") for specs in PLAN]
+BUCKETS = [Bucket(tensors=specs, num_bytes=weights.num_bucket_bytes(specs)) for specs in PLAN]
+for index, buffer in enumerate(BUFFERS):
+    weights.seal(buffer, ver=1, index=index)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Communicator, Communicator]]:
+    port = free_port()
+    joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0, group="a") for rank in (0, 1)]
+    worker, learner = (operation.result() for operation in joining)
+    yield worker, learner
+    worker.close()
+    learner.close()
+
+
+def update(timeout_s: float = 10.0) -> UpdateWeightsCall:
+    return UpdateWeightsCall(incarnation="a", ver=1, buckets=BUCKETS, timeout_s=timeout_s)
+
+
+def in_turn(learner: Communicator, buffers: Sequence[torch.Tensor]) -> threading.Thread:
+    """Broadcasts `buffers` one after the other."""
+    thread = threading.Thread(target=lambda: [learner.broadcast(buffer, src=1) for buffer in buffers])
+    thread.start()
+    return thread
+
+
+def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Communicator]) -> None:
+    worker, learner = pair
+    assert len(PLAN) == 3
+    load = RememberingLoad()
+    receiving = Receiving(update(), worker, load)
+    assert receiving.advance(0.01) == {"done": False}
+    sending = in_turn(learner, BUFFERS)
+    while not (result := receiving.advance(0.5))["done"]:
+        pass
+    assert result == {"done": True, "num_tensors": 5}
+    assert receiving.advance(0.0) == result
+    assert list(load.loaded) == list(TENSORS)
+    assert all(load.loaded[name].equal(tensor) for name, tensor in TENSORS.items())
+    sending.join(1.0)
+    assert not sending.is_alive()
+
+
+def _flipped() -> list[torch.Tensor]:
+    buffer = BUFFERS[1].clone()
+    buffer[7] ^= 1
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+def _of_an_older_update() -> list[torch.Tensor]:
+    buffer = BUFFERS[1].clone()
+    weights.seal(buffer, ver=0, index=1)
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+def _in_another_place() -> list[torch.Tensor]:
+    buffer = BUFFERS[0].clone()
+    assert buffer.numel() == BUFFERS[1].numel()
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+@pytest.mark.parametrize("wrong", [_flipped, _of_an_older_update, _in_another_place])
+def test_nothing_is_loaded_whose_seal_is_wrong(
+    pair: tuple[Communicator, Communicator], wrong: Callable[[], list[torch.Tensor]]
+) -> None:
+    worker, learner = pair
+    load = RememberingLoad()
+    receiving = Receiving(update(timeout_s=2.0), worker, load)  # gloo waits that long for what was begun
+    sending = in_turn(learner, wrong()[:2])
+    with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
+        receiving.advance(5.0)
+    assert list(load.loaded) == ["t0", "t1"]
+    receiving.close()
+    assert load.closed
+    sending.join(5.0)
+    assert not sending.is_alive()
+
+
+def test_a_learner_that_stops_ends_at_the_deadline(pair: tuple[Communicator, Communicator]) -> None:
+    worker, learner = pair
+    receiving = Receiving(update(timeout_s=0.3), worker, RememberingLoad())
+    sending = learner.start_broadcast(BUFFERS[0], src=1)
+    with pytest.raises((DeadlineError, CommunicatorError), match="broadcasting"):
+        receiving.advance(10.0)
+    assert sending.done(1.0)
+    receiving.close()
+    receiving.close()
+
+
+class UnopenedLoad(RememberingLoad):
+    def open(self) -> None:
+        raise RuntimeError("no such layer")
+
+
+def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communicator, Communicator]) -> None:
+    worker, _ = pair
+    load = UnopenedLoad()
+    receiving = Receiving(update(timeout_s=2.0), worker, load)
+    with pytest.raises(RuntimeError, match="no such layer"):
+        receiving.advance(0.0)
+    receiving.close()
+    assert load.closed

@@ -1,0 +1,136 @@
+"""The digest of a bucket's bytes (R09): as it is described, and no changed byte keeps it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.sync.digest import COLUMNS, MULTIPLIERS, ROWS, digest
+
+MASK = (1 << 64) - 1
+BLOCK_BYTES = 4 * ROWS * COLUMNS
+
+
+def reference_digest(data: bytes, salt: int = 0) -> list[int]:
+    """The digest as the docstring describes it, in plain integers."""
+    sums = reference_sums(data)
+    while len(sums) > 1:
+        sums = reference_sums(b"".join(value.to_bytes(8, "little") for pair in sums for value in pair))
+    return [(value + mixed(len(data) ^ mixed(salt))) & MASK for value in sums[0]]
+
+
+def reference_sums(data: bytes) -> list[list[int]]:
+    data += bytes(-len(data) % BLOCK_BYTES) or bytes(0 if data else BLOCK_BYTES)
+    sums = []
+    for start in range(0, len(data), BLOCK_BYTES):
+        block = data[start : start + BLOCK_BYTES]
+        words = [int.from_bytes(block[i : i + 4], "little", signed=True) for i in range(0, BLOCK_BYTES, 4)]
+        sums.append([sum(word * key(lane, i) for i, word in enumerate(words)) & MASK for lane in (0, 1)])
+    return sums
+
+
+def key(lane: int, i: int) -> int:
+    row, column = divmod(i, COLUMNS)
+    return pow(MULTIPLIERS[lane], ROWS - 1 - row, 1 << 64) * (mixed(lane * COLUMNS + column + 1) | 1) & MASK
+
+
+def mixed(x: int) -> int:
+    x = x * 0x9E3779B97F4A7C15 & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+def as_buffer(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def of(data: bytes | torch.Tensor, salt: int = 0) -> list[int]:
+    buffer = data if isinstance(data, torch.Tensor) else as_buffer(data)
+    return [value & MASK for value in digest(buffer, salt).tolist()]
+
+
+@settings(max_examples=10)
+@given(st.binary(max_size=9000), st.integers(0, 2**62))
+def test_digest_equals_the_reference(data: bytes, salt: int) -> None:
+    assert of(data, salt) == reference_digest(data, salt)
+
+
+@pytest.mark.parametrize("num_bytes", [2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 4099])
+def test_digest_equals_the_reference_over_a_block_s_border(num_bytes: int) -> None:
+    buffer = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.manual_seed(0))
+    assert of(buffer) == reference_digest(buffer.numpy().tobytes())
+
+
+def test_many_blocks_take_a_level_more() -> None:
+    """Over 4096 blocks, whose sums fill more than one: a bit in the first and one in the last block count."""
+    buffer = torch.zeros(4097 * BLOCK_BYTES, dtype=torch.uint8)
+    clean = of(buffer)
+    for at in (0, -1):
+        buffer[at] = 1
+        assert of(buffer) != clean
+        buffer[at] = 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=1, max_size=9000), st.data())
+def test_every_flipped_bit_is_seen(data: bytes, draw: st.DataObject) -> None:
+    bit = draw.draw(st.integers(0, 8 * len(data) - 1))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert of(bytes(flipped)) != of(data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=3000), st.data())
+def test_every_swap_of_two_words_is_seen(words: list[int], draw: st.DataObject) -> None:
+    i, j = draw.draw(st.integers(0, len(words) - 1)), draw.draw(st.integers(0, len(words) - 1))
+    swapped = list(words)
+    swapped[i], swapped[j] = swapped[j], swapped[i]
+    before, after = (torch.tensor(w, dtype=torch.int32).view(torch.uint8) for w in (words, swapped))
+    assert (of(before) == of(after)) == (words[i] == words[j])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2**20 - 1), st.integers(0, 31)), min_size=2, max_size=2, unique=True))
+def test_two_flipped_bits_are_seen(flips: list[tuple[int, int]]) -> None:
+    """Sign bits are the hard case: their differences are multiples of 2**31, where a plain 64-bit sum is weak."""
+    words = torch.zeros(2**20, dtype=torch.int32)
+    clean = of(words.view(torch.uint8))
+    for index, bit in flips:
+        words[index] ^= (
+            torch.tensor(1 << bit).to(torch.int32) if bit < 31 else torch.tensor(-(2**31), dtype=torch.int32)
+        )
+    assert of(words.view(torch.uint8)) != clean
+
+
+@pytest.mark.parametrize("cut", [1, 2, 4, 16, 4096])
+def test_truncation_is_seen_even_of_zeros(cut: int) -> None:
+    buffer = torch.zeros(3 * 4096, dtype=torch.uint8)
+    assert of(buffer) != of(buffer[:-cut])
+
+
+def test_digest_of_an_unaligned_slice_is_that_of_its_bytes() -> None:
+    buffer = torch.arange(5000, dtype=torch.int64).to(torch.uint8)
+    assert of(buffer[3:4999]) == of(buffer[3:4999].clone())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: compares digests of both devices")
+def test_digest_is_the_same_on_cuda() -> None:
+    buffer = torch.randint(0, 256, ((44 << 20) + 1237,), dtype=torch.uint8)
+    assert of(buffer) == of(buffer.cuda())
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**62), st.integers(0, 2**62))
+def test_another_salt_is_another_digest(one: int, other: int) -> None:
+    assert (of(b"bytes", one) == of(b"bytes", other)) == (one == other)
+
+
+def test_only_bytes_have_a_digest() -> None:
+    for wrong in (torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8)):
+        with pytest.raises(TypeError, match="1-D uint8"):
+            digest(wrong)
