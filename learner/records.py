@@ -204,4 +204,5 @@ class SyncReceipt:
     num_tensors: int
     canary_gap: float  # mean |learner logprob - served logprob|, nats
     canary_gap_max: float
+    merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: what merging and rounding change (D14)
     fallback: str = ""  # why adapter syncs ended with this one; empty: they did not

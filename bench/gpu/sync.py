@@ -27,7 +27,7 @@ from deploy.launch import Processes, start_server, supervised, wait_ready
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
-from learner.policy.repeated import RepeatedLogprobs
+from learner.policy.canary_scores import CanaryScorer
 from learner.records import Sample, SyncReceipt
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
@@ -120,7 +120,7 @@ def _sync(policy: Policy, urls: Sequence[str]) -> list[SyncReceipt]:
         policy,
         config=backend.config.vllm,
         canary=canary,
-        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
+        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in canary]),
         fence=Ranks(),
         device=policy.device,
     )

@@ -12,7 +12,10 @@ Which tensors a model has is looked up once: it takes longer than to send them. 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -74,7 +77,9 @@ class CheckpointWeights:
 
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._merge and _is_adapted(name):
-            return _cast(merged_weight(self._model, name), dtype)
+            layer = self._model.get_submodule(name.removesuffix(f"{_BASE}weight"))
+            assert isinstance(layer, LoraLayer)
+            return _cast(merged_weight(layer), dtype)
         return whole(_cast(tensor, dtype))  # a part is cast before it travels
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -90,10 +95,78 @@ def _is_adapted(name: str) -> bool:
     return name.endswith(f"{_BASE}weight")
 
 
-def merged_weight(model: PreTrainedModel, name: str) -> torch.Tensor:
-    """The weight `name` of an adapted layer with its adapter merged in: a new, whole float32 tensor."""
-    layer = model.get_submodule(name.removesuffix(f"{_BASE}weight"))
-    assert isinstance(layer, LoraLayer)
+@contextmanager
+def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> Iterator[None]:
+    """Forward passes inside compute with the values that travel: each weight rounded to `dtype` (None: as trained) and,
+    where `merged`, adapted layers as one weight, as `CheckpointWeights.tensors(dtype)` gives it.
+
+    The precision of the computation stays that of training. Weights are changed one module at a time while it runs, so
+    that memory holds one more layer, never one more model; a sharded model's are whole by then.
+    """
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if merged and isinstance(module, LoraLayer):
+                swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), adapted=module)
+            elif dtype is not None and _is_rounded(module, dtype):
+                swap = _Swap(module, partial(_rounded, module, dtype))
+            else:
+                continue
+            hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
+            hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
+        yield
+
+
+def changes_when_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> bool:
+    """Whether the values that travel can differ from those that are trained."""
+    return any((merged and isinstance(m, LoraLayer)) or _is_rounded(m, dtype) for m in model.modules())
+
+
+class _Swap:
+    """`owner`'s parameters, replaced by `values()` while a forward pass runs. `adapted`: the layer around `owner`,
+    whose adapter is in those values already."""
+
+    def __init__(
+        self,
+        owner: torch.nn.Module,
+        values: Callable[[], dict[str, torch.nn.Parameter]],
+        adapted: LoraLayer | None = None,
+    ) -> None:
+        self._owner, self._values, self._adapted = owner, values, adapted
+        self._trained = owner._parameters
+
+    def enter(self, *_: Any) -> None:
+        self._trained = self._owner._parameters
+        self._owner._parameters = {**self._trained, **self._values()}
+        if self._adapted is not None:
+            self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft then takes `owner` as it is
+
+    def leave(self, *_: Any) -> None:
+        self._owner._parameters = self._trained
+        if self._adapted is not None:
+            self._adapted.merged_adapters = []
+
+
+def _is_rounded(module: torch.nn.Module, dtype: torch.dtype | None) -> bool:
+    own = module._parameters.values()
+    return dtype is not None and any(p is not None and p.is_floating_point() and p.dtype != dtype for p in own)
+
+
+def _rounded(module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    return {name: _parameter(_cast(p, dtype).to(p.dtype)) for name, p in own.items()}
+
+
+def _merged(layer: LoraLayer, dtype: torch.dtype | None) -> dict[str, torch.nn.Parameter]:
+    trained = layer.get_base_layer().weight
+    return {"weight": _parameter(merged_weight(layer).to(dtype or trained.dtype).to(trained.dtype))}
+
+
+def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(value, requires_grad=False)
+
+
+def merged_weight(layer: LoraLayer) -> torch.Tensor:
+    """The weight of an adapted layer with its adapter merged in: a new, whole float32 tensor."""
     scratch = whole_copy(layer)
     base = copy.copy(scratch.get_base_layer())
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)

@@ -14,22 +14,22 @@ import torch
 from learner.config.plan import tensor_parallel_size
 from learner.config.rules import sync_mode
 from learner.config.schema import RunConfig
+from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights, base_model_path
 from learner.policy.offload import make_offload
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
-from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample
 from learner.rollout.backend import RolloutCallLog
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.run.log import MetricsLog, Timeline
-from learner.sync.canary import CanaryItem
+from learner.sync.canary import CanaryItem, Scorer
 from learner.sync.colocated import ColocateSync
 from learner.sync.receipts import Sync
-from learner.sync.servers import Logprobs, check_servers
+from learner.sync.servers import check_servers
 from learner.sync.sharded import Team
 from learner.sync.source import AdapterSource, WeightSource, check_specs
 from learner.sync.weight_sync import Fence, WeightSync
@@ -89,7 +89,7 @@ def connect_sync(
     canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
 
     asked = canary if ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend) else []
-    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in asked])
+    scorer = CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in asked])
     if isinstance(backend, ColocateBackend):
         return ColocateSync(
             backend.engine,
@@ -98,11 +98,11 @@ def connect_sync(
             adapter=_synced_adapter(config, policy),
             config=config.rollout_matching.vllm,
             canary=canary,
-            learner_logprobs=answers,
+            scorer=scorer,
             ranks=ranks,
         )
     check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
-    sync = _server_sync(config, ranks, policy, backend, canary, answers)
+    sync = _server_sync(config, ranks, policy, backend, canary, scorer)
     sync.connect()
     return sync
 
@@ -113,18 +113,17 @@ def _server_sync(
     policy: Policy,
     backend: ServerBackend,
     canary: list[CanaryItem],
-    answers: RepeatedLogprobs,
+    scorer: Scorer,
 ) -> WeightSync:
     """With a sharded model, all ranks do what rank 0 needs of the weights."""
     vllm = config.rollout_matching.vllm
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)
-    learner_logprobs: Logprobs = answers
     fence: Fence = ranks
     if policy.is_sharded:
         check_specs(policy.weight_specs())  # at once, not when the first step's rollouts wait for it
-        fence = team = Team(ranks, learner_logprobs=answers, bucket_bytes=vllm.sync.bucket_bytes)
-        weights, learner_logprobs = team.source(policy), team.learner_logprobs
+        fence = team = Team(ranks, scorer=scorer, bucket_bytes=vllm.sync.bucket_bytes)
+        weights, scorer = team.source(policy), team.score
         adapter = team.adapter_source(adapter) if adapter else None
     return WeightSync(
         backend,
@@ -132,7 +131,7 @@ def _server_sync(
         adapter=adapter,
         config=vllm,
         canary=canary,
-        learner_logprobs=learner_logprobs,
+        scorer=scorer,
         fence=fence,
         device=ranks.device,
     )

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from learner.data.prompt import check_prompt_prefix
+from learner.policy.canary_scores import CanaryScores
 from learner.records import EncodedPrompt, Sample
 from learner.rollout.requests import infer_request
 from shared.errors import CanaryError, RolloutError
@@ -34,6 +37,12 @@ class CanaryGap:
 
     mean: float
     max: float
+
+
+class Scorer(Protocol):
+    """The learner's half of the canary; `learner.policy.canary_scores.CanaryScorer` is one."""
+
+    def __call__(self, dtype: torch.dtype | None, *, merged: bool) -> CanaryScores: ...
 
 
 def score_items(items: Sequence[CanaryItem]) -> list[ScoreItem]:

@@ -15,19 +15,20 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from learner.config.schema import VllmConfig
 from learner.data.prompt import PromptEncoder
+from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.records import SyncReceipt
 from learner.rollout.colocate import ColocatedEngine
-from learner.sync.canary import CanaryGap, CanaryItem, compare
+from learner.sync.canary import CanaryGap, CanaryItem, Scorer, compare
 from learner.sync.receipts import AdapterFallback, check_plain
-from learner.sync.servers import Logprobs, Mode
+from learner.sync.servers import Mode
 from learner.sync.source import AdapterSource, WeightSource, check_specs
 from shared.errors import DigestError, SyncError
 from shared.sync.digest import digest
@@ -68,14 +69,14 @@ class ColocateSync:
         adapter: AdapterSource | None = None,
         config: VllmConfig,
         canary: Sequence[CanaryItem],
-        learner_logprobs: Logprobs,
+        scorer: Scorer,
         ranks: Ranks,
     ) -> None:
         """Raises SyncError where the adapter can't be served and there is no falling back."""
         assert canary, "a sync without a canary is not checked"
         self.ver = 0
         self._engine, self._weights, self._config = engine, weights, config
-        self._canary, self._learner_logprobs, self._ranks = tuple(canary), learner_logprobs, ranks
+        self._canary, self._scorer, self._ranks = tuple(canary), scorer, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary]
         check_specs(weights.weight_specs(engine.dtype))
         self._fallback = AdapterFallback(adapter, to_full=config.sync.fallback_to_full)
@@ -89,7 +90,8 @@ class ColocateSync:
         """Bring every engine to the policy's weights; on all ranks. Raises SyncError (Digest, Coverage, Canary)."""
         begin = time.monotonic()
         # Before the engine wakes: scoring needs the policy on its device.
-        learner = self._learner_logprobs()
+        may_send: list[Mode] = ["full"] if self._fallback.adapter is None else ["adapter", "full"]
+        learner = {mode: self._scorer(self._engine.dtype, merged=mode == "full") for mode in may_send}
         with self._engine.awake():
             checked = self._update(learner)
         self._engine.ver = self.ver = self.ver + 1
@@ -101,6 +103,7 @@ class ColocateSync:
             num_tensors=checked.given.num_tensors,
             canary_gap=max(gap.mean for gap in checked.gaps),
             canary_gap_max=max(gap.max for gap in checked.gaps),
+            merge_gap=learner[checked.mode].merge_gap,
             fallback=self._fallback.tell(),
         )
         log.info("weights synced: %s", receipt)
@@ -109,14 +112,14 @@ class ColocateSync:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _update(self, learner: Sequence[Sequence[float]]) -> Checked:
+    def _update(self, learner: Mapping[Mode, CanaryScores]) -> Checked:
         if (adapter := self._fallback.adapter) is not None:
             with self._fallback.trying():
-                return self._update_adapter(adapter, learner)
+                return self._update_adapter(adapter, learner["adapter"])
         given = self._load(self._weights, self._engine.load)
-        return Checked(mode="full", given=given, gaps=self._gaps(learner))
+        return Checked(mode="full", given=given, gaps=self._gaps(learner["full"]))
 
-    def _update_adapter(self, adapter: AdapterSource, learner: Sequence[Sequence[float]]) -> Checked:
+    def _update_adapter(self, adapter: AdapterSource, learner: CanaryScores) -> Checked:
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self._load(adapter.base, self._engine.load)
@@ -145,17 +148,19 @@ class ColocateSync:
             )
         return given[0]
 
-    def _gaps(self, learner: Sequence[Sequence[float]]) -> list[CanaryGap]:
+    def _gaps(self, learner: CanaryScores) -> list[CanaryGap]:
         return self._ranks.all_succeed(lambda: self._gap(learner))
 
-    def _gap(self, learner: Sequence[Sequence[float]]) -> CanaryGap:
+    def _gap(self, learner: CanaryScores) -> CanaryGap:
         scores = self._engine.score(self._prompts, [item.response_token_ids for item in self._canary])
         reply = ScoreReply(
             ver=self.ver + 1,
             logprobs=[score.logprobs for score in scores],
             prompt_token_ids=[score.prompt_token_ids for score in scores],
         )
-        return compare(self._canary, learner, reply, tolerance=self._config.sync.canary_tolerance, base_url=NAME)
+        return compare(
+            self._canary, learner.logprobs, reply, tolerance=self._config.sync.canary_tolerance, base_url=NAME
+        )
 
 
 def _check_adapter(adapter: AdapterSource, engine: ColocatedEngine) -> None:

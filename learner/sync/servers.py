@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Literal
@@ -26,10 +26,11 @@ import torch
 
 from learner.config.schema import VllmConfig
 from learner.data.prompt import check_prompt_prefix
+from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import CanaryGap, CanaryItem, compare, score_items
+from learner.sync.canary import CanaryGap, CanaryItem, Scorer, compare, score_items
 from learner.sync.groups import (
     Futures,
     ServerGroup,
@@ -47,7 +48,8 @@ from shared.sync.buckets import DTYPES, num_bucket_bytes, plan_buckets
 from shared.wire import Bucket, ScoreCall, ScoreReply, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 Mode = Literal["full", "adapter"]
-Logprobs = Callable[[], Sequence[Sequence[float]]]
+
+
 AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
 
@@ -57,7 +59,7 @@ class Sent:
     """An update that every server has confirmed, and what both sides say of the canary."""
 
     buckets: Sequence[Bucket]
-    learner_logprobs: Sequence[Sequence[float]]
+    learner: CanaryScores | None  # None: no canary was sent
     scores: dict[str, ScoreReply]  # by the server's URL
 
     @property
@@ -110,10 +112,10 @@ class Fleet:
         mode: Mode,
         ver: int,
         canary: Sequence[CanaryItem] = (),
-        learner_logprobs: Logprobs = tuple,
+        scorer: Scorer | None = None,
     ) -> Sent:
-        """Done when all servers serve the weights as version `ver` and have scored the canary. `learner_logprobs` is
-        called while they load."""
+        """Done when all servers serve the weights as version `ver` and have scored the canary. `scorer` is called while
+        they load."""
         call = UpdateWeightsCall(
             incarnation=self._incarnation,
             ver=ver,
@@ -124,7 +126,7 @@ class Fleet:
         )
         posts = {link: link.post_update(call) for group in self._groups for link in group.links}
         try:
-            logprobs = self._broadcast(source, call, posts, learner_logprobs)
+            learner = self._broadcast(source, call, posts, scorer)
             await_all(posts, posts)
         except BaseException:
             cancel(posts)
@@ -132,13 +134,14 @@ class Fleet:
         for link, post in posts.items():
             _check_reply(call, post.result(), link.base_url)
         scores = {link.base_url: post.result().scores for link, post in posts.items()}
-        return Sent(buckets=call.buckets, learner_logprobs=logprobs, scores=scores)
+        return Sent(buckets=call.buckets, learner=learner, scores=scores)
 
     def check_canary(self, items: Sequence[CanaryItem], sent: Sent) -> CanaryGap:
         """The worst gap over servers. Raises CanaryError."""
+        assert sent.learner is not None, "an update without a canary has nothing to compare"
         tolerance = self._config.sync.canary_tolerance
         gaps = [
-            compare(items, sent.learner_logprobs, reply, tolerance=tolerance, base_url=base_url)
+            compare(items, sent.learner.logprobs, reply, tolerance=tolerance, base_url=base_url)
             for base_url, reply in sent.scores.items()
         ]
         return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
@@ -179,8 +182,8 @@ class Fleet:
         return self._plans[source]
 
     def _broadcast(
-        self, source: WeightSource, call: UpdateWeightsCall, posts: Futures, learner_logprobs: Logprobs
-    ) -> Sequence[Sequence[float]]:
+        self, source: WeightSource, call: UpdateWeightsCall, posts: Futures, scorer: Scorer | None
+    ) -> CanaryScores | None:
         """Every bucket to every server; the learner's own canary answers, made while the last buckets travel."""
         plan = [bucket.tensors for bucket in call.buckets]
         under_way: deque[Futures] = deque()
@@ -189,10 +192,10 @@ class Fleet:
                 await_all(under_way.popleft(), posts, may_reply=False)
             sending = [(group, group.broadcast(buffer)) for group in self._groups]
             under_way.append({link: sent for group, sent in sending for link in group.links})
-        logprobs = learner_logprobs()
+        learner = scorer(self._dtype, merged=call.mode == "full") if scorer else None
         for sent in under_way:
             await_all(sent, posts)
-        return logprobs
+        return learner
 
 
 def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: str) -> None:

@@ -11,15 +11,16 @@ on the other ranks. Every wait is bounded by `training.collective_timeout_s`. Ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
 
+from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
-from learner.sync.servers import Logprobs
+from learner.sync.canary import Scorer
 from learner.sync.source import AdapterSource, WeightSource
 from shared.sync.buckets import plan_buckets
 from shared.wire import TensorSpec
@@ -37,14 +38,17 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The canary's log-probabilities."""
+    """The canary's log-probabilities, under the weights as they are sent."""
+
+    dtype: torch.dtype | None
+    merged: bool
 
 
 class Team:
     """`bucket_bytes`: as the sync has it, so that what is gathered at once is what is packed at once."""
 
-    def __init__(self, ranks: Ranks, *, learner_logprobs: Logprobs, bucket_bytes: int) -> None:
-        self._ranks, self._learner_logprobs, self._bucket_bytes = ranks, learner_logprobs, bucket_bytes
+    def __init__(self, ranks: Ranks, *, scorer: Scorer, bucket_bytes: int) -> None:
+        self._ranks, self._scorer, self._bucket_bytes = ranks, scorer, bucket_bytes
         self._sources: list[WeightSource] = []
         self._walk: Iterator[tuple[str, torch.Tensor]] = iter(())  # other ranks: through the source under way
 
@@ -58,10 +62,10 @@ class Team:
     def adapter_source(self, source: AdapterSource) -> SharedAdapter:
         return SharedAdapter(self, self.source(source), source)
 
-    def learner_logprobs(self) -> Sequence[Sequence[float]]:
+    def score(self, dtype: torch.dtype | None, *, merged: bool) -> CanaryScores:
         """Natural log-probabilities of the canary's answers under the present weights."""
-        self.ask(Score())
-        return self._learner_logprobs()
+        self.ask(Score(dtype, merged))
+        return self._scorer(dtype, merged=merged)
 
     def ask(self, what: Gather | Score) -> None:
         """Have the other ranks do this, now."""
@@ -86,7 +90,7 @@ class Team:
 
     def _take_part(self, asked: Gather | Score) -> None:
         if isinstance(asked, Score):
-            self._learner_logprobs()
+            self._scorer(asked.dtype, merged=asked.merged)
             return
         if asked.begins:
             self._walk = self._sources[asked.source].named_weights(asked.dtype)

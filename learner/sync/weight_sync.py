@@ -26,10 +26,10 @@ import torch
 from learner.config.schema import VllmConfig
 from learner.records import SyncReceipt
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import CanaryItem
+from learner.sync.canary import CanaryItem, Scorer
 from learner.sync.groups import StartJoin
 from learner.sync.receipts import AdapterFallback, check_plain
-from learner.sync.servers import Fleet, Logprobs, Mode, check_adapter
+from learner.sync.servers import Fleet, Mode, check_adapter
 from learner.sync.source import AdapterSource, WeightSource
 from shared.errors import ProjectError
 from shared.sync import group as communicator
@@ -50,7 +50,7 @@ class Fence(Protocol):
 
 
 class WeightSync:
-    """`canary` and `learner_logprobs` (of the canary's answers, as the learner has them now) are used on rank 0 only;
+    """`canary` and `scorer` (of the canary's answers, as the learner has them now) are used on rank 0 only;
     `device` is where the policy's weights are. `adapter`: sync it alone, as long as that works; None: full syncs."""
 
     def __init__(
@@ -61,7 +61,7 @@ class WeightSync:
         adapter: AdapterSource | None = None,
         config: VllmConfig,
         canary: Sequence[CanaryItem],
-        learner_logprobs: Logprobs,
+        scorer: Scorer,
         fence: Fence,
         device: torch.device,
         start_join: StartJoin = communicator.start_join,
@@ -71,7 +71,7 @@ class WeightSync:
         self.receipts: list[SyncReceipt] = []
         self._backend, self._weights = backend, weights
         self._fallback = AdapterFallback(adapter, to_full=config.sync.fallback_to_full)
-        self._canary, self._learner_logprobs = tuple(canary), learner_logprobs
+        self._canary, self._scorer = tuple(canary), scorer
         self._fence = fence
         self._fleet = Fleet(backend, config, device, start_join)
         self._base_is_served = False
@@ -148,9 +148,7 @@ class WeightSync:
     def _deliver(self, source: WeightSource, mode: Mode, begin: float) -> SyncReceipt:
         with self._leaving_on_failure():
             ver = self.ver + 1
-            sent = self._fleet.send(
-                source, mode=mode, ver=ver, canary=self._canary, learner_logprobs=self._learner_logprobs
-            )
+            sent = self._fleet.send(source, mode=mode, ver=ver, canary=self._canary, scorer=self._scorer)
             gap = self._fleet.check_canary(self._canary, sent)
         receipt = SyncReceipt(
             ver=ver,
@@ -160,6 +158,7 @@ class WeightSync:
             num_tensors=sent.num_tensors,
             canary_gap=gap.mean,
             canary_gap_max=gap.max,
+            merge_gap=sent.learner.merge_gap if sent.learner else 0.0,
             fallback=self._fallback.tell(),
         )
         log.info("weights synced: %s", receipt)

@@ -13,7 +13,7 @@ from deploy.demo.model import build
 from learner.config.schema import ModelConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.loss import weighted_loss
-from learner.policy.repeated import RepeatedLogprobs
+from learner.policy.canary_scores import RepeatedLogprobs
 from learner.records import PackedRow
 from tests.unit.learner.policy.rows import gradients, image, row, sample, segment
 

@@ -10,7 +10,7 @@ import torch
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig
 from learner.policy.load import Policy, load_policy
-from learner.policy.repeated import RepeatedLogprobs
+from learner.policy.canary_scores import RepeatedLogprobs
 from tests.gpu.devices import needs_gpus
 from tests.unit.learner.policy.rows import image, sample
 

@@ -1,0 +1,98 @@
+"""The learner's half of the canary: what fixed answers are worth under the weights that travel (D14).
+
+In: a policy and answers that stay the same. Out: a `CanaryScorer`, to be called at every sync. It scores the
+answers with the values that are sent: merged, and rounded to the type that travels. So a server that has exactly those
+values gives the same log-probabilities but for its kernels, whatever merging and rounding changed. What they changed
+is the `merge_gap`, a figure of its own.
+
+On CUDA, for answers without images, each forward pass is captured once as a CUDA graph: replayed, a model of 4B takes
+10 ms, while launching every kernel from Python takes several times as long. A vision tower looks at its inputs on the
+host, which no graph can hold, and a sharded model's layers are at other places in every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from learner.policy.load import Policy
+from learner.policy.weights import as_sent, changes_when_sent
+from learner.records import EncodedPrompt
+
+Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
+Within = Callable[[], AbstractContextManager[None]]  # around a forward pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanaryScores:
+    """Natural log-probabilities per answer under the weights that travel. `merge_gap`: mean over tokens of their
+    distance from those under the weights as trained, nats."""
+
+    logprobs: list[list[float]]
+    merge_gap: float
+
+
+class CanaryScorer:
+    def __init__(self, policy: Policy, answers: Answers) -> None:
+        self._policy, self._answers = policy, answers
+        self._trained = RepeatedLogprobs(policy, answers)
+        self._sent: dict[tuple[torch.dtype | None, bool], RepeatedLogprobs] = {}
+
+    def __call__(self, dtype: torch.dtype | None, *, merged: bool) -> CanaryScores:
+        """Under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one weight per layer;
+        otherwise the adapter travels by itself."""
+        model = self._policy.model
+        trained = self._trained()
+        if not changes_when_sent(model, dtype, merged=merged):
+            return CanaryScores(logprobs=trained, merge_gap=0.0)
+        if (dtype, merged) not in self._sent:
+            within = lambda: as_sent(model, dtype, merged=merged)  # noqa: E731
+            self._sent[dtype, merged] = RepeatedLogprobs(self._policy, self._answers, within)
+        sent = self._sent[dtype, merged]()
+        gaps = np.abs(np.concatenate(sent) - np.concatenate(trained)) if sent else np.zeros(1)
+        return CanaryScores(logprobs=sent, merge_gap=float(gaps.mean()))
+
+
+class RepeatedLogprobs:
+    """`Policy.logprobs` of the same answers, again and again, `within` a context."""
+
+    def __init__(self, policy: Policy, answers: Answers, within: Within = nullcontext) -> None:
+        self._policy, self._answers, self._within = policy, answers, within
+        can = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
+        self._captures = can and len(answers) > 0 and not policy.is_sharded
+        self._addresses: tuple[int, ...] = ()
+        if self._captures:
+            self._capture()
+
+    def __call__(self) -> list[list[float]]:
+        """Natural log-probabilities per answer, under the weights as they are now."""
+        if not self._captures:
+            with self._within():
+                return self._policy.logprobs(self._answers)
+        if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
+            self._capture()
+        self._graph.replay()
+        return self._policy.split(self._logprobs, self._answers)
+
+    @torch.no_grad()
+    def _capture(self) -> None:
+        policy = self._policy
+        inputs = policy.answer_inputs(self._answers)
+        with self._within():
+            policy.logprobs(self._answers)  # whatever the first pass sets up must not be captured
+            torch.cuda.synchronize(policy.device)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(policy.device):  # torch's own stream is on whichever device was current first
+                stream = torch.cuda.Stream()
+                # thread_local: broadcasts may go on meanwhile, on threads of theirs
+                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+                    self._logprobs = policy.answer_logprobs(inputs)
+        self._inputs = inputs  # the graph reads their memory
+        self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self._policy.model.parameters())
