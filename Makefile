@@ -38,11 +38,11 @@ learn: setup  ## a learner: make learn CONFIG=run.yaml NPROC=1
 launch: setup  ## servers and learner together: make launch CONFIG=launch.yaml
 	@$(PY) -m deploy.launch --config $(or $(CONFIG),$(error CONFIG=launch.yaml is missing))
 
-bench: setup  ## speed and memory, into bench/results (NAME=latest)
+bench: setup  ## speed and memory on what the machine has, into bench/results (NAME=latest)
 	@$(PY) -m bench.run --name $(or $(NAME),latest)
 
-bench-gpu: setup  ## the same on GPUs, two at least (NAME=gpu)
-	@$(PY) -m bench.gpu.run --name $(or $(NAME),gpu)
+bench-gpu: setup  ## the same on GPUs (NAME=gpu)
+	@$(PY) -m bench.run --device cuda --name $(or $(NAME),gpu)
 
 doctor: setup  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
 	@$(PY) -m learner doctor --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))

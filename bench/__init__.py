@@ -1,1 +1,1 @@
-"""What the system costs, measured: `python -m bench.run`; see README.md."""
+"""What the system costs and what it learns, measured: `python -m bench.run`; see README.md."""

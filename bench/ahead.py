@@ -1,39 +1,38 @@
-"""What it is worth in `stage2_ab_training` to roll out while learning: in turn, within the step, ahead of the steps.
+"""What rolling out while learning saves in `stage2_ab_training`: in turn, within the step, ahead of the steps.
 
-In: a model folder and scenes. Out: figures of two kinds. Simulated: the real driver, pipeline and channels, with sleeps
-for every rollout, row and sync, so that what is not sleep is the product's own. Real: one server, and a learner run per
-way, as processes of their own with one thread each; figures are read from the runs' `metrics.jsonl`.
+Out: figures of two kinds. Simulated: the real driver, pipeline and channels, with a sleep for every rollout, row and
+sync. All time that is not sleep is the product's own. Real: one server, and a learner run per way, as processes with
+one thread each; figures are read from the runs' `metrics.jsonl`.
 
-Wanted: a step whose rollouts run beside its learning takes at most 0.65 of the two; a learner ahead of which rollouts
-run learns at least 0.9 of its time, and does at least 1.6 times the steps of one that waits for each step's rollouts.
-Each is meant for rollouts that take as long as learning: how long they took stands beside it. Called by `run.py`.
+Wanted: a step whose rollouts run beside its learning takes at most 0.65 of the sum of both. With rollouts ahead, the
+learner learns at least 0.9 of its time, and makes at least 1.6 times the steps of one that waits for each step's
+rollouts. All three are meant for rollouts that take as long as learning; how long they took stands beside them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from bench.figures import Figure, median
-from bench.runs import serve, start_learner
+from bench.figures import Figure, median, sampled
+from bench.models import demo_model, demo_scenes
+from bench.runs import Events, Server, learner_config, serve, served_by, start_learner, steps_of
+from bench.training import DEMO_TASK
 from deploy.launch import supervised
 from learner.data.batches import Batches, MicroBatch
 from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
-from learner.run.log import PhaseClock
 from learner.steps.ahead import AheadB, SampleStream, Sizes
 from learner.steps.in_step import BufferedB, OverlappedB
 from learner.steps.packing import CompleteRows
-from learner.steps.protocol import Bounds
 from learner.steps.segments import SegmentSource
 from learner.steps.stage2 import ChannelB, Stage2Driver
-from shared.addresses import free_ports
 
 Way = Literal["in turn", "within the step", "ahead"]
 WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6
@@ -56,22 +55,22 @@ class Step:
     sync_s: float  # before it: nothing can run beside it
 
 
-def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 20) -> list[Figure]:
-    """Both kinds of figures; files of the real runs go into `folder`."""
-    simulated = {way: simulate(way, num_steps=num_steps) for way in get_args(Way)}
-    return [*figures("simulated", simulated), *figures("real server", _real(model, data, folder, num_steps // 2))]
+def measure(folder: Path, *, num_steps: int = 20) -> Iterator[Figure]:
+    """Both kinds of figures."""
+    yield from figures("simulated", {way: simulate(way, num_steps=num_steps) for way in get_args(Way)})
+    yield from figures("real server", _real(folder, num_steps // 2))
 
 
 def figures(kind: str, runs: dict[Way, list[Step]]) -> list[Figure]:
-    """Of steps after the warm-up, by way."""
+    """Of the steps after the warm-up, by way."""
     walls = [(s.wall_s - s.sync_s) / (s.rollout_s + s.learn_s) for s in runs["within the step"] if s.channel == "B"]
     ahead = runs["ahead"]
     busy = sum(s.learn_s for s in ahead) / sum(s.wall_s for s in ahead)
     share = sum(s.channel == "B" for s in ahead) / len(ahead)
     speed = _channel_b_rate(ahead) / _channel_b_rate(runs["in turn"])
-    wall = f"{kind}: step without its sync against rollout + learning, within the step"
+    wall_name = f"{kind}: step without its sync against rollout + learning, within the step"
     return [
-        Figure(name=wall, value=median(walls), unit="ratio", wanted=WANTED_WALL, at_least=False, samples=walls),
+        sampled(wall_name, walls, "ratio", at_most=WANTED_WALL),
         Figure(name=f"{kind}: learner busy, ahead", value=busy, unit="of the time", wanted=WANTED_BUSY),
         Figure(name=f"{kind}: steps/s, ahead against in turn", value=speed, unit="ratio", wanted=WANTED_SPEED),
         Figure(name=f"{kind}: Channel-B share, ahead", value=share, unit="of steps"),
@@ -215,67 +214,59 @@ def _segment(sample: Sample, ver: int | None) -> Segment:
 # ---- real ----------------------------------------------------------------------------------------------------------
 
 
-def _real(model: Path, data: Path, folder: Path, num_steps: int) -> dict[Way, list[Step]]:
+def _real(folder: Path, num_steps: int) -> dict[Way, list[Step]]:
     """The three ways one after the other against one server."""
-    (http_port,) = free_ports(1)
-    server_config = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)], "cpu_threads": 1}
+    model, data = demo_model(folder), demo_scenes(folder)
     runs: dict[Way, list[Step]] = {}
     with supervised() as processes:
-        serve(processes, server_config, folder, "stage2_server")
+        settings = {"model": str(model), "allowed_image_roots": [str(data)], "cpu_threads": 1}
+        server = serve(processes, folder, "stage2_server", settings)
         for way in get_args(Way):
             name = way.replace(" ", "_")
-            config = _config(way, model, data, folder / name, http_port, num_steps)
+            config = real_run(way, model, data, folder / name, server, num_steps)
             # One thread: with the server's one, a machine of two cores holds both.
-            learner = start_learner(processes, config, folder, name, command=("env", "OMP_NUM_THREADS=1"))
+            learner = start_learner(processes, folder, name, config, prefix=("env", "OMP_NUM_THREADS=1"))
             runs[way] = _steps(learner.events())
     return runs
 
 
-def _steps(events: Sequence[Mapping[str, Any]]) -> list[Step]:
-    """After the warm-up; rollouts beside learning are told apart from those that the learner waited for."""
-    found = []
-    for event in [event for event in events if event["event"] == "step"][WARM_UP_STEPS:]:
-        seconds = event["metrics"]
-        rollout_s = seconds.get("rollout_s", 0.0) + seconds.get("stage2_ab/rollout_s", 0.0)
-        found.append(
-            Step(
-                channel=event["channel"],
-                wall_s=seconds["step_s"],
-                learn_s=seconds["learn_s"],
-                rollout_s=rollout_s,
-                sync_s=seconds.get("sync_s", 0.0),
-            )
+def _steps(events: Events) -> list[Step]:
+    """After the warm-up. Rollouts beside learning count as those do that the learner waited for."""
+    return [
+        Step(
+            channel=step["channel"],
+            wall_s=step["step_s"],
+            learn_s=step["learn_s"],
+            rollout_s=step.get("rollout_s", 0.0) + step.get("stage2_ab/rollout_s", 0.0),
+            sync_s=step.get("sync_s", 0.0),
         )
-    return found
+        for step in steps_of(events)[WARM_UP_STEPS:]
+    ]
 
 
-def _config(way: Way, model: Path, data: Path, run_dir: Path, http_port: int, num_steps: int) -> dict[str, Any]:
-    (group_port,) = free_ports(1)
-    servers = [{"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}]
+def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, num_steps: int) -> dict[str, Any]:
     matching = {
         "rollout_backend": "vllm",
         "decode_batch_size": 2,  # so few at once, that rollouts take about as long as learning
         "decoding": {"temperature": 1.0, "max_new_tokens": 96},
-        "vllm": {"mode": "server", "server": {"servers": servers}},
+        "vllm": served_by(server),
     }
     # Two steps' packs: with one's only, a step that is short of a single pack leaves the next one no better off.
     queue = {"prefetch_target_packs": 2 * REAL_SAMPLES_PER_STEP, "queue_limit": 3 * REAL_SAMPLES_PER_STEP}
-    ahead = {"enabled": way == "ahead", **queue}
-    return {
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": str(data / "train.jsonl")},
-        "task": {"container": "index_map", "coordinates": "tokens", "iou_threshold": 0.3},
-        "training": {
-            "output_dir": str(run_dir),
-            "max_steps": WARM_UP_STEPS + num_steps,
-            "effective_batch_size": REAL_SAMPLES_PER_STEP,
-            # One sample per row in the two ways that are compared with each other; the third has to pack.
-            "packing": way == "within the step",
-            "learning_rate": 1.0e-5,
-            "save_on_end": False,
-        },
-        "logging": {"tensorboard": False},
-        "custom": {"trainer_variant": "stage2_ab_training", "extra": {"rollout_matching": matching}},
-        "stage2_ab": {"schedule": {"b_ratio": 1.0}, "async_actor_learner": ahead},
-        "global_max_length": 4096,
-    }
+    return learner_config(
+        model,
+        data / "train.jsonl",
+        run_dir,
+        steps=WARM_UP_STEPS + num_steps,
+        batch_size=REAL_SAMPLES_PER_STEP,
+        per_device=1,
+        variant="stage2_ab_training",
+        matching=matching,
+        model={"dtype": "float32"},
+        task=DEMO_TASK,
+        # One sample per row in the two ways that are compared with each other; the third has to pack.
+        training={"packing": way == "within the step", "learning_rate": 1.0e-5, "bf16": False},
+        logging={"tensorboard": False},
+        stage2_ab={"schedule": {"b_ratio": 1.0}, "async_actor_learner": {"enabled": way == "ahead", **queue}},
+        global_max_length=4096,
+    )

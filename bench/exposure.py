@@ -1,12 +1,12 @@
 """What answering behind its own words costs a model: `python -m bench.exposure --model DIR --data FILE`.
 
-In: a model and scenes whose labels are complete. The model answers each scene greedily; where it first skipped an
-object the ground truth goes on (`loss.prefix_end: first_miss`). Out: nats per token of what follows there, once behind
-the model's own words and once behind the ground truth's, by kind of token, with a 95% interval over scenes of the
-difference. That difference is what training behind such words can mend beyond teacher forcing: about zero says that the
-model errs in what it sees, not because it reads itself.
+In: a model and scenes whose labels are complete. The model answers each scene greedily. Where it first skipped an
+object, the ground truth continues (`loss.prefix_end: first_miss`). Out: nats per token of what follows there, once
+behind the model's own words and once behind the ground truth's, by kind of token, and the difference with a 95%
+interval over scenes. The difference is what training behind such words can fix beyond teacher forcing. About zero means
+that the model errs in what it sees, not because it reads itself.
 
-Only tokens that are the same in both are compared. For models that spell coordinates as tokens. On a GPU where there is
+Only tokens that are the same in both are compared. For models that spell coordinates as tokens. Uses a GPU if there is
 one; two minutes for 200 crowded scenes of the demo's model on two cores.
 """
 
@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.gpu.learns_report import Draws
+from bench.learns_report import Draws
 from learner.config.schema import DataConfig, LossConfig, ModelConfig, RolloutMatchingConfig, TaskConfig
 from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
@@ -52,8 +52,8 @@ class Compared:
 def main(
     model: Annotated[Path, typer.Option(help="Folder of the model.")],
     data: Annotated[Path, typer.Option(help="Scenes, JSONL, with complete labels.")],
-    scenes: Annotated[int, typer.Option(min=2, help="The first so many.")] = 200,
-    iou_threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="Below it nothing is found.")] = 0.3,
+    scenes: Annotated[int, typer.Option(min=2, help="How many, from the first.")] = 200,
+    iou_threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="An object is found from here on.")] = 0.3,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 640,
 ) -> None:
     """Measure and print."""

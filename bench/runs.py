@@ -1,38 +1,205 @@
-"""A server and learner runs as processes of their own, as users start them, and what a run wrote about itself.
+"""Rollout servers and learners as processes of their own, as users start them: the harness of all benchmarks.
 
-In: configurations as mappings, and a folder for their files, logs and run directories. Out: a server's address; a run's
-events, once it ended well. Used by the parts that measure whole runs.
+In: configurations as mappings, and a folder. Process NAME has its configuration in `NAME.yaml`, its output in
+`NAME.log`, and a learner its run directory in `NAME`, all in that folder. Out: servers' addresses, and the events of
+learner runs. A process gets only GPUs that this program may use itself; device numbers are as torch counts them here.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.launch import Process, Processes, learner_argv, start_server, wait_ready
+from deploy.launch import Process, Processes, learner_argv, wait_ready
+from deploy.launch import start_server as launch_server
+from shared.addresses import free_port, free_ports
 from shared.config.parse import write_yaml
 from shared.errors import DeadlineError, ServerError
 
-_READY_TIMEOUT_S = 240.0
+Events = Sequence[Mapping[str, Any]]
+_READY_TIMEOUT_S = 400.0
 _RUN_TIMEOUT_S = 900.0
+_POLL_S = 0.1
+_STOP_S = 5.0
 
 
-def serve(processes: Processes, config: Mapping[str, Any], folder: Path, name: str) -> Process:
-    """A server that is ready; files are `folder/name.*`. Raises ServerError, DeadlineError."""
+def say(text: str) -> None:
+    """Progress; stdout is for results."""
+    print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+def last_words(log: Path, num_lines: int = 5) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "\n".join([line for line in lines if line.strip()][-num_lines:])
+
+
+def visible(*indices: int) -> list[str]:
+    """The host's names of this program's own GPUs `indices`, for another program's `CUDA_VISIBLE_DEVICES`."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    return [allowed.split(",")[i] if allowed else str(i) for i in indices]
+
+
+# ---- servers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A rollout server that was started; `wait_ready` says when it serves."""
+
+    process: Process
+    url: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.popen.poll() is not None
+
+    def wait_ready(self, timeout_s: float = _READY_TIMEOUT_S) -> float:
+        """Seconds waited. Raises ServerError if it ended first, DeadlineError."""
+        return wait_ready(self.process, self.url, timeout_s)
+
+
+def start_server(
+    processes: Processes, folder: Path, name: str, config: Mapping[str, Any], *, devices: Sequence[int] = ()
+) -> Server:
+    """Start a server on a free port, and return at once."""
     path = folder / f"{name}.yaml"
-    write_yaml(path, dict(config), "bench")
-    server, url = start_server(processes, str(path), log=folder / f"{name}.out")
-    wait_ready(server, url, _READY_TIMEOUT_S)
+    write_yaml(path, {**config, "port": free_port()}, "bench")
+    log = path.with_suffix(".log")
+    process, url = launch_server(processes, str(path), log=log, devices=visible(*devices))
+    return Server(process=process, url=url)
+
+
+def serve(
+    processes: Processes, folder: Path, name: str, config: Mapping[str, Any], *, devices: Sequence[int] = ()
+) -> Server:
+    """A server that is ready. Raises ServerError, DeadlineError."""
+    server = start_server(processes, folder, name, config, devices=devices)
+    server.wait_ready()
     return server
 
 
-@dataclass(frozen=True, kw_only=True)
+def small_server(
+    model: Path,
+    images: Path,
+    *,
+    on_gpu: bool,
+    max_num_seqs: int,
+    graph_sizes: Sequence[int],
+    gpu_memory_utilization: float,
+    kv_cache_bytes: int,
+) -> dict[str, Any]:
+    """A server's configuration for a small model and short prompts. Without `graph_sizes` it decodes eagerly.
+
+    On a GPU: CUDA graphs of decoding and no compilation. A small model decodes as fast, and the server starts sooner.
+    """
+    config: dict[str, Any] = {
+        "model": str(model),
+        "allowed_image_roots": [str(images)],
+        "max_model_len": 1024,
+        "max_num_seqs": max_num_seqs,
+        "enforce_eager": not (on_gpu and graph_sizes),
+    }
+    if not on_gpu:
+        return {**config, "cpu_threads": 1}
+    engine_args: dict[str, Any] = {"kv_cache_memory_bytes": kv_cache_bytes}
+    if graph_sizes:
+        graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": list(graph_sizes)}
+        engine_args["compilation_config"] = {"mode": 0, **graphs}
+    return {**config, "gpu_memory_utilization": gpu_memory_utilization, "engine_args": engine_args}
+
+
+class TrlServer:
+    """TRL's server (`vllm serve`), for comparison. It starts at once; `client` waits until it serves.
+
+    TRL's client checks nothing of what it sends. Without `trl` installed the comparison is left out.
+    """
+
+    @staticmethod
+    def is_installed() -> bool:
+        return importlib.util.find_spec("trl") is not None
+
+    def __init__(
+        self, processes: Processes, model: Path, *, device: int, max_num_seqs: int, kv_cache_bytes: int, log: Path
+    ) -> None:
+        from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+        self._port, self._group_port = free_ports(2)
+        arguments = ScriptArguments(
+            model=str(model), host="127.0.0.1", port=self._port, max_model_len=2048, gpu_memory_utilization=0.4
+        )
+        more = ["--max-num-seqs", str(max_num_seqs), "--kv-cache-memory-bytes", str(kv_cache_bytes)]
+        # TRL's own command sets these before it becomes vLLM's: its clients need the development endpoints.
+        os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+        self._process = processes.start("trl", build_command(arguments, more), devices=visible(device), log=log)
+
+    def client(self) -> Any:
+        """A `VLLMClient`, once the server answers."""
+        from trl.generation.vllm_client import VLLMClient
+
+        url = f"http://127.0.0.1:{self._port}"
+        return VLLMClient(base_url=url, group_port=self._group_port, connection_timeout=_READY_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """At once: asked to end, it takes half a minute."""
+        self._process.stop(timeout_s=1.0)
+
+
+# ---- learners ------------------------------------------------------------------------------------------------------
+
+
+def served_by(*servers: Server, **more: Any) -> dict[str, Any]:
+    """The learner's `vllm` section. A run gets new ports for weights: the last run's may not be free yet."""
+    ports = free_ports(len(servers))
+    entries = [{"base_url": s.url, "group_port": port} for s, port in zip(servers, ports, strict=True)]
+    return {"mode": "server", "server": {"servers": entries}, **more}
+
+
+def learner_config(
+    model: Path,
+    train: Path,
+    run_dir: Path,
+    /,
+    *,
+    steps: int,
+    batch_size: int,
+    per_device: int | None = None,
+    variant: str = "rollout_matching_sft",
+    matching: Mapping[str, Any] | None = None,
+    **sections: Any,
+) -> dict[str, Any]:
+    """A learner's configuration: what every run needs, and `sections` laid over it key by key.
+
+    `per_device`: samples of a micro-step, all of a step's if it is not given.
+    """
+    training = {"output_dir": str(run_dir), "max_steps": steps, "bf16": True, "save_on_end": False}
+    training |= {"effective_batch_size": batch_size, "per_device_train_batch_size": per_device or batch_size}
+    config: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "data": {"train": str(train)},
+        "training": training,
+        "custom": {"trainer_variant": variant},
+    }
+    if matching is not None:
+        config["custom"]["extra"] = {"rollout_matching": dict(matching)}
+    for name, value in ((name, value) for name, value in sections.items() if value is not None):
+        config[name] = {**config.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerRun:
-    """A learner that was started. `config` must name `folder/name` as its run directory."""
+    """A learner that was started."""
 
     process: Process
     log: Path
@@ -42,27 +209,58 @@ class LearnerRun:
     def pid(self) -> int:
         return self.process.popen.pid
 
-    def events(self) -> list[dict[str, Any]]:
-        """All lines of `metrics.jsonl`, once the run has ended. Raises ServerError where it failed, DeadlineError."""
-        try:
-            code = self.process.popen.wait(_RUN_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineError("the benchmark's run did not end", found=f"{_RUN_TIMEOUT_S:g} s") from error
+    def events(self, timeout_s: float = _RUN_TIMEOUT_S) -> list[dict[str, Any]]:
+        """All events, once the run has ended well. Raises ServerError if it failed, DeadlineError."""
+        self.wait(timeout_s)
+        return read_events(self.run_dir)
+
+    def wait(self, timeout_s: float, *, until: Callable[[], bool] = lambda: False) -> None:
+        """Until the run has ended well, or `until` holds. Raises ServerError if it failed, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.process.popen.poll()) is None:
+            if until():
+                return
+            if time.monotonic() > deadline:
+                self.process.stop(_STOP_S)
+                raise DeadlineError(
+                    "the benchmark's run did not end in time",
+                    found=f"{timeout_s:g} s; last words: {last_words(self.log)}",
+                    wanted="a run that ends sooner",
+                    remedy=f"see {self.log}",
+                )
+            time.sleep(_POLL_S)
         if code != 0:
-            raise ServerError(
-                "the benchmark's run failed",
-                found=f"exit code {code}: {self.log.read_text()[-500:]}",
-                wanted="0",
-                remedy=f"see {self.log}",
-            )
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+            found = f"exit code {code}; last words: {last_words(self.log)}"
+            raise ServerError("the benchmark's run failed", found=found, wanted="0", remedy=f"see {self.log}")
 
 
 def start_learner(
-    processes: Processes, config: Mapping[str, Any], folder: Path, name: str, *, command: Sequence[str] = ()
+    processes: Processes,
+    folder: Path,
+    name: str,
+    config: Mapping[str, Any],
+    *,
+    ranks: int | None = 1,
+    devices: Sequence[int] = (),
+    prefix: Sequence[str] = (),
 ) -> LearnerRun:
-    """A learner on one rank, started by `command` if given; files are `folder/name.*`."""
-    path, log = folder / f"{name}.yaml", folder / f"{name}.out"
+    """Start a learner whose run directory is `folder/name`. `ranks` None: one, without torchrun around it."""
+    path = folder / f"{name}.yaml"
     write_yaml(path, dict(config), "bench")
-    process = processes.start(f"learner {name}", [*command, *learner_argv(str(path), nproc=1)], log=log)
+    alone = [sys.executable, "-m", "learner", "--config", str(path)]
+    argv = [*prefix, *(alone if ranks is None else learner_argv(str(path), ranks))]
+    log = path.with_suffix(".log")
+    process = processes.start(f"learner {name}", argv, devices=visible(*devices), log=log)
     return LearnerRun(process=process, log=log, run_dir=folder / name)
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """What a run has written about itself so far; a line that is being written is left out."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def steps_of(events: Events) -> list[dict[str, Any]]:
+    """The metrics of each optimizer step, with the other fields of its event."""
+    return [{**event["metrics"], **event} for event in events if event["event"] == "step"]

@@ -1,71 +1,64 @@
-"""A short real run, server and learner as processes of their own: sync seconds, idle share, peak memory.
+"""Short real runs of `rollout_matching_sft`: where a step's time goes, the first token, peak memory, offload.
 
-In: a model folder and scenes. Out: figures from the run's `metrics.jsonl` and from `/proc`. What is measured is the
-training loop itself: `rollout_matching_sft` with the demo's settings, a checked full sync before every step. Idle is
-what a step spends neither on rollouts nor on computing: its phases `data`, `sync` and `other` (targets, packing and
-learning are computing); the sync's share is told apart, for it is the product's work and the rest is waste. The first
-steps warm up and do not count. Called by `run.py`.
+- `measure`: server and learner as processes, the demo's settings, a checked full sync before every step. Idle is what a
+  step spends neither on rollouts nor on computing (targets, packing, learning) nor on the sync: its phases `data` and
+  `other`. The sync's share stands beside it, because it is work of the product and the rest is waste.
+- `first_token`: for every rollout backend, from the end of an optimizer step to the first token of the new weights. The
+  runs' steps roll out one sample and one token. Before that token a step reads the sample, syncs with all checks (no
+  sync if the trained model itself generates), and rolls out.
+- `offload`: colocated runs on the first GPU that differ in `offload` only. The most that the device held, whoever held
+  it, and a step's seconds, because moving costs time. Weights, gradients and moments are bfloat16.
+
+Out: figures from the runs' `metrics.jsonl`, from `/proc` and from nvidia-smi. First steps warm up and do not count.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from bench.figures import Figure, median
-from bench.runs import serve, start_learner
+from bench.figures import Figure, median, sampled
+from bench.models import Size, demo_model, demo_scenes, text_model
+from bench.runs import Events, learner_config, serve, served_by, start_learner, steps_of, visible
+from bench.watch import gpu_use, peak_memory
 from deploy.launch import supervised
-from shared.addresses import free_ports
 
 WANTED_SYNC_S = 0.5
 WANTED_IDLE = 0.05
 WARM_UP_STEPS = 3
-_SAMPLE_EVERY_S = 0.25
 _BUSY = ("rollout_s", "target_s", "pack_s", "learn_s")
+_BEFORE_THE_TOKEN = ("data_s", "sync_s", "rollout_s")
+DEMO_TASK = {"container": "index_map", "coordinates": "tokens", "iou_threshold": 0.3}
 
 
-def measure(model: Path, data: Path, folder: Path, *, num_steps: int = 15, batch_size: int = 16) -> list[Figure]:
-    """Figures of one run of `num_steps` steps after the warm-up; its files go into `folder`."""
-    http_port, group_port = free_ports(2)
-    server_config = {"model": str(model), "port": http_port, "allowed_image_roots": [str(data)]}
-    steps = WARM_UP_STEPS + num_steps
-    config = learner_config(model, data, folder, http_port, group_port, steps=steps, batch_size=batch_size)
+def measure(folder: Path, *, num_steps: int = 15, batch_size: int = 16) -> Iterator[Figure]:
+    """Figures of one run of `num_steps` steps after the warm-up."""
+    model, data = demo_model(folder), demo_scenes(folder)
     with supervised() as processes:
-        server = serve(processes, server_config, folder, "server")
-        learner = start_learner(processes, config, folder, "run")
-        with _PeakMemory({"server": server.popen.pid, "learner": learner.pid}) as memory:
+        server = serve(processes, folder, "server", {"model": str(model), "allowed_image_roots": [str(data)]})
+        vllm = served_by(server, sync={"mode": "full"})
+        config = demo_run(model, data, folder / "run", vllm, steps=WARM_UP_STEPS + num_steps, batch_size=batch_size)
+        learner = start_learner(processes, folder, "run", config)
+        with peak_memory({"server": server.pid, "learner": learner.pid}) as peaks:
             events = learner.events()
-    return [*figures(events), *memory.figures()]
+    yield from figures(events)
+    for name, peak in peaks.items():
+        yield Figure(name=f"peak memory of the {name}, children included", value=peak / 2**20, unit="MiB")
 
 
-def figures(events: Sequence[Mapping[str, Any]]) -> list[Figure]:
+def figures(events: Events) -> list[Figure]:
     """Of a run's events, after the warm-up."""
-    steps = [event["metrics"] | event for event in events if event["event"] == "step"][WARM_UP_STEPS:]
     syncs = [event["seconds"] for event in events if event["event"] == "sync"][WARM_UP_STEPS:]
-    seconds = [_seconds_of(step) for step in steps]
+    seconds = [_seconds_of(step) for step in steps_of(events)[WARM_UP_STEPS:]]
     idle = [(s["step_s"] - sum(s.get(name, 0.0) for name in (*_BUSY, "sync_s"))) / s["step_s"] for s in seconds]
     sync_share = [s.get("sync_s", 0.0) / s["step_s"] for s in seconds]
-    phases = [name for name in seconds[0] if name not in ("step_s",)]
+    phases = [name for name in seconds[0] if name != "step_s"]
     return [
-        Figure(
-            name="sync, all checks included",
-            value=median(syncs),
-            unit="s",
-            wanted=WANTED_SYNC_S,
-            at_least=False,
-            samples=syncs,
-        ),
-        Figure(
-            name="idle share of a step (not rollout, not computing, not sync)",
-            value=median(idle),
-            unit="of a step",
-            wanted=WANTED_IDLE,
-            at_least=False,
-            samples=idle,
-        ),
-        Figure(name="sync's share of a step", value=median(sync_share), unit="of a step", samples=sync_share),
+        sampled("sync, all checks included", syncs, "s", at_most=WANTED_SYNC_S),
+        sampled("idle share of a step (not rollout, not computing, not sync)", idle, "of a step", at_most=WANTED_IDLE),
+        sampled("sync's share of a step", sync_share, "of a step"),
         *(
             Figure(name=f"step: {name.removesuffix('_s')}", value=median([s.get(name, 0.0) for s in seconds]), unit="s")
             for name in phases
@@ -78,71 +71,126 @@ def _seconds_of(step: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in step.items() if name.endswith("_s") and not name.endswith("_per_s")}
 
 
-class _PeakMemory:
-    """The most that each process and all its children held at once (resident set), while used as a context."""
-
-    def __init__(self, roots: Mapping[str, int]) -> None:
-        self._roots = roots
-        self._peaks = dict.fromkeys(roots, 0)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)
-
-    def __enter__(self) -> _PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def figures(self) -> list[Figure]:
-        return [
-            Figure(name=f"peak memory of the {name}, children included", value=peak / 2**20, unit="MiB")
-            for name, peak in self._peaks.items()
-        ]
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_SAMPLE_EVERY_S):
-            for name, pid in self._roots.items():
-                self._peaks[name] = max(self._peaks[name], resident_bytes(pid))
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and its descendants, shared pages counted once where the kernel tells (PSS)."""
-    total = 0
-    try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        total = 1024 * next(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
-        lists = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:  # it has ended meanwhile
-        return total
-    return total + sum(resident_bytes(int(child)) for children in lists for child in children)
-
-
-def learner_config(
-    model: Path, data: Path, folder: Path, http_port: int, group_port: int, *, steps: int, batch_size: int
+def demo_run(
+    model: Path, data: Path, run_dir: Path, vllm: Mapping[str, Any], *, steps: int, batch_size: int, **matching: Any
 ) -> dict[str, Any]:
-    servers = [{"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}]
-    matching = {
+    """A run with the demo's settings; `matching` are other keys of `rollout_matching`."""
+    base = {
         "rollout_backend": "vllm",
         "decode_batch_size": 64,
         "decoding": {"temperature": 0.0, "max_new_tokens": 128},
-        "vllm": {"mode": "server", "server": {"servers": servers}, "sync": {"mode": "full"}},
+        "vllm": dict(vllm),
     }
-    return {
-        "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": str(data / "train.jsonl")},
-        "task": {"container": "index_map", "coordinates": "tokens", "iou_threshold": 0.3},
-        "training": {
-            "output_dir": str(folder / "run"),
-            "max_steps": steps,
-            "effective_batch_size": batch_size,
-            "per_device_train_batch_size": batch_size,
-            "learning_rate": 3.0e-4,
-            "bf16": True,
-            "eval_on_start": False,
-            "eval_on_end": False,
-        },
-        "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": matching}},
-        "global_max_length": 9216,
+    return learner_config(
+        model,
+        data / "train.jsonl",
+        run_dir,
+        matching=base | matching,
+        steps=steps,
+        batch_size=batch_size,
+        model={"dtype": "float32"},
+        task=DEMO_TASK,
+        training={"learning_rate": 3.0e-4, "save_on_end": True},
+        global_max_length=9216,
+    )
+
+
+# ---- the first token -----------------------------------------------------------------------------------------------
+
+Backend = Literal["hf", "colocate", "server"]
+
+
+def first_token(folder: Path, *, num_steps: int = 15) -> Iterator[Figure]:
+    """One run per backend, one after the other."""
+    model, data = demo_model(folder), demo_scenes(folder)
+    for backend in get_args(Backend):
+        with supervised() as processes:
+            vllm: dict[str, Any] = {"mode": "colocate", "max_model_len": 1024}
+            if backend == "server":
+                settings = {"model": str(model), "allowed_image_roots": [str(data)]}
+                vllm = served_by(serve(processes, folder, "first_token_server", settings), sync={"mode": "full"})
+            name = f"first_token_{backend}"
+            config = first_token_run(backend, model, data, folder / name, vllm, steps=WARM_UP_STEPS + num_steps)
+            yield first_token_figure(backend, start_learner(processes, folder, name, config).events())
+
+
+def first_token_figure(backend: Backend, events: Events) -> Figure:
+    """Of a run's events, after the warm-up."""
+    seconds = [sum(step.get(phase, 0.0) for phase in _BEFORE_THE_TOKEN) for step in steps_of(events)[WARM_UP_STEPS:]]
+    return sampled(f"from step end to first rollout token, {backend}", seconds, "s")
+
+
+def first_token_run(
+    backend: Backend, model: Path, data: Path, run_dir: Path, vllm: Mapping[str, Any], *, steps: int
+) -> dict[str, Any]:
+    few = {"decode_batch_size": 1, "decoding": {"temperature": 0.0, "max_new_tokens": 1}}
+    config = demo_run(model, data, run_dir, vllm, steps=steps, batch_size=1, **few)
+    if backend == "hf":
+        matching = config["custom"]["extra"]["rollout_matching"]
+        del matching["vllm"]
+        matching["rollout_backend"] = "hf"
+    config["training"]["save_on_end"] = False
+    return config
+
+
+# ---- offload -------------------------------------------------------------------------------------------------------
+
+OFFLOAD_WARM_UP, OFFLOAD_STEPS = 2, 4  # the optimizer has moments, and the host a place for them, from the second step
+OFFLOAD_BATCH, NEW_TOKENS = 16, 64
+ENGINE_SHARE = 0.3  # of the device, for vLLM
+_GPU_EVERY_MS = 50
+Moved = Literal["nothing moved", "optimizer moved", "model and optimizer moved"]
+MOVED: dict[Moved, dict[str, bool]] = {
+    "nothing moved": {},
+    "optimizer moved": {"enabled": True, "offload_optimizer": True},
+    "model and optimizer moved": {"enabled": True, "offload_model": True, "offload_optimizer": True},
+}
+
+
+def offload(folder: Path, *, size: Size = "4B", only: Moved | None = None) -> Iterator[Figure]:
+    """A run of a minute and a half for each way in MOVED, or for one alone."""
+    model, data = text_model(folder, size), folder / "offload.jsonl"
+    data.write_text("".join(json.dumps(_row(i)) + "\n" for i in range(2 * OFFLOAD_BATCH)), encoding="utf-8")
+    for i, moved in enumerate([only] if only else MOVED):
+        name = f"offload-{i}"
+        config = offload_run(model, data, folder / name, MOVED[moved])
+        with supervised() as processes, gpu_use(_GPU_EVERY_MS, visible(0)) as gpus:
+            steps = steps_of(start_learner(processes, folder, name, config).events())[OFFLOAD_WARM_UP:]
+        peak_mib = max((use.memory_mib for use in gpus.values()), default=0.0)
+        yield Figure(name=f"{size}, peak device memory, {moved}", value=peak_mib / 1024, unit="GiB")
+        yield sampled(f"{size}, step, {moved}", [step["step_s"] for step in steps], "s")
+
+
+def _row(index: int) -> dict[str, Any]:
+    """A sample without an image: the model is a language model."""
+    objects = [{"desc": str(n), "bbox_2d": [10 * n, 10 * n, 10 * n + 9, 10 * n + 9]} for n in range(10)]
+    messages = [{"role": "user", "content": f"{index}: name every digit, and where it is."}]
+    return {"id": index, "messages": messages, "images": [], "objects": objects, "width": 128, "height": 128}
+
+
+def offload_run(model: Path, data: Path, run_dir: Path, moved: Mapping[str, bool]) -> dict[str, Any]:
+    vllm = {
+        "mode": "colocate",
+        "gpu_memory_utilization": ENGINE_SHARE,
+        "tensor_parallel_size": 1,
+        "max_model_len": 1024,
+        "enforce_eager": True,
     }
+    matching = {
+        "decode_batch_size": OFFLOAD_BATCH,
+        "decoding": {"temperature": 1.0, "max_new_tokens": NEW_TOKENS},
+        "vllm": vllm,
+        "offload": dict(moved),
+    }
+    return learner_config(
+        model,
+        data,
+        run_dir,
+        matching=matching,
+        steps=OFFLOAD_WARM_UP + OFFLOAD_STEPS,
+        batch_size=OFFLOAD_BATCH,
+        model={"dtype": "bfloat16", "compile": False},
+        task={"container": "index_map", "coordinates": "tokens"},
+        training={"learning_rate": 1.0e-6},
+        global_max_length=8192,
+    )

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from learner.config.schema import RolloutMatchingConfig
+from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.policy.canary_scores import RepeatedLogprobs
 from learner.rollout.colocate import ColocatedEngine
 from learner.run import environment as vllm_environment
 from learner.sync.canary import CanaryItem

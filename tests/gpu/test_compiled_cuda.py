@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig
+from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.loss import weighted_loss
-from learner.policy.canary_scores import RepeatedLogprobs
 from learner.records import PackedRow
 from tests.unit.learner.policy.rows import gradients, image, row, sample, segment
 

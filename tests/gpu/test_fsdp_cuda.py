@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from bench.gpu import models
+from bench import models
 from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig, TrainingConfig

@@ -9,8 +9,8 @@ import torch
 
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig
-from learner.policy.load import Policy, load_policy
 from learner.policy.canary_scores import RepeatedLogprobs
+from learner.policy.load import Policy, load_policy
 from tests.gpu.devices import needs_gpus
 from tests.unit.learner.policy.rows import image, sample
 

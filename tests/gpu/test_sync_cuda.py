@@ -12,9 +12,9 @@ import torch
 
 from deploy.demo.model import build
 from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
-from learner.policy.canary_scores import RepeatedLogprobs
 from learner.records import Sample
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem

@@ -21,9 +21,9 @@ import torch
 from PIL import Image
 
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
+from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
-from learner.policy.canary_scores import RepeatedLogprobs
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine

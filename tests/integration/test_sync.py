@@ -16,9 +16,9 @@ from PIL import Image
 from deploy.demo.model import build
 from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.data.prompt import check_prompt_prefix
+from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
-from learner.policy.canary_scores import RepeatedLogprobs
 from learner.records import Sample
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem

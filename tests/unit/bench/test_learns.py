@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.gpu import learns
-from bench.gpu.learns_arms import (
+from bench import learns
+from bench.learns import Slot, Stage1, make_slots, run_all, slot_server, stage1_config
+from bench.learns_arms import (
     ARMS,
     KEPT,
     REFERENCE,
@@ -28,18 +28,18 @@ from bench.gpu.learns_arms import (
     read_arm,
     run_config,
 )
-from bench.gpu.learns_report import Draws, Result, markdown, read_results, summarize, write_result
-from bench.gpu.learns_slots import Place, Slot, places, run_all, server_config
-from bench.gpu.learns_stage1 import Stage1, stage1_config
-from deploy.launch import supervised
+from bench.learns_report import Draws, Result, markdown, read_results, summarize, write_result
+from bench.runs import LearnerRun, Server
+from deploy.launch import Process, Processes, supervised
 from learner.config.load import load_config
 from learner.tasks.detection.metrics import COLUMNS
 from rollout_server.config import load_server_config
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
 
-SERVED = Place(index=0, server_devices=(0,), learner_devices=(1,), server_url="http://127.0.0.1:9000", group_port=9001)
-COLOCATED = Place(index=0, learner_devices=(0,))
+
+def python(processes: Processes, code: str) -> Process:
+    return processes.start("python", [sys.executable, "-c", code])
 
 
 def settings(folder: Path) -> Settings:
@@ -53,14 +53,19 @@ def settings(folder: Path) -> Settings:
         max_new_tokens=640,
         decode_batch_size=256,
         eval_scenes=500,
+        data_workers=0,
     )
 
 
-@pytest.mark.parametrize("place", [SERVED, COLOCATED], ids=["served", "colocated"])
-def test_every_arm_is_a_configuration_that_the_learner_takes(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("served", [True, False], ids=["served", "colocated"])
+def test_every_arm_is_a_configuration_that_the_learner_takes(served: bool, tmp_path: Path) -> None:
+    slot: Slot[Run] = Slot(index=0)
+    if served:
+        with supervised() as processes:
+            slot.server = Server(process=python(processes, ""), url="http://127.0.0.1:9000")
     for arm in ARMS.values():
         path = tmp_path / "run.yaml"
-        write_yaml(path, run_config(Run(arm=arm, seed=17), settings(tmp_path), place, 48), "test")
+        write_yaml(path, run_config(Run(arm=arm, seed=17), settings(tmp_path), slot.vllm(), 48), "test")
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
         assert config.training.max_steps == 48
@@ -69,7 +74,7 @@ def test_every_arm_is_a_configuration_that_the_learner_takes(place: Place, tmp_p
 @pytest.mark.parametrize(("on_gpu", "eager"), [(True, False), (True, True), (False, False)])
 def test_a_slots_server_is_a_configuration_that_the_server_takes(on_gpu: bool, eager: bool, tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
-    write_yaml(path, server_config(tmp_path, tmp_path, 9000, on_gpu=on_gpu, eager=eager), "test")
+    write_yaml(path, slot_server(tmp_path, tmp_path, on_gpu=on_gpu, eager=eager), "test")
     assert load_server_config(path).enforce_eager is (eager or not on_gpu)
 
 
@@ -97,15 +102,15 @@ def test_an_arm_can_be_added_in_words() -> None:
     arm = read_arm('{"name": "cooler", "decoding": {"temperature": 0.5}, "seeds": 2}')
     assert (arm.decoding, arm.loss, arm.seeds) == ({"temperature": 0.5}, TUNED, 2)
     for text in ("cooler", '{"name": "x", "temperature": 1}', "{}"):
-        with pytest.raises(ConfigError, match="an arm can't be read"):
+        with pytest.raises(ConfigError, match="an arm cannot be read"):
             read_arm(text)
 
 
 def test_two_gpus_hold_servers_and_learners_crosswise() -> None:
-    found = places(2, 2, data_workers=1)
-    assert [(place.server_devices, place.learner_devices) for place in found] == [((0,), (1,)), ((1,), (0,))] * 2
-    assert all(not place.server_url for place in places(1, 3, data_workers=1))
-    assert len(places(0, 3, data_workers=1)) == 1
+    found = make_slots(2, 2)
+    assert [(slot.server_devices, slot.learner_devices) for slot in found] == [((0,), (1,)), ((1,), (0,))] * 2
+    assert [slot.has_server for slot in make_slots(1, 3)] == [False] * 3
+    assert [slot.has_server for slot in make_slots(0, 3)] == [True]
 
 
 def write_run(folder: Path, *, steps: int, step_s: float, hits: Sequence[int]) -> Path:
@@ -129,7 +134,7 @@ def test_equal_time_is_known_once_both_that_it_is_made_of_have_come_some_way(tmp
     results.mkdir()
     run = Run(arm=ARMS["sft, equal time"], seed=17)
     queue = learns.Queue(runs=[run, Run(arm=ARMS["b_ratio 0.25"], seed=17)], results=results, run_dirs=runs, steps=48)
-    assert queue.steps_of(run) is None
+    assert queue.num_steps(run) is None
     write_result(write_run(tmp_path / "sft", steps=10, step_s=0.5, hits=[5]), "sft", 17, results / "sft.json")
     first = queue.next_run()
     assert first is not None
@@ -139,9 +144,9 @@ def test_equal_time_is_known_once_both_that_it_is_made_of_have_come_some_way(tmp
     under_way = write_run(runs / f"{REFERENCE}-18", steps=20, step_s=5.0, hits=[5])
     with (under_way / "metrics.jsonl").open("a") as file:
         file.write('{"event": "st')
-    assert queue.steps_of(run) == 480
+    assert queue.num_steps(run) == 480
     write_result(write_run(tmp_path / "rm", steps=5, step_s=4.0, hits=[5]), REFERENCE, 17, results / "rm.json")
-    assert queue.steps_of(run) == 384
+    assert queue.num_steps(run) == 384
     assert queue.next_run() is run
 
 
@@ -200,27 +205,21 @@ class Job:
     name: str
     code: str
 
+    def start(self, processes: Processes, folder: Path) -> LearnerRun:
+        return LearnerRun(process=python(processes, self.code), log=folder / "log", run_dir=folder)
 
-def test_slots_run_everything_side_by_side_and_tell_how_it_ended(tmp_path: Path) -> None:
+
+def test_slots_run_everything_side_by_side_and_report_how_it_ended(tmp_path: Path) -> None:
     jobs = [Job("good", "pass"), Job("bad", "raise SystemExit(3)"), Job("slow", "import time; time.sleep(60)")]
     ends: dict[str, int | None] = {}
-    scripts = {job.name: tmp_path / f"{job.name}.py" for job in jobs}
-    for job in jobs:
-        scripts[job.name].write_text(job.code)
-
-    def configure(job: Job, place: Place) -> tuple[Mapping[str, Any], Sequence[str]]:
-        return {"place": place.index}, [sys.executable, str(scripts[job.name])]
-
     left = list(jobs)
     began = time.monotonic()
     with supervised() as processes:
         run_all(
-            processes,
-            [Slot(place=Place(index=i)) for i in range(2)],
+            [Slot(index=i) for i in range(2)],
             next_run=lambda: left.pop(0) if left else None,
-            configure=configure,
+            start=lambda job, slot: job.start(processes, tmp_path),
             ended=lambda job, code: ends.update({job.name: code}),
-            folder=tmp_path,
             deadline=began + 30.0,
             run_limit_s=2.0,
         )
@@ -228,23 +227,37 @@ def test_slots_run_everything_side_by_side_and_tell_how_it_ended(tmp_path: Path)
     assert time.monotonic() - began < 20.0
 
 
-def test_at_the_deadline_what_runs_is_stopped_and_not_told(tmp_path: Path) -> None:
-    script = tmp_path / "slow.py"
-    script.write_text("import time; time.sleep(60)")
-    left, ends = [Job("slow", "")], []
+def test_at_the_deadline_what_runs_is_stopped_and_not_reported(tmp_path: Path) -> None:
+    left, ends = [Job("slow", "import time; time.sleep(60)")], []
     with supervised() as processes:
         run_all(
-            processes,
-            [Slot(place=Place(index=0))],
+            [Slot(index=0)],
             next_run=lambda: left.pop() if left else None,
-            configure=lambda job, place: ({}, [sys.executable, str(script)]),
+            start=lambda job, slot: job.start(processes, tmp_path),
             ended=lambda job, code: ends.append(job),
-            folder=tmp_path,
             deadline=time.monotonic() + 1.0,
             run_limit_s=60.0,
         )
         assert processes.started[-1].popen.poll() is not None
     assert ends == []
+
+
+def test_a_slot_whose_server_has_ended_takes_no_more_runs(tmp_path: Path) -> None:
+    left, ends = [Job("first", "import time; time.sleep(60)"), Job("second", "pass")], {}
+    with supervised() as processes:
+        slot: Slot[Job] = Slot(
+            index=0, server=Server(process=python(processes, "import time; time.sleep(0.5)"), url="")
+        )
+        run_all(
+            [slot],
+            next_run=lambda: left.pop(0) if left else None,
+            start=lambda job, slot: job.start(processes, tmp_path),
+            ended=lambda job, code: ends.update({job.name: code}),
+            deadline=time.monotonic() + 20.0,
+            run_limit_s=60.0,
+        )
+    assert ends == {"first": None}
+    assert [job.name for job in left] == ["second"]
 
 
 def test_without_names_the_arms_are_those_that_fit_the_labels() -> None:

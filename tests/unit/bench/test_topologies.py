@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import typer
 
-from bench.gpu import topologies
-from bench.gpu.topologies import MODES, Served, Topology, Work, learner_config
-from bench.gpu.topologies_report import WARM_UP_STEPS, markdown, told
-from bench.gpu.watch import Watch, family, read_smi
+from bench import topologies
+from bench.runs import Server
+from bench.topologies import MODES, WARM_UP_STEPS, Topology, Workload, markdown, run_config, summary, taken_away
+from bench.watch import family, read_smi, watch
 from deploy.launch import Process
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
 from shared.config.parse import write_yaml
 
 
-def work(folder: Path, *, on_gpu: bool) -> Work:
-    return Work(
+def work(folder: Path, *, on_gpu: bool) -> Workload:
+    return Workload(
         model=folder / "model",
         data=folder,
         folder=folder,
@@ -44,15 +44,13 @@ def test_every_mode_is_a_configuration_that_the_programs_take(text: str, mode: s
     assert sorted([device for mine in servers for device in mine] + learner) == list(range(len(servers) + len(learner)))
     process = Process("server", subprocess.Popen([sys.executable, "-c", ""]))
     process.popen.wait()
-    served = [
-        Served(process=process, url=f"http://127.0.0.1:{9000 + i}", group_port=9100 + i) for i in range(len(servers))
-    ]
+    served = [Server(process=process, url=f"http://127.0.0.1:{9000 + i}") for i in range(len(servers))]
     path = tmp_path / "run.yaml"
-    write_yaml(path, learner_config(topology, mode, served, work(tmp_path, on_gpu=True), tmp_path / "run"), "test")
+    write_yaml(path, run_config(topology, mode, served, work(tmp_path, on_gpu=True), tmp_path / "run"), "test")
     config = load_config(str(path), world_size=len(learner))
     assert config.stage2_ab is None or config.stage2_ab.async_actor_learner.enabled is mode.endswith("ahead")
     for on_gpu in (True, False):
-        write_yaml(path, topologies.server_config(work(tmp_path, on_gpu=on_gpu), 9000), "test")
+        write_yaml(path, topologies.server_config(work(tmp_path, on_gpu=on_gpu)), "test")
         assert load_server_config(path).enforce_eager is not on_gpu
 
 
@@ -76,23 +74,23 @@ time.sleep(2)
 """
 
 
-def test_what_a_program_writes_is_counted_and_a_large_file_is_told(tmp_path: Path) -> None:
+def test_what_a_program_writes_is_counted_and_a_large_file_is_seen(tmp_path: Path) -> None:
     (tmp_path / "before").write_bytes(bytes(200_000))
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WRITER!r}, {str(tmp_path / 'new')!r}])"
     starter = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(1)\n{child}"])
-    with Watch(programs={"one": starter.pid, "me": os.getpid()}, folders=[tmp_path], large_bytes=100_000) as watch:
+    with watch({"one": starter.pid, "me": os.getpid()}, [tmp_path], large_bytes=100_000) as seen:
         assert os.getpid() in family(os.getpid())
         starter.wait(30)
         time.sleep(0.1)
-    assert watch.new_files == {str(tmp_path / "new"): 300_000}
-    assert 300_000 <= watch.written["one"] < 1_000_000
-    assert watch.gpus == {} or all(0 <= use.busy_mean <= 1 for use in watch.gpus.values())
+    assert seen.new_files == {str(tmp_path / "new"): 300_000}
+    assert 300_000 <= seen.written["one"] < 1_000_000
+    assert seen.gpus == {} or all(0 <= use.busy_mean <= 1 for use in seen.gpus.values())
 
 
 def test_a_file_that_is_taken_away_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_text("w")
-    with topologies._taken_away(file):
+    with taken_away(file):
         assert not file.exists()
     assert file.read_text() == "w"
 
@@ -107,7 +105,7 @@ def test_a_runs_events_come_to_rates_and_phases() -> None:
         for _ in range(WARM_UP_STEPS + 4)
     ]
     syncs = [{"event": "sync", "seconds": 0.1 * i, "num_bytes": 10**9, "canary_gap": 0.01} for i in range(1, 6)]
-    row = told([*steps, *syncs])
+    row = summary([*steps, *syncs])
     assert row["steps_per_s"] == pytest.approx(0.5)
     assert row["rollout_tokens_per_s"] == pytest.approx(50.0)
     assert row["phases_s"]["rollout_s"] == 1.0

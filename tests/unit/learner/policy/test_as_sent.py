@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 
-from learner.policy.load import Policy
 from learner.policy.canary_scores import CanaryScorer
+from learner.policy.load import Policy
 from learner.policy.weights import as_sent
 from learner.records import EncodedPrompt
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment

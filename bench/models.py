@@ -1,7 +1,9 @@
-"""Models of real size with random weights, made on the spot: `build(path, "4B")`.
+"""The models and scenes that benchmarks run on, made on the spot in the run's folder.
 
-In: a size. Out: a folder that transformers and vLLM load: Qwen3's own shapes, in bfloat16, with the demo's tokenizer
-grown to Qwen3's vocabulary, so that whatever a random model says has a text. Called by the benchmarks of this folder.
+- The demo's model: its trained checkpoint if there is one, else the same size with random weights.
+- Text models of real size with random weights (`build`): Qwen3's own shapes in bfloat16, with the demo's tokenizer
+  grown to Qwen3's vocabulary, so that whatever a random model says has a text. transformers and vLLM load them.
+- A vision model of real size with random weights.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
+from deploy.demo.build_data import Build
+from deploy.demo.build_data import build as build_data
 from deploy.demo.model import CHAT_TEMPLATE, EOS, PAD, build_tokenizer
+from deploy.demo.model import Size as VisionSize
+from deploy.demo.model import build as build_vision_model
 
 Size = Literal["0.6B", "4B", "tiny"]
+CHECKPOINT = Path("deploy/demo/checkpoint")
 MAX_POSITIONS = 4096
 
 # vocabulary, hidden, layers, heads, key-value heads, head size, intermediate; "tiny" is for a try without a GPU.
@@ -27,8 +34,35 @@ SHAPES: dict[Size, tuple[int, int, int, int, int, int, int]] = {
 }
 
 
+def demo_model(folder: Path) -> Path:
+    """The demo's checkpoint, or a random model of its size in `folder`."""
+    return CHECKPOINT.resolve() if (CHECKPOINT / "config.json").is_file() else vision_model(folder, "demo")
+
+
+def demo_scenes(folder: Path) -> Path:
+    """A folder with the demo's scenes: 600 to train on, and one each for the other splits."""
+    build_data(Build(train=600, val=1, test=1), folder / "data")
+    return folder / "data"
+
+
+def vision_model(folder: Path, size: VisionSize) -> Path:
+    path = folder / f"model-{size}"
+    if not path.is_dir():
+        build_vision_model(path, size)
+    return path
+
+
+def text_model(folder: Path, size: Size) -> Path:
+    """Made on the first GPU if there is one."""
+    path = folder / f"text-model-{size}"
+    if not path.is_dir():
+        build(path, size, device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+        torch.cuda.empty_cache()
+    return path
+
+
 def build(path: Path, size: Size, *, device: torch.device) -> int:
-    """Write the model into `path`; its number of parameters, the tied head not counted twice."""
+    """Write a text model into `path`; returns its number of parameters, the tied head not counted twice."""
     vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate = SHAPES[size]
     tokenizer = grown_tokenizer(vocab_size)
     config = Qwen3Config(
@@ -55,12 +89,12 @@ def build(path: Path, size: Size, *, device: torch.device) -> int:
 def grown_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """The demo's, with tokens up to `vocab_size` that no text becomes."""
     small = build_tokenizer()
-    told = json.loads(small.backend_tokenizer.to_str())
-    vocab = told["model"]["vocab"]
+    described = json.loads(small.backend_tokenizer.to_str())
+    vocab = described["model"]["vocab"]
     first, more = len(vocab), vocab_size - len(small)  # added tokens come behind the vocabulary
     vocab |= {f"\u0100\u0101{i}": i for i in range(first, first + more)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(told)),
+        tokenizer_object=Tokenizer.from_str(json.dumps(described)),
         eos_token=EOS,
         pad_token=PAD,
         clean_up_tokenization_spaces=False,

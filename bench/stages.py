@@ -1,19 +1,20 @@
 """Parse + match + target of crowded rollouts on one core, in rollouts per second.
 
 In: the number of rollouts and objects. Out: a `Figure` per container and spelling of coordinates. No model, no server:
-scenes are random boxes, answers are the truth with KEPT of its boxes moved by a few bins and the rest put elsewhere, so
-an answer has matches, misses and false positives. No scene comes twice, warm-up included, so caches hold what they
-would in a run. Called by `run.py`.
+scenes are random boxes. An answer is the truth with KEPT of its boxes moved by a few bins and the rest put elsewhere:
+it has matches, misses and false positives. No scene comes twice, not even in the warm-up, so caches hold what they
+would in a run.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from bench.figures import Figure, median
+from bench.figures import Figure, sampled
 from deploy.demo.model import build_tokenizer
 from deploy.demo.scenes import DIGIT_WORDS
 from learner.config.schema import TaskConfig
@@ -28,8 +29,8 @@ KEPT = 0.8  # of the true objects, that an answer finds
 JITTER = 5  # bins
 
 
-def measure(*, num_rollouts: int = 100, num_objects: int = 50, passes: int = 8) -> list[Figure]:
-    """One figure per container and spelling: the median over passes, each pass all rollouts once."""
+def measure(folder: Path, *, num_rollouts: int = 100, num_objects: int = 50, passes: int = 8) -> list[Figure]:
+    """Per container and spelling the median over passes, each pass all rollouts once. Writes nothing into `folder`."""
     formats = [(container, spelling) for spelling in ("tokens", "digits") for container in ("index_map", "array")]
     return [_figure(container, spelling, num_rollouts, num_objects, passes) for container, spelling in formats]
 
@@ -41,19 +42,13 @@ def _figure(container: str, spelling: str, num_rollouts: int, num_objects: int, 
     rates: list[float] = []
     for _ in range(1 + passes):
         rollouts = [_rollout(rng, task, tokenizer, num_objects) for _ in range(num_rollouts)]
-        rates.append(num_rollouts / run_pass(rollouts, task, tokenizer))
+        rates.append(num_rollouts / _run_pass(rollouts, task, tokenizer))
     del rates[0]  # fills token tables and caches, as the first step of a run does
-    return Figure(
-        name=f"parse + match + target, {num_objects} objects, {container}, coordinates as {spelling}",
-        value=median(rates),
-        unit="rollouts/s",
-        wanted=WANTED_PER_S,
-        at_least=True,
-        samples=rates,
-    )
+    name = f"parse + match + target, {num_objects} objects, {container}, coordinates as {spelling}"
+    return sampled(name, rates, "rollouts/s", at_least=WANTED_PER_S)
 
 
-def run_pass(rollouts: Sequence[Rollout], task: DetectionTask, tokenizer: Tokenizer) -> float:
+def _run_pass(rollouts: Sequence[Rollout], task: DetectionTask, tokenizer: Tokenizer) -> float:
     """Seconds of one core for all rollouts once; what others do on the machine meanwhile does not count."""
     begin = time.process_time()
     for rollout in rollouts:

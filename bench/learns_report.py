@@ -2,7 +2,7 @@
 
 In: result files, one per run (`write_result`). Out: per arm its metrics, and its differences from continued `sft`. An
 interval's draws take scenes with replacement, the same ones for all arms, and each arm's seeds with replacement: it
-holds what another test set and another seed would change. Numbers are those of the files. Called by `learns.py`.
+holds what another test set and another seed would change. Numbers are those of the files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.runs import read_events, steps_of
 from learner.run.checkpoint import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 
@@ -42,8 +43,7 @@ class Result:
 
 def write_result(run_dir: Path, arm: str, seed: int, out: Path, *, at_start: bool = False) -> None:
     """Read what a run left behind, and keep what the report needs. `at_start`: of the weights that it began with."""
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [] if at_start else [event["metrics"] for event in events if event["event"] == "step"]
+    steps = [] if at_start else steps_of(read_events(run_dir))
     evaluations = sorted((run_dir / "eval").glob("step_*.jsonl"))
     scenes = [json.loads(line) for line in evaluations[0 if at_start else -1].read_text().splitlines()]
     result = {
@@ -53,22 +53,12 @@ def write_result(run_dir: Path, arm: str, seed: int, out: Path, *, at_start: boo
         "train_s": sum(step["step_s"] for step in steps),
         "medians": {name: median(step.get(name, 0.0) for step in steps) for name in _PHASES if steps},
         "course": [
-            {name: event["metrics"].get(name, 0.0) for name in ("matched", "missed", "spurious")}
-            | {"loss": event["loss"]}
-            for event in events
-            if event["event"] == "step" and not at_start
+            {name: step.get(name, 0.0) for name in ("matched", "missed", "spurious")} | {"loss": step["loss"]}
+            for step in steps
         ],
         "scenes": {scene["id"]: scene["counts"] for scene in scenes},
     }
     write_atomically(out, json.dumps(result) + "\n")
-
-
-def step_seconds(run_dir: Path) -> list[float]:
-    """Of the steps that a run has made so far; a line that is being written is left out."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    events = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [event["metrics"]["step_s"] for event in events if event["event"] == "step"]
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -76,15 +66,15 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def _read(path: Path) -> Result:
-    told = json.loads(path.read_text())
-    values = [[counts.get(column, 0.0) for column in COLUMNS] for counts in told["scenes"].values()]
+    result = json.loads(path.read_text())
+    values = [[counts.get(column, 0.0) for column in COLUMNS] for counts in result["scenes"].values()]
     return Result(
-        arm=told["arm"],
-        seed=told["seed"],
-        steps=told["steps"],
-        train_s=told["train_s"],
-        medians=told["medians"],
-        sample_ids=tuple(told["scenes"]),
+        arm=result["arm"],
+        seed=result["seed"],
+        steps=result["steps"],
+        train_s=result["train_s"],
+        medians=result["medians"],
+        sample_ids=tuple(result["scenes"]),
         scenes=np.array(values, dtype=np.float64),
     )
 
@@ -144,17 +134,17 @@ def _values(sums: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _interval(whole: NDArray[np.float64], drawn: NDArray[np.float64], metric: str) -> dict[str, float]:
-    return _told(float(_value(whole, metric)), _value(drawn, metric))
+    return _rounded(float(_value(whole, metric)), _value(drawn, metric))
 
 
 def _difference(
     whole: Mapping[str, NDArray[np.float64]], drawn: Mapping[str, NDArray[np.float64]], a: str, b: str, metric: str
 ) -> dict[str, float]:
     estimate = float(_value(whole[a], metric) - _value(whole[b], metric))
-    return _told(estimate, _value(drawn[a], metric) - _value(drawn[b], metric))
+    return _rounded(estimate, _value(drawn[a], metric) - _value(drawn[b], metric))
 
 
-def _told(estimate: float, values: NDArray[np.float64]) -> dict[str, float]:
+def _rounded(estimate: float, values: NDArray[np.float64]) -> dict[str, float]:
     low, high = np.quantile(values, [0.025, 0.975])
     return {"value": round(estimate, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 

@@ -1,10 +1,10 @@
-"""What is compared: the arms, which seeds each has, and the configuration of a run.
+"""What `learns.py` compares: the arms, which seeds each has, and the configuration of a run.
 
-In: `Settings` (model, data, sizes) and where a run's rollouts are made. Out: a learner's configuration as a mapping.
-All arms have the same data, batch, optimizer and schedule; an arm's own keys are laid over them. Called by `learns.py`.
+In: `Settings` (model, data, sizes) and the engine that makes a run's rollouts. Out: a learner's configuration as a
+mapping. All arms have the same data, batch, optimizer and schedule; an arm's own keys are laid over them.
 
-Arms of equal optimizer steps come first; those `wall` arms get as many steps as fit the time that REFERENCE took, and
-so wait for it; ablations change one thing of REFERENCE each, and have one seed.
+Arms of equal optimizer steps come first. Then `wall` arms, which get as many steps as fit the time that REFERENCE took,
+and so wait for it. Ablations change one thing of REFERENCE each, and have one seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.learns_slots import Place
+from bench.runs import learner_config
 from shared.errors import ConfigError
 
 REFERENCE = "rollout_matching_sft"
@@ -24,7 +24,7 @@ BASE = "base"
 SEEDS = 3
 FIRST_SEED = 17
 # The loss on Y_train as it is defined leaves wrong names in the right place. And it appends missed objects behind later
-# ones, which contradicts the reading order that the model was taught: it goes on then, and does not find the end.
+# ones, which contradicts the reading order that the model was taught: it then continues, and does not find the end.
 TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
 
 
@@ -39,6 +39,7 @@ class Settings:
     max_new_tokens: int
     decode_batch_size: int
     eval_scenes: int
+    data_workers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,7 @@ class Run:
 
     @property
     def evaluates_first(self) -> bool:
-        """One run tells what all begin with."""
+        """One run evaluates what all begin with."""
         return self.arm.name == "sft" and self.seed == FIRST_SEED
 
 
@@ -110,7 +111,7 @@ def read_arm(text: str) -> Arm:
         return Arm(**json.loads(text))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            "an arm can't be read",
+            "an arm cannot be read",
             found=f"{text[:200]}: {error}",
             wanted=f"a JSON object with some of {', '.join(f.name for f in fields(Arm))}",
             remedy='such as {"name": "cooler", "decoding": {"temperature": 0.5}}',
@@ -129,45 +130,39 @@ def all_runs(arms: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
     return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
 
 
-def run_config(run: Run, settings: Settings, place: Place, steps: int) -> dict[str, Any]:
-    """The learner's configuration. Without servers (one GPU) every rank's rollouts are made beside its training."""
+def run_config(run: Run, settings: Settings, vllm: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """The learner's configuration; `vllm` is its section of that name."""
     arm, batch_size = run.arm, settings.batch_size
     matching = {
         "decode_batch_size": settings.decode_batch_size,
         "decoding": {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens, **arm.decoding},
-        "vllm": place.vllm(),
+        "vllm": dict(vllm),
     }
-    config: dict[str, Any] = {
-        "model": {"path": str(settings.model), "dtype": "float32"},
-        "data": {
-            "train": str(settings.data / "train.jsonl"),
-            "test": str(settings.data / "test.jsonl"),
-            "num_workers": place.data_workers,
-        },
-        "task": {"iou_threshold": 0.3, **arm.task},
-        "loss": dict(arm.loss),
-        "training": {
-            "output_dir": str(settings.runs / run.name),
+    return learner_config(
+        settings.model,
+        settings.data / "train.jsonl",
+        settings.runs / run.name,
+        steps=steps,
+        batch_size=batch_size,
+        variant=arm.variant,
+        matching=matching,
+        model={"dtype": "float32"},
+        data={"test": str(settings.data / "test.jsonl"), "num_workers": settings.data_workers},
+        task={"iou_threshold": 0.3, **arm.task},
+        loss=arm.loss,
+        training={
             "seed": run.seed,
-            "max_steps": steps,
-            "effective_batch_size": batch_size,
-            "per_device_train_batch_size": batch_size,
             "packing_buffer": max(64, batch_size),
             "learning_rate": settings.learning_rate * arm.rate,
             "lr_scheduler_type": "cosine",
             "warmup_steps": steps // 10,
-            "bf16": True,
-            # Packed Channel-B learns while it rolls out, which an engine beside the training can't.
-            "packing": arm.stage2_ab is None or bool(place.server_url),
+            # Packed Channel-B learns while it rolls out, which an engine beside the training cannot.
+            "packing": arm.stage2_ab is None or vllm["mode"] == "server",
             "eval_on_start": run.evaluates_first,
             "eval_on_end": True,
             "eval_samples": settings.eval_scenes,
-            "save_on_end": False,
         },
-        "logging": {"tensorboard": False, "progress_bar": False},
-        "custom": {"trainer_variant": arm.variant, "extra": {"rollout_matching": matching}},
-        "global_max_length": max(4096, 800 * batch_size),  # a whole batch fits one row: nothing is carried over
-    }
-    if arm.stage2_ab is not None:
-        config["stage2_ab"] = dict(arm.stage2_ab)
-    return config
+        logging={"tensorboard": False, "progress_bar": False},
+        global_max_length=max(4096, 800 * batch_size),  # a whole batch fits one row: nothing is carried over
+        stage2_ab=arm.stage2_ab,
+    )

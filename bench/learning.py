@@ -1,0 +1,337 @@
+"""What learning costs on one GPU: model FLOPs per second, memory, where the time goes, packed rows against padded ones.
+
+In: a size of model and of rows. Out: figures, and on the screen the 25 most expensive kernels of a compiled and an
+eager row. Everything runs as in the trainer: `Policy.backward` per row, `reduce_gradients`, `Optimizer.update`, weights
+and AdamW's moments in bfloat16. A step is ROWS_PER_STEP packed rows and one update. Its model FLOPs per second
+(`model_flops` has the formula) stand against what `torch.matmul` of large square bfloat16 matrices reaches in the same
+process. A case that fails (out of memory, no compiler) is reported and left out.
+
+Lengths of segments are drawn as in real work, half of an answer's tokens are supervised:
+"long tail": prompts of 300 to 1,200 tokens (text and the tokens of one image, all of them random ids: no vision tower),
+answers of 220 tokens in the median, lognormal with sigma 0.9: a mean of 330, 1 in 20 above 970.
+"demo": the same prompts, answers of 35 tokens an object (Qwen's JSON with coordinates in digits) and four times the
+objects of the demo's rollouts on its 200 test scenes after stage 2 (1 to 8 of them, here 4 to 32): hardly any tail.
+
+About 150 s on one H200. To try it without a GPU: `--device cpu`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+from bench.figures import Figure, median, sampled
+from bench.models import Size, text_model
+from learner.config.schema import ModelConfig, TrainingConfig
+from learner.policy.compiled import uncompiled
+from learner.policy.load import Policy, load_policy
+from learner.policy.optim import Optimizer
+from learner.policy.packed import pack_inputs
+from learner.policy.parallel import Ranks
+from learner.records import PackedRow, Segment
+from learner.steps.packing import pack_all
+from shared.errors import ConfigError
+
+WANTED_SHARE = 0.5  # of the matmul rate
+ROWS_PER_STEP, STEPS = 3, 3
+COMPARED_SAMPLES = 72
+PROFILED_KERNELS = 25
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+def measure(folder: Path, *, size: Size = "4B", row_tokens: int = 16_384) -> Iterator[Figure]:
+    """All cases, one after the other. `row_tokens`: capacity of a row."""
+    return Learning(folder, size, row_tokens).measure()
+
+
+class Learning:
+    """One policy, and the cases that are measured with it."""
+
+    def __init__(self, folder: Path, size: Size, row_tokens: int) -> None:
+        self.folder, self.size, self.row_tokens = folder, size, row_tokens
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.console = Console(highlight=False, width=180)
+        self.peak_flops = 0.0
+
+    def measure(self) -> Iterator[Figure]:
+        begin = time.perf_counter()
+        self.peak_flops = matmul_rate(self.device)
+        yield Figure(name="torch.matmul, bfloat16, square", value=self.peak_flops / 1e12, unit="TFLOP/s")
+        self.model = text_model(self.folder, self.size)
+        free_memory()
+        policy = self.policy()
+        rows = self.rows(policy)
+        num_parameters = sum(p.numel() for p in policy.model.parameters())
+        self.console.print(f"{num_parameters / 1e9:.2f}B parameters, {time.perf_counter() - begin:.0f} s so far")
+        if not policy.why_not_compiled:
+            yield from self.cases(policy, rows, "compiled", wanted=WANTED_SHARE)
+            for lengths in get_args(Lengths):
+                yield from self.attempt(f"padded, {lengths}", partial(self.against_padded, policy, lengths))
+        with uncompiled():
+            yield from self.cases(policy, rows, "eager")
+        yield Figure(name="the whole part", value=time.perf_counter() - begin, unit="s")
+
+    def policy(self) -> Policy:
+        """Compiled where that is possible."""
+        config = ModelConfig(path=str(self.model), dtype="bfloat16", compile=True)
+        try:
+            return self.load(config)
+        except ConfigError as error:
+            self.console.print(f"only eager: {error}", markup=False, soft_wrap=True)
+            return self.load(config.model_copy(update={"compile": False}))
+
+    def load(self, config: ModelConfig) -> Policy:
+        return load_policy(config, device=self.device, bf16=self.device.type == "cuda")
+
+    def cases(
+        self, policy: Policy, rows: Sequence[PackedRow], name: str, wanted: float | None = None
+    ) -> Iterator[Figure]:
+        """With and without gradient checkpointing, and what is measured only once."""
+        model = policy.model
+        yield from self.attempt(f"{name}, first row", partial(self.first_row, policy, rows[0], name))
+        yield from self.attempt(f"{name}", partial(self.steps, policy, rows, name, wanted))
+        yield from self.attempt(f"{name}, parts", partial(self.parts, policy, rows, name))
+        yield from self.attempt(f"{name}, profile", partial(self.profile, policy, rows[0], name))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpointed = partial(self.steps, policy, rows, f"{name}, gradient checkpointing")
+        yield from self.attempt(f"{name}, checkpointing", checkpointed)
+        model.gradient_checkpointing_disable()
+
+    def rows(self, policy: Policy) -> list[PackedRow]:
+        vocab_size = policy.model.config.get_text_config().vocab_size
+        samples = 16 * (ROWS_PER_STEP + 2)
+        segments = draw_segments("long tail", samples, capacity=self.row_tokens, vocab_size=vocab_size, seed=0)
+        return pack_all(segments, self.row_tokens)[:ROWS_PER_STEP]
+
+    # ---- cases -----------------------------------------------------------------------------------------------------
+
+    def first_row(self, policy: Policy, row: PackedRow, name: str) -> Iterator[Figure]:
+        seconds, _ = self.timed(partial(policy.backward, row))
+        yield Figure(name=f"{name}: the first row, compiling included", value=seconds, unit="s")
+
+    def steps(
+        self, policy: Policy, rows: Sequence[PackedRow], name: str, wanted: float | None = None
+    ) -> Iterator[Figure]:
+        """Whole steps after one that warms up, and the most memory that they took."""
+        optimizer = self.optimizer(policy)
+        self.step(policy, optimizer, rows)
+        self.wait()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = [self.timed(partial(self.step, policy, optimizer, rows))[0] for _ in range(STEPS)]
+        flops = sum(model_flops(policy.model, row) for row in rows)
+        rates = [flops / s for s in seconds]
+        tokens = sum(row.num_tokens for row in rows)
+        shares = [rate / self.peak_flops for rate in rates]
+        yield sampled(f"{name}: model FLOPs of the matmul rate", shares, "share", at_least=wanted)
+        yield Figure(name=f"{name}: model FLOPs", value=median(rates) / 1e12, unit="TFLOP/s")
+        yield Figure(name=f"{name}: tokens", value=tokens / median(seconds), unit="tokens/s")
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+            yield Figure(name=f"{name}: peak memory", value=peak, unit="GiB")
+
+    def parts(self, policy: Policy, rows: Sequence[PackedRow], name: str) -> Iterator[Figure]:
+        """Seconds of each part of a step alone, waited for; of rows the median."""
+        optimizer = self.optimizer(policy)
+        packing = [self.timed(partial(pack_inputs, row, policy.model, CPU))[0] for row in rows]
+        forward, backward = [], []
+        for row in rows:
+            seconds, (loss, _) = self.timed(partial(policy.forward_row, row))
+            forward.append(seconds)
+            backward.append(self.timed(loss.backward)[0])
+            del loss
+        reducing, _ = self.timed(partial(policy.reduce_gradients, Ranks(), weight_sum=1000.0))
+        updating, _ = self.timed(partial(optimizer.update, 0))
+        yield sampled(f"{name}: packing a row, on the host", packing, "s")
+        yield sampled(f"{name}: forward of a row", forward, "s")
+        yield sampled(f"{name}: backward of a row", backward, "s")
+        yield Figure(name=f"{name}: gradients scaled, once per step", value=reducing, unit="s")
+        yield Figure(name=f"{name}: clipping and AdamW, once per step", value=updating, unit="s")
+
+    def against_padded(self, policy: Policy, lengths: Lengths) -> Iterator[Figure]:
+        """The same samples packed and padded: tokens of samples per second, padding not counted."""
+        vocab_size = policy.model.config.get_text_config().vocab_size
+        segments = draw_segments(lengths, COMPARED_SAMPLES, capacity=self.row_tokens, vocab_size=vocab_size, seed=1)
+        tokens = sum(map(len, segments))
+        rates = {}
+        for way, make in (("packed", pack_all), ("padded", padded)):
+            rows = make(segments, self.row_tokens)
+            policy.backward(rows[0])
+            seconds, _ = self.timed(partial(list, map(policy.backward, rows)))
+            rates[way] = tokens / seconds
+            held = tokens / sum(row.num_tokens for row in rows)
+            yield Figure(name=f"{lengths}: {way}", value=rates[way], unit="sample tokens/s")
+            yield Figure(name=f"{lengths}: {way}, tokens that are no padding", value=held, unit="share")
+        yield Figure(name=f"{lengths}: packed over padded", value=rates["packed"] / rates["padded"], unit="times")
+
+    def profile(self, policy: Policy, row: PackedRow, name: str) -> tuple[Figure, ...]:
+        """The most expensive kernels of one row and one update, on the screen."""
+        optimizer = self.optimizer(policy)
+        on_cuda = self.device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiled:
+            self.step(policy, optimizer, [row])
+            self.wait()
+        attribute = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+        spent = sorted(((getattr(e, attribute) / 1e3, e.count, e.key) for e in profiled.key_averages()), reverse=True)
+        total = sum(ms for ms, _, _ in spent)
+        self.console.print(f"\n{name}: one row and one update, {total:.1f} ms in kernels; ms, calls, kernel")
+        for ms, count, kernel in spent[:PROFILED_KERNELS]:
+            self.console.print(f"{ms:9.2f} {count:6d}  {kernel[:150]}", markup=False, soft_wrap=True)
+        return ()
+
+    # ---- how -------------------------------------------------------------------------------------------------------
+
+    def step(self, policy: Policy, optimizer: Optimizer, rows: Sequence[PackedRow]) -> None:
+        """As the trainer's: rows, one reduction, one update."""
+        weight_sum = sum(policy.backward(row).weight_sum for row in rows)
+        policy.reduce_gradients(Ranks(), weight_sum=weight_sum)
+        optimizer.update(0)
+
+    def optimizer(self, policy: Policy) -> Optimizer:
+        policy.model.zero_grad()
+        return Optimizer(policy.trainable, TrainingConfig(output_dir="unused", max_steps=1), total_steps=1)
+
+    def timed(self, work: Callable[[], T]) -> tuple[float, T]:
+        """Seconds until `work` is done, on the device too, and what it gave."""
+        self.wait()
+        begin = time.perf_counter()
+        result = work()
+        self.wait()
+        return time.perf_counter() - begin, result
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def attempt(self, name: str, case: Callable[[], Iterable[Figure]]) -> Iterator[Figure]:
+        """Run a case. One that fails must not take the others' figures with it."""
+        begin = time.perf_counter()
+        try:
+            yield from case()
+        except Exception as error:  # out of memory, a compiler's own: it is reported, and the next case runs
+            self.console.print(f"{name} failed: {type(error).__name__}: {error}", markup=False, soft_wrap=True)
+        self.console.print(f"[{time.perf_counter() - begin:6.1f} s] {name}", markup=False)
+        free_memory()
+
+
+def matmul_rate(device: torch.device) -> float:
+    """FLOPs per second of bfloat16 products of square matrices: the best of two sizes."""
+    return max(_matmul_rate(device, side) for side in ((8192, 16_384) if device.type == "cuda" else (512,)))
+
+
+def _matmul_rate(device: torch.device, side: int) -> float:
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    repeats = 3 if device.type == "cpu" else 20
+    for _ in range(3):
+        torch.matmul(a, b)
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        torch.matmul(a, b)
+    wait()
+    return 2.0 * side**3 * repeats / (time.perf_counter() - begin)
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):  # after a device error, which the case that met it has reported
+            torch.cuda.empty_cache()
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+Lengths = Literal["long tail", "demo"]
+PROMPT_TOKENS = (300, 1200)
+MEDIAN_ANSWER, SIGMA, LONGEST_ANSWER = 220, 0.9, 4096
+DEMO_OBJECTS = {1: 18, 2: 24, 3: 30, 4: 22, 5: 14, 6: 27, 7: 29, 8: 36}  # predicted objects: rollouts
+TOKENS_PER_OBJECT, CROWDING = 35, 4
+FULL_CAPACITY = 16_384  # what the lengths above are meant for; a smaller capacity shrinks them
+
+
+def draw_segments(which: Lengths, count: int, *, capacity: int, vocab_size: int, seed: int) -> list[Segment]:
+    """`count` segments; the same seed gives the same ones."""
+    rng = np.random.default_rng(seed)
+    scale = min(1.0, capacity / FULL_CAPACITY)
+    prompts = rng.integers(*PROMPT_TOKENS, count, endpoint=True)
+    if which == "long tail":
+        answers = np.minimum(rng.lognormal(np.log(MEDIAN_ANSWER), SIGMA, count), LONGEST_ANSWER)
+    else:
+        objects = np.repeat(list(DEMO_OBJECTS), list(DEMO_OBJECTS.values()))
+        answers = rng.choice(objects, count) * CROWDING * TOKENS_PER_OBJECT
+    sizes = np.maximum(2, np.stack([prompts, answers]) * scale).astype(int)
+    return [_segment(rng, int(prompt), int(answer), vocab_size) for prompt, answer in sizes.T]
+
+
+def _segment(rng: np.random.Generator, prompt: int, answer: int, vocab_size: int) -> Segment:
+    ids = rng.integers(0, vocab_size, prompt + answer)
+    supervised = (np.arange(len(ids)) >= prompt) & (rng.random(len(ids)) < 0.5)
+    return Segment(
+        sample_id="",
+        input_ids=ids,
+        labels=np.where(supervised, ids, -100),
+        loss_weights=supervised.astype(np.float32),
+        prompt_length=prompt,
+    )
+
+
+def padded(segments: Sequence[Segment], capacity: int) -> list[PackedRow]:
+    """Batches in order of arrival, as many samples as fit when all are as long as the longest, padding at the end.
+
+    Padding is computed as if it were text of its segment, in the same kernels and programs: nothing before it attends
+    to it, and it is not supervised. A rectangular batch would cost the same; a mask would cost more.
+    """
+    batches: list[list[Segment]] = [[]]
+    for segment in segments:
+        batch = [*batches[-1], segment]
+        if len(batch) * max(map(len, batch)) > capacity:
+            batches.append([segment])
+        else:
+            batches[-1] = batch
+    return [_rectangle(batch, capacity) for batch in batches if batch]
+
+
+def _rectangle(batch: Sequence[Segment], capacity: int) -> PackedRow:
+    longest = max(map(len, batch))
+    return PackedRow(segments=tuple(_pad(segment, longest) for segment in batch), capacity=capacity)
+
+
+def _pad(segment: Segment, length: int) -> Segment:
+    more = (0, length - len(segment))
+    return replace(
+        segment,
+        input_ids=np.pad(segment.input_ids, more),
+        labels=np.pad(segment.labels, more, constant_values=-100),
+        loss_weights=np.pad(segment.loss_weights, more),
+    )
+
+
+def model_flops(model: PreTrainedModel, row: PackedRow) -> float:
+    """Multiplications and additions that learning this row needs, forward and backward, recomputation not counted.
+
+    `6 N T + 6 V h S + 3 layers x sum over segments of 2 L (L + 1) H D`: N weights of the layers' matrices and T tokens;
+    V x h weights of the output head and S supervised tokens; L tokens of a segment, each attending to itself and all
+    before it, with H query heads of size D.
+    """
+    settings = model.config.get_text_config()
+    layers = model.get_decoder().layers
+    weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+    supervised = sum(int((segment.labels != -100).sum()) for segment in row.segments)
+    pairs = sum(len(segment) * (len(segment) + 1) for segment in row.segments)
+    width = settings.num_attention_heads * settings.head_dim
+    head = settings.vocab_size * settings.hidden_size
+    return 6.0 * weights * row.num_tokens + 6.0 * head * supervised + 3.0 * len(layers) * 2 * pairs * width

@@ -1,0 +1,347 @@
+"""Rollout GPUs + learner GPUs on one node, 20 steps in each mode: `python -m bench.topologies --topology 3+1`.
+
+A Qwen3-VL of half a billion parameters with random weights on the digit scenes. Its rollouts are noise up to the token
+limit, so every step rolls out and learns as much as any other. One server per rollout GPU, one torchrun rank per
+learner GPU. Modes: `rollout_matching_sft`, and `stage2_ab_training` in step and ahead of it. Reported per mode: steps
+per second, where a step's time goes, how busy each GPU is, the syncs.
+
+Weights move in memory only, and this shows it: once all programs have loaded, the model's weights file is taken away
+until the run has ended; no large file appears anywhere they could write; and all bytes that they gave to write calls
+are counted against the bytes that the syncs brought over.
+
+In `--out`: `topologies.json`, `topologies.md`, and per mode the run's `metrics.jsonl` and its report with the timeline.
+Each mode has a time limit, and what has ended is reported whatever happens. Without a GPU: `--size tiny`, all on the
+CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bench.figures import circumstances
+from bench.models import VisionSize, vision_model
+from bench.runs import (
+    Events,
+    Server,
+    learner_config,
+    read_events,
+    say,
+    served_by,
+    small_server,
+    start_learner,
+    start_server,
+    steps_of,
+)
+from bench.watch import Watched, watch
+from deploy.demo.build_data import Build
+from deploy.demo.build_data import build as build_data
+from deploy.launch import Processes, supervised
+from learner.report.__main__ import write_report
+from learner.run.checkpoint import write_atomically
+from shared.errors import ProjectError
+
+WARM_UP_STEPS = 3
+MODES: Mapping[str, dict[str, Any] | None] = {
+    "rollout_matching_sft": None,
+    "stage2_ab_training, in step": {"schedule": {"b_ratio": 0.75}},
+    "stage2_ab_training, ahead": {"schedule": {"b_ratio": 0.75}, "async_actor_learner": {"enabled": True}},
+}
+PER_DEVICE = 32
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
+_PHASES = ("rollout_s", "learn_s", "sync_s", "wait_s", "data_s", "target_s", "pack_s", "other_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    rollout_gpus: int
+    learner_gpus: int
+
+    @classmethod
+    def read(cls, text: str) -> Topology:
+        """ "3+1" is 3 rollout GPUs and 1 learner GPU."""
+        parts = text.split("+")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise typer.BadParameter(f"found {text!r}, wanted ROLLOUT+LEARNER such as 3+1")
+        return cls(rollout_gpus=int(parts[0]), learner_gpus=int(parts[1]))
+
+    @property
+    def name(self) -> str:
+        return f"{self.rollout_gpus}+{self.learner_gpus}"
+
+    def devices(self, on_gpu: bool) -> tuple[list[list[int]], list[int]]:
+        """Each server's, and the learner's; none on the CPU."""
+        if not on_gpu:
+            return [[] for _ in range(self.rollout_gpus)], []
+        last = self.rollout_gpus + self.learner_gpus
+        return [[i] for i in range(self.rollout_gpus)], list(range(self.rollout_gpus, last))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """What is the same for all topologies and modes."""
+
+    model: Path
+    data: Path
+    folder: Path
+    steps: int
+    samples_per_step: int
+    max_new_tokens: int
+    on_gpu: bool
+    limit_s: float
+    modes: tuple[str, ...]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder of the results.")],
+    topology: Annotated[list[str] | None, typer.Option(help="ROLLOUT+LEARNER GPUs; again for each.")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help=f"Only this one of: {'; '.join(MODES)}; again for each.")
+    ] = None,
+    size: Annotated[VisionSize, typer.Option(help="Of the model.")] = "0.5B",
+    steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Optimizer steps.")] = 20,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Per step, over all ranks: a multiple of 32 x ranks, or fewer.")
+    ] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a rollout.")] = 192,
+    limit_s: Annotated[float, typer.Option(help="A mode is given up then.")] = 150.0,
+    scratch: Annotated[Path, typer.Option(help="For the model: large and fast.")] = Path("/dev/shm"),
+) -> None:
+    """Run every mode in every topology that this machine has the GPUs for; print a table."""
+    num_gpus = torch.cuda.device_count()
+    wanted = [Topology.read(text) for text in topology or ["3+1", "2+2"]]
+    if unknown := set(mode or ()) - MODES.keys():
+        raise typer.BadParameter(f"found {sorted(unknown)}, wanted some of {list(MODES)}", param_hint="--mode")
+    out.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="topologies-", dir=scratch))
+    rows: list[dict[str, Any]] = []
+    try:
+        work = Workload(
+            model=vision_model(folder, size),
+            data=folder / "data",
+            folder=folder,
+            steps=steps,
+            samples_per_step=samples,
+            max_new_tokens=max_new_tokens,
+            on_gpu=num_gpus > 0,
+            limit_s=limit_s,
+            modes=tuple(mode or MODES),
+        )
+        build_data(
+            Build(train=(steps + 4) * samples, val=0, test=0, style="hard"), work.data, workers=os.cpu_count() or 1
+        )
+        for one in wanted:
+            if work.on_gpu and one.rollout_gpus + one.learner_gpus > num_gpus:
+                say(f"{one.name} left out: this machine has {num_gpus} GPUs")
+                continue
+            for row in _topology(one, work, out):
+                rows.append(row)
+                write_atomically(
+                    out / "topologies.json", json.dumps({**circumstances(), "runs": rows}, indent=1) + "\n"
+                )
+    except KeyboardInterrupt:
+        say("interrupted")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    text = markdown(rows)
+    write_atomically(out / "topologies.md", text)
+    print(text, flush=True)
+    sys.exit(not rows or any("error" in row for row in rows))
+
+
+def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[str, Any]]:
+    """A row per mode; servers are started once, and serve one learner after the other."""
+    with supervised() as processes:
+        try:
+            servers = _serve(processes, topology, work)
+        except ProjectError as error:
+            yield {"topology": topology.name, "mode": "all", "error": str(error)}
+            return
+        for mode in work.modes:
+            kept = out / f"{topology.name}-{mode.replace(', ', '-').replace(' ', '_')}"
+            try:
+                yield _mode(processes, topology, mode, servers, work, kept)
+            except ProjectError as error:
+                say(f"{topology.name}, {mode}: {error}")
+                yield {"topology": topology.name, "mode": mode, "error": str(error)}
+
+
+def _serve(processes: Processes, topology: Topology, work: Workload) -> list[Server]:
+    devices, _ = topology.devices(work.on_gpu)
+    config = server_config(work)
+    servers = [
+        start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)
+        for i, mine in enumerate(devices)
+    ]
+    for server in servers:
+        say(f"{topology.name}: {server.url} ready after {server.wait_ready(2 * work.limit_s):.0f} s")
+    return servers
+
+
+def server_config(work: Workload) -> dict[str, Any]:
+    return small_server(
+        work.model,
+        work.data,
+        on_gpu=work.on_gpu,
+        max_num_seqs=64,
+        graph_sizes=_GRAPH_SIZES,
+        gpu_memory_utilization=0.5,
+        kv_cache_bytes=16 << 30,
+    )
+
+
+def run_config(
+    topology: Topology, mode: str, servers: Sequence[Server], work: Workload, run_dir: Path
+) -> dict[str, Any]:
+    per_device = min(PER_DEVICE, work.samples_per_step // topology.learner_gpus)
+    matching = {
+        "decode_batch_size": 64,
+        "decoding": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens},
+        "vllm": served_by(*servers),
+    }
+    return learner_config(
+        work.model,
+        work.data / "train.jsonl",
+        run_dir,
+        steps=work.steps,
+        batch_size=work.samples_per_step,
+        per_device=per_device,
+        variant=mode.partition(",")[0],
+        matching=matching,
+        model={"dtype": "bfloat16" if work.on_gpu else "float32"},
+        data={"num_workers": 4 if work.on_gpu else 0},
+        task={"iou_threshold": 0.3},
+        training={"seed": 3, "learning_rate": 1e-5},
+        logging={"tensorboard": False, "progress_bar": False},
+        global_max_length=1024 * per_device,
+        stage2_ab=MODES[mode],
+    )
+
+
+def _mode(
+    processes: Processes, topology: Topology, mode: str, servers: Sequence[Server], work: Workload, kept: Path
+) -> dict[str, Any]:
+    """One run, watched from its first step on. Raises ServerError, DeadlineError."""
+    run_dir = work.folder / kept.name
+    _, devices = topology.devices(work.on_gpu)
+    began = time.monotonic()
+    learner = start_learner(
+        processes,
+        work.folder,
+        kept.name,
+        run_config(topology, mode, servers, work, run_dir),
+        ranks=topology.learner_gpus,
+        devices=devices,
+    )
+    learner.wait(work.limit_s, until=lambda: bool(steps_of(read_events(run_dir))))
+    programs = {f"server {i}": server.pid for i, server in enumerate(servers)} | {"learner": learner.pid}
+    weights = work.model / "model.safetensors"
+    large_bytes = weights.stat().st_size // 20
+    # Where programs could leave a file: what they were given, and where temporary files go.
+    folders = [work.folder, Path(tempfile.gettempdir()), Path("/dev/shm")]
+    with taken_away(weights), watch(programs, folders, large_bytes) as seen:
+        learner.wait(work.limit_s - (time.monotonic() - began))
+    seconds = time.monotonic() - began
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(run_dir / "metrics.jsonl", kept / "metrics.jsonl")
+    shutil.copy(write_report(run_dir), kept / "report.html")
+    row = {
+        "topology": topology.name,
+        "mode": mode,
+        "run_s": round(seconds, 1),
+        **summary(read_events(run_dir)),
+        **watched(seen),
+    }
+    say(f"{topology.name}, {mode}: {row['steps_per_s']:.2f} steps/s")
+    return row
+
+
+@contextmanager
+def taken_away(file: Path) -> Iterator[None]:
+    """No program can read the file inside."""
+    away = file.with_name(".taken-away")
+    file.rename(away)
+    away.chmod(0)
+    try:
+        yield
+    finally:
+        away.chmod(0o644)
+        away.rename(file)
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------
+
+
+def summary(events: Events) -> dict[str, Any]:
+    """What a run's events come to, as JSON values; the first steps warm up."""
+    steps = steps_of(events)[WARM_UP_STEPS:]
+    syncs = [event for event in events if event["event"] == "sync"]
+    wall = sum(step["step_s"] for step in steps)
+    late = syncs[WARM_UP_STEPS:] or syncs
+    return {
+        "steps": len(steps),
+        "channels": "".join(step["channel"] for step in steps),
+        "steps_per_s": len(steps) / wall,
+        "rollout_tokens_per_s": sum(step.get("rollout_tokens", 0.0) for step in steps) / wall,
+        "phases_s": {name: round(sum(step.get(name, 0.0) for step in steps) / len(steps), 4) for name in _PHASES},
+        "hidden_rollout_s": round(sum(step.get("stage2_ab/rollout_s", 0.0) for step in steps) / len(steps), 4),
+        "syncs": len(syncs),
+        "sync_s": median(sync["seconds"] for sync in late),
+        "synced_bytes": sum(sync["num_bytes"] for sync in syncs),
+        "canary_gap_max": max(sync["canary_gap"] for sync in syncs),
+        "timeline": [event for event in events if event["event"] == "timeline"],
+    }
+
+
+def watched(seen: Watched) -> dict[str, Any]:
+    return {
+        "gpus": {str(index): asdict(use) for index, use in seen.gpus.items()},
+        "written_bytes": dict(seen.written),
+        "new_large_files": dict(seen.new_files),
+        "weights_file_taken_away": True,
+    }
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line per mode."""
+    head = ["GPUs", "mode", "steps/s", "rollout, learn, sync, wait s of a step", "busy GPUs", "syncs", "s each"]
+    head += ["GB synced", "MB written by all", "large new files"]
+    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    for row in rows:
+        if "error" in row:
+            cells = [row["topology"], row["mode"], str(row["error"]).replace("\n", " ")[:200]]
+            lines.append("| " + " | ".join(cells + [""] * (len(head) - len(cells))) + " |")
+            continue
+        phases = row["phases_s"]
+        rollout_s = phases["rollout_s"] + row["hidden_rollout_s"]
+        cells = [
+            row["topology"],
+            row["mode"],
+            f"{row['steps_per_s']:.2f}",
+            f"{rollout_s:.2f}, {phases['learn_s']:.2f}, {phases['sync_s']:.2f}, {phases['wait_s']:.2f}",
+            ", ".join(f"{use['busy_mean']:.0%}" for use in row["gpus"].values()),
+            str(row["syncs"]),
+            f"{row['sync_s']:.3f}",
+            f"{row['synced_bytes'] / 1e9:.2f}",
+            f"{sum(row['written_bytes'].values()) / 1e6:.1f}",
+            ", ".join(row["new_large_files"]) or "none",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    typer.run(main)
