@@ -1,10 +1,12 @@
-"""The report of a run: one self-contained HTML page out of what the run left on disk.
+"""The report of a run: one self-contained HTML page, made from the files that the run wrote.
 
     python -m learner.report RUN_DIR [--out FILE] [--compare RUN_DIR2]
 
-`read.py` and `scenes.py` turn files into records, `scores.py` and `standings.py` give F1 and its intervals, `axes.py`
-and `charts.py` draw, `pictures.py` and `gallery.py` show scenes, `headline.py`, `notes.py`,
-`tables.py` and `training.py` say the rest, and `page.py` puts the page together in the clothes of `style.py`.
-`markup.py` escapes by construction.
-Nothing here trains, serves or reaches the network; a partial run gives a partial page that says what is missing.
+`read.py` turns files into records. `scores.py` finds what each prediction was, and F1 with its intervals. `charts.py`,
+`results.py`, `training.py` and `scenes.py` turn these into charts, tables and pictures, still as records. `page.py`
+gives all of them to the jinja2 templates in `templates/`, which hold the markup. Templates escape every value, so
+nothing from disk can become markup.
+
+The report trains nothing, serves nothing and uses no network. A partial run gives a partial page that says what is
+missing.
 """

@@ -1,6 +1,7 @@
 """python -m learner.report RUN_DIR [--out FILE] [--compare RUN_DIR2]
 
-Writes RUN_DIR/report.html and prints where it is. Exit codes: 0 written, 2 the directory is no run or can't be written.
+Writes RUN_DIR/report.html and prints where it is. Exit codes: 0 written, 2 the directory is no run or
+cannot be written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
-    """Write the report and return its path. Raises DataError where there is no run or the file can't be written."""
+    """Write the report and return its path. Raises DataError if there is no run or the file cannot be written."""
     runs = read_runs(run_dir)
     if compare is not None:
         others = read_runs(compare)
@@ -43,7 +44,7 @@ def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(render(runs), encoding="utf-8")
     except OSError as error:
-        raise DataError("the report can't be written", found=str(error), remedy="give another --out FILE") from error
+        raise DataError("the report cannot be written", found=str(error), remedy="give another --out FILE") from error
     return target
 
 

@@ -1,37 +1,157 @@
-"""Small charts as inline SVG: lines with bands, stacked bars, horizontal bars, intervals.
+"""Small charts and tables as records: lines with bands, stacked bars, horizontal bars, intervals.
 
-In: series of numbers. Out: `<figure>` elements that carry their own title, legend and, for every point, a tooltip.
-Colours are the page's CSS variables (`--c-NAME`), so that a chart follows the light or dark scheme. Points that are not
-finite are left out; a chart without points is None, and the page says so once.
+In: series of numbers. Out: a `Chart` for the macro of that name in `templates/charts.html`. It draws inline SVG with a
+title, a legend and a tooltip for every point. Colors are names of the page's CSS variables (`--c-NAME`), so a
+chart follows the light or dark scheme. Points that are not finite are left out. A chart without points is None.
+
+All drawings are `WIDTH` units wide and shown at about one pixel per unit, so text keeps its size.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learner.report.axes import LEFT, RIGHT, TOP, WIDTH, Column, Plane, Point, number, plane, thin
-from learner.report.markup import Html, el, join
+WIDTH, HEIGHT = 380.0, 190.0
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
+MAX_COLUMNS = 90  # more points than this are drawn as means of neighbours, with their range
+MAX_DOTS = 45  # more points than this have no dots
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in the order of x. `tone` names a colour of the page."""
+    """Points in the order of x."""
 
     name: str
     points: Sequence[Point]
-    tone: str
+    color: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar of `bar_chart`, or one row of `interval_chart` when it has bounds."""
+    """One bar of `bar_chart`, or one row of `interval_chart` if it has bounds."""
 
     name: str
     value: float
-    tone: str
+    color: str
     low: float | None = None
     high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A cell is a text, or a text with a small one after it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | tuple[str, str]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """Neighbouring points drawn as one: mean x, mean, least and greatest y, and the first and last x."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    first: float
+    last: float
+
+
+def thin(points: Sequence[Point]) -> list[Column]:
+    """At most MAX_COLUMNS columns, in order; every finite point is in exactly one."""
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    size = -(-len(finite) // MAX_COLUMNS) or 1
+    columns = []
+    for start in range(0, len(finite), size):
+        xs, ys = zip(*finite[start : start + size], strict=True)
+        columns.append(
+            Column(x=sum(xs) / len(xs), y=sum(ys) / len(ys), low=min(ys), high=max(ys), first=xs[0], last=xs[-1])
+        )
+    return columns
+
+
+def number(value: float) -> str:
+    """Three significant digits, thousands as k, millions as M; an en dash if there is no number."""
+    if not math.isfinite(value):
+        return "–"
+    size = abs(value)
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= unit:
+            scale = 1e3 if name == "k" else unit
+            return f"{_digits(value / scale)}{name}"
+    if 0 < size < 1e-3:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    return _digits(value)
+
+
+def _digits(value: float) -> str:
+    if value == int(value):
+        return f"{int(value):,}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if abs(value) >= 1 else 3
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers from at or below `low` to at or above `high`, about `count` steps apart."""
+    if high <= low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plane:
+    """The area of a chart: from data coordinates to drawing units, and the axes."""
+
+    x_low: float
+    x_high: float
+    y_ticks: Sequence[float]
+    x_label: str = "step"
+    left: float = LEFT
+    right: float = WIDTH - RIGHT
+    top: float = TOP
+    height: float = HEIGHT
+
+    def x(self, value: float) -> float:
+        span = self.x_high - self.x_low or 1.0
+        return self.left + (value - self.x_low) / span * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
+
+    def x_ticks(self) -> list[float]:
+        """Whole numbers, because steps and versions are counted, as far as the axis' name leaves room."""
+        end = self.right - 8 * len(self.x_label)
+        marks = ticks(self.x_low, self.x_high, 5)
+        return [t for t in marks if self.x_low <= t <= self.x_high and t == int(t) and self.x(t) < end]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """One figure: lines or stacked bars on a plane, or one row of `row_height` per bar or interval, or only text."""
+
+    title: str
+    value: str = ""  # stands beside the title
+    legend: Sequence[tuple[str, str]] = ()  # (name, color)
+    plane: Plane | None = None
+    lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, whether each is a dot too)
+    tips: Sequence[tuple[Column, str]] = ()  # tooltips on invisible stripes, so no script is needed
+    stacks: Sequence[tuple[Column, str, Sequence[tuple[str, float, float]]]] = ()  # (x, tip, parts (color, low, high))
+    stack_width: float = 0.0
+    bars: Sequence[Bar] = ()
+    intervals: Sequence[Bar] = ()
+    row_height: float = 0.0
+    text: str = ""
 
 
 def line_chart(
@@ -40,164 +160,81 @@ def line_chart(
     *,
     x_label: str = "step",
     unit: str = "",
-    from_zero: bool = True,
     y_max: float | None = None,
     dots: bool = False,
-) -> Html | None:
-    """One line per series; where neighbours were merged, a band shows their range."""
+) -> Chart | None:
+    """One line per series, with y from 0 or below. `dots`: each point has one, unless there are too many."""
     drawn = [(s, columns) for s in series if (columns := thin(s.points))]
     if not drawn:
         return None
     everything = [c for _, columns in drawn for c in columns]
-    low = min(0.0 if from_zero else c.low for c in everything)
-    low, high = min(low, *(c.low for c in everything)), y_max or max(c.high for c in everything)
-    frame = plane([x for c in everything for x in (c.first, c.last)], low, high)
-    marks = [_line(s, columns, frame, dots=dots or len(columns) == 1) for s, columns in drawn]
-    hovers = [_hover(c, frame, f"{s.name} {number(c.y)}{unit}", x_label) for s, columns in drawn[:1] for c in columns]
-    if len(drawn) > 1:
-        hovers = _shared_hovers(drawn, frame, unit, x_label)
-    return figure(
-        title,
-        svg(title, join(frame.frame(x_label), *marks, *hovers)),
-        legend=[(s.name, s.tone) for s, _ in drawn] if len(drawn) > 1 else [],
-        value=f"{number(_last(drawn[0][0]))}{unit} last" if len(drawn) == 1 else "",
+    low, high = min(0.0, *(c.low for c in everything)), y_max or max(c.high for c in everything)
+    xs = [x for c in everything for x in (c.first, c.last)]
+    texts: dict[float, tuple[Column, list[str]]] = {}  # by x, what every series has there
+    for s, columns in drawn:
+        for column in columns:
+            texts.setdefault(column.x, (column, []))[1].append(f"{s.name} {number(column.y)}{unit}")
+    last = next(y for _, y in reversed(drawn[0][0].points) if math.isfinite(y))
+    return Chart(
+        title=title,
+        value=f"{number(last)}{unit} last" if len(drawn) == 1 else "",
+        legend=[(s.name, s.color) for s, _ in drawn] if len(drawn) > 1 else (),
+        plane=Plane(x_low=min(xs), x_high=max(xs), y_ticks=ticks(low, high), x_label=x_label),
+        lines=[(s.color, columns, (dots and len(columns) <= MAX_DOTS) or len(columns) == 1) for s, columns in drawn],
+        tips=[(column, f"{_where(column, x_label)}: {', '.join(said)}") for column, said in texts.values()],
     )
 
 
-def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Html | None:
-    """Bars over steps, layers on top of each other; all of the same x values. Neighbours are merged to means."""
+def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Chart | None:
+    """Bars over steps, layers on top of each other, all with the same x values."""
     drawn = [(layer, thin(layer.points)) for layer in layers if any(y > 0 for _, y in layer.points)]
     if not drawn:
         return None
     columns = list(zip(*(columns for _, columns in drawn), strict=True))
     totals = [sum(c.y for c in column) for column in columns]
     spacing = (columns[-1][0].x - columns[0][0].x) / (len(columns) - 1) if len(columns) > 1 else 1.0
-    frame = plane([c[0].x for c in columns], 0.0, max(totals), pad=spacing / 2)
-    width = max(0.6, (frame.x(spacing) - frame.x(0)) * 0.82)
-    bars = []
+    low, high = columns[0][0].x - spacing / 2, columns[-1][0].x + spacing / 2
+    plane = Plane(x_low=low, x_high=high, y_ticks=ticks(0.0, max(totals)))
+    stacks = []
     for column, total in zip(columns, totals, strict=True):
-        x, base = frame.x(column[0].x) - width / 2, 0.0
-        rects = []
-        for (layer, _), cell in zip(drawn, column, strict=True):
-            top, bottom = frame.y(base + cell.y), frame.y(base)
-            rects.append(el("rect", cls=f"f-{layer.tone}", x=x, width=width, y=top, height=max(0.0, bottom - top)))
-            base += cell.y
-        parts = ", ".join(f"{layer.name} {number(c.y)}{unit}" for (layer, _), c in zip(drawn, column, strict=True))
-        tip = f"{_where(column[0], 'step')}: {number(total)}{unit} ({parts})"
-        bars.append(el("g", el("title", tip), *rects))
-    return figure(
-        title,
-        svg(title, join(frame.frame("step"), *bars)),
-        legend=[(layer.name, layer.tone) for layer, _ in drawn],
+        tops = list(itertools.accumulate(c.y for c in column))
+        parts = [(s.color, top - c.y, top) for (s, _), c, top in zip(drawn, column, tops, strict=True)]
+        told = ", ".join(f"{s.name} {number(c.y)}{unit}" for (s, _), c in zip(drawn, column, strict=True))
+        stacks.append((column[0], f"{_where(column[0], 'step')}: {number(total)}{unit} ({told})", parts))
+    return Chart(
+        title=title,
         value=f"{number(sum(totals) / len(totals))}{unit} mean",
+        legend=[(s.name, s.color) for s, _ in drawn],
+        plane=plane,
+        stacks=stacks,
+        stack_width=max(0.6, (plane.x(spacing) - plane.x(0)) * 0.82),
     )
 
 
-def bar_chart(title: str, bars: Sequence[Bar], *, value: str = "") -> Html | None:
+def bar_chart(title: str, bars: Sequence[Bar], *, value: str = "") -> Chart | None:
     """Horizontal bars, one per name, longest first."""
     if not bars:
         return None
     ordered = sorted(bars, key=lambda bar: (-bar.value, bar.name))
-    longest = max(bar.value for bar in ordered) or 1.0
-    room, row = WIDTH - 128 - 52, min(26.0, 168 / len(ordered))
-    rows = []
-    for index, bar in enumerate(ordered):
-        y, length = TOP + index * row, room * bar.value / longest
-        rows.append(el("text", bar.name, cls="label", x=0, y=y + row * 0.62))
-        rows.append(el("rect", cls=f"f-{bar.tone}", x=128, y=y + row * 0.2, width=length, height=row * 0.56, rx=1.5))
-        rows.append(el("text", number(bar.value), cls="tick", x=128 + length + 7, y=y + row * 0.62))
-    return figure(title, svg(title, join(*rows), height=TOP + row * len(ordered) + 4), value=value)
+    row = min(26.0, 168 / len(ordered))
+    height = TOP + row * len(ordered) + 4
+    plane = Plane(x_low=0.0, x_high=ordered[0].value or 1.0, y_ticks=(), left=128.0, right=WIDTH - 52, height=height)
+    return Chart(title=title, value=value, plane=plane, bars=ordered, row_height=row)
 
 
-def interval_chart(title: str, rows: Sequence[Bar], *, note: str = "") -> Html | None:
+def interval_chart(title: str, rows: Sequence[Bar], *, value: str = "") -> Chart | None:
     """One row per estimate: a dot at its value and a line over its interval, on one axis."""
     if not rows:
         return None
     ends = [v for r in rows for v in (r.value, r.low, r.high) if v is not None]
-    slack = max(0.02, (max(ends) - min(ends)) * 0.08)
-    row, label = 34.0, 104.0
-    frame = plane([0.0, 1.0], max(0.0, min(ends) - slack), min(1.0, max(ends) + slack))
-    low, high = frame.y_ticks[0], frame.y_ticks[-1]
+    slack, row = max(0.02, (max(ends) - min(ends)) * 0.08), 34.0
+    marks = ticks(max(0.0, min(ends) - slack), min(1.0, max(ends) + slack))
     height = TOP + row * len(rows) + 26
-
-    def place(value: float) -> float:
-        return label + 10 + (value - low) / (high - low) * (WIDTH - label - 24 - RIGHT)
-
-    parts = [
-        join(
-            el("line", cls="grid", x1=place(t), x2=place(t), y1=TOP, y2=height - 22),
-            el("text", number(t), cls="tick mid", x=place(t), y=height - 6),
-        )
-        for t in frame.y_ticks
-    ]
-    for index, bar in enumerate(rows):
-        y = TOP + row * (index + 0.5)
-        parts.append(el("text", bar.name, cls="label", x=0, y=y + 4))
-        if bar.low is not None and bar.high is not None:
-            parts.append(el("line", cls=f"whisker s-{bar.tone}", x1=place(bar.low), x2=place(bar.high), y1=y, y2=y))
-        parts.append(el("circle", el("title", _spoken(bar)), cls=f"f-{bar.tone}", cx=place(bar.value), cy=y, r=5))
-    return figure(title, svg(title, join(*parts), height=height), value=note)
-
-
-def figure(title: str, drawing: Html, *, legend: Sequence[tuple[str, str]] = (), value: str = "") -> Html:
-    """A chart with its heading, the value that matters most, and a legend."""
-    keys = [el("span", el("i", cls=f"b-{tone}"), name, cls="key") for name, tone in legend]
-    return el(
-        "figure",
-        el("figcaption", el("b", title), el("span", value, cls="value") if value else None),
-        drawing,
-        el("div", *keys, cls="legend") if keys else None,
-        cls="chart",
-    )
-
-
-def svg(title: str, content: Html, *, height: float = 190.0) -> Html:
-    """A drawing with an accessible name."""
-    box = f"0 0 {WIDTH:.0f} {height:.0f}"
-    return el("svg", el("title", title), content, viewBox=box, role="img", aria_label=title)
-
-
-def _line(series: Series, columns: Sequence[Column], frame: Plane, *, dots: bool) -> Html:
-    path = " ".join(f"{'L' if i else 'M'}{frame.x(c.x):.1f} {frame.y(c.y):.1f}" for i, c in enumerate(columns))
-    band = None
-    if any(c.first != c.last for c in columns):
-        upper = [f"{frame.x(c.x):.1f},{frame.y(c.high):.1f}" for c in columns]
-        lower = [f"{frame.x(c.x):.1f},{frame.y(c.low):.1f}" for c in reversed(columns)]
-        band = el("polygon", cls=f"band f-{series.tone}", points=" ".join(upper + lower))
-    circles = [el("circle", cls=f"f-{series.tone}", cx=frame.x(c.x), cy=frame.y(c.y), r=3) for c in columns if dots]
-    return join(band, el("path", cls=f"line s-{series.tone}", d=path), *circles)
-
-
-def _shared_hovers(
-    drawn: Sequence[tuple[Series, Sequence[Column]]], frame: Plane, unit: str, x_label: str
-) -> list[Html]:
-    """One tooltip per x with every series' value there."""
-    at: dict[float, tuple[Column, list[str]]] = {}
-    for series, columns in drawn:
-        for column in columns:
-            at.setdefault(column.x, (column, []))[1].append(f"{series.name} {number(column.y)}{unit}")
-    return [_hover(column, frame, ", ".join(texts), x_label) for column, texts in at.values()]
-
-
-def _hover(column: Column, frame: Plane, text: str, x_label: str) -> Html:
-    """An invisible stripe with a tooltip, so that no script is needed."""
-    width = max(4.0, (WIDTH - LEFT - RIGHT) / 60)
-    tip = el("title", f"{_where(column, x_label)}: {text}")
-    dot = el("circle", cls="dot", cx=frame.x(column.x), cy=frame.y(column.y), r=3.5)
-    stripe = el("rect", cls="hit", x=frame.x(column.x) - width / 2, y=TOP, width=width, height=frame.height - TOP)
-    return el("g", tip, stripe, dot, cls="hover")
+    plane = Plane(x_low=marks[0], x_high=marks[-1], y_ticks=marks, left=114.0, right=WIDTH - 24, height=height)
+    return Chart(title=title, value=value, plane=plane, intervals=rows, row_height=row)
 
 
 def _where(column: Column, x_label: str) -> str:
     if column.first == column.last:
         return f"{x_label} {number(column.first)}"
     return f"{x_label}s {number(column.first)}–{number(column.last)}, mean"
-
-
-def _last(series: Series) -> float:
-    return next(y for _, y in reversed(series.points) if y == y)
-
-
-def _spoken(bar: Bar) -> str:
-    interval = "" if bar.low is None or bar.high is None else f" [{bar.low:.3f}, {bar.high:.3f}]"
-    return f"{bar.name}: {bar.value:.3f}{interval}"

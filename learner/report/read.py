@@ -1,9 +1,9 @@
 """A run directory, read into records.
 
-In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of them
-may be absent, and the last line of a file may be cut: a killed run still has a report. What is missing or damaged is
-said in `Run.notes`. A directory with none of them is a `DataError`. Of an optimizer step that a resumed run repeated,
-the last record counts.
+In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of them may be
+missing, and the last line of a file may be cut: a killed run still has a report. `Run.notes` says what is missing or
+damaged. A directory with none of them is a `DataError`. If a resumed run repeated an optimizer step, the last record
+counts.
 """
 
 from __future__ import annotations
@@ -12,24 +12,59 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from learner.config.load import RESOLVED_NAME
-from learner.records import StepResult, SyncReceipt
-from learner.report.scenes import Scene, read_scene
-from learner.report.timeline import Bar, StepTimeline
+from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
+from learner.tasks.detection.bins import arity_is_right
 from shared.errors import DataError
 
 METRICS, EVAL_FILE = "metrics.jsonl", re.compile(r"step_(\d+)\.jsonl")
+_KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
+R = TypeVar("R", StepResult, SyncReceipt)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What the model answered to one test image. Objects are in bins 0..999, `width` and `height` in pixels."""
+
+    scene_id: str
+    images: tuple[str, ...]
+    width: int
+    height: int
+    truth: tuple[DetectionObject, ...]
+    predictions: tuple[DetectionObject, ...]
+    num_dropped: int
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Something that ran on a lane (`rank 0`, `rank 0 rollouts`, a server's URL), in Unix seconds."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimeline:
+    """When a step began and ended, and the activities that ended in it."""
+
+    global_step: int
+    begin_s: float
+    end_s: float
+    activities: tuple[Activity, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPoint:
-    """One evaluation. `metrics` is empty where only the scenes were kept, `scenes` where only the metrics were."""
+    """One evaluation. `metrics` is empty if only the scenes were kept, `scenes` if only the metrics were."""
 
     global_step: int
     metrics: Mapping[str, float]
@@ -69,7 +104,7 @@ class RunSet:
 
 
 def read_runs(path: Path) -> RunSet:
-    """A run directory, or a directory of runs (`runs/demo`). Raises DataError where there is neither."""
+    """A run directory, or a directory of runs (`runs/demo`). Raises DataError if it is neither."""
     if not path.is_dir():
         raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
     if is_run(path):
@@ -92,9 +127,7 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """One run directory. Raises DataError where it is none; anything missing in it becomes a note."""
-    if not path.is_dir() or not is_run(path):
-        raise DataError("the directory is no run", found=str(path), wanted=f"{METRICS} in it")
+    """One run directory. Anything missing in it becomes a note."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
     events, damaged = _read_jsonl(path / METRICS)
     named: dict[str, list[Mapping[str, Any]]] = {}
@@ -123,7 +156,7 @@ def _title(path: Path) -> str:
 
 
 def _rank(path: Path) -> tuple[bool, bool, str]:
-    """Plain teacher forcing is what the others are compared with, so it comes last."""
+    """`stage2` comes first. `sft` comes last: the others are compared with it."""
     return (path.name == "sft", path.name != "stage2", path.name)
 
 
@@ -154,7 +187,7 @@ def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
 
 
 def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
-    """A YAML or JSON mapping, and a note where there is none."""
+    """A YAML or JSON mapping, or an empty one with a note that says why."""
     if not path.is_file():
         return {}, f"There is no {path.name}."
     try:
@@ -172,7 +205,7 @@ def _damage(name: str, lines: int) -> str:
 
 
 def _number(fields: Mapping[str, Any], key: str) -> float:
-    """A number, or NaN where it is null, absent or something else."""
+    """A number, or NaN if it is null, missing or something else."""
     value = fields.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
@@ -189,45 +222,33 @@ def _numbers(fields: Any) -> dict[str, float]:
     return {key: value for key, value in values.items() if math.isfinite(value)}
 
 
+def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
+    """A record whose numbers are the event's fields of the same names. `others` are the fields that are no numbers."""
+    read: dict[Any, Any] = {"int": _count, "float": _number}
+    numbers = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
+    return kind(**numbers, **others)
+
+
 def _step(event: Mapping[str, Any]) -> StepResult:
-    return StepResult(
-        global_step=_count(event, "global_step"),
-        channel="A" if event.get("channel") == "A" else "B",
-        loss=_number(event, "loss"),
-        grad_norm=_number(event, "grad_norm"),
-        learning_rate=_number(event, "learning_rate"),
-        num_segments=_count(event, "num_segments"),
-        num_rows=_count(event, "num_rows"),
-        num_tokens=_count(event, "num_tokens"),
-        num_supervised=_count(event, "num_supervised"),
-        ver=_count(event, "ver"),
-        metrics=_numbers(event.get("metrics")),
-    )
+    channel = "A" if event.get("channel") == "A" else "B"
+    return _record(StepResult, event, channel=channel, metrics=_numbers(event.get("metrics")))
 
 
 def _sync(event: Mapping[str, Any]) -> SyncReceipt:
-    return SyncReceipt(
-        ver=_count(event, "ver"),
-        mode="adapter" if event.get("mode") == "adapter" else "full",
-        seconds=_number(event, "seconds"),
-        num_bytes=_count(event, "num_bytes"),
-        num_tensors=_count(event, "num_tensors"),
-        canary_gap=_number(event, "canary_gap"),
-        canary_gap_max=_number(event, "canary_gap_max"),
-        fallback=str(event.get("fallback", "")),
-    )
+    mode = "adapter" if event.get("mode") == "adapter" else "full"
+    return _record(SyncReceipt, event, mode=mode, fallback=str(event.get("fallback", "")))
 
 
 def _timeline(event: Mapping[str, Any]) -> StepTimeline:
-    """Bars that are not [lane, name, begin, end] are left out."""
-    origin, bars = _number(event, "origin"), []
+    """Entries that are not [lane, name, begin, end] are left out."""
+    origin, activities = _number(event, "origin"), []
     for span in event.get("spans") or ():
         match span:
             case [str(lane), str(name), int() | float() as begin, int() | float() as end]:
-                bars.append(Bar(lane, name, origin + begin, origin + end))
+                activities.append(Activity(lane, name, origin + begin, origin + end))
     end_s = origin + _number(event, "seconds")
     step = _count(event, "global_step")
-    return StepTimeline(global_step=step, begin_s=origin, end_s=end_s, bars=tuple(bars))
+    return StepTimeline(global_step=step, begin_s=origin, end_s=end_s, activities=tuple(activities))
 
 
 def _evals(
@@ -247,3 +268,29 @@ def _evals(
         for step in sorted(metrics.keys() | scenes.keys())
     )
     return points, notes
+
+
+def read_scene(line: Mapping[str, Any]) -> Scene | None:
+    """One line of an evaluation file; None if it is not a scene or contradicts itself."""
+    try:
+        scene = Scene(
+            scene_id=str(line["id"]),
+            images=tuple(map(str, line["images"])),
+            width=int(line["width"]),
+            height=int(line["height"]),
+            truth=tuple(map(_object, line["truth"])),
+            predictions=tuple(map(_object, line["predictions"])),
+            num_dropped=sum(int(count) for count in line.get("drops", {}).values()),
+            truncated=bool(line.get("truncated")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return scene if scene.width > 0 and scene.height > 0 else None
+
+
+def _object(fields: Mapping[str, Any]) -> DetectionObject:
+    kind = _KINDS[0] if _KINDS[0] in fields else _KINDS[1]
+    bins = tuple(int(b) for b in fields[kind])
+    if not arity_is_right(kind, bins):
+        raise ValueError(f"{kind} of {len(bins)} numbers")
+    return DetectionObject(desc=str(fields["desc"]), kind=kind, bins=bins)

@@ -1,104 +1,172 @@
-"""One test scene of an evaluation, as `learner.run.evaluation.write_evaluation` wrote it, and what each prediction was.
+"""Test scenes: images with ground truth and predictions drawn over them, the same scene side by side per evaluation.
 
-By the evaluation's own definition: a prediction is *correct* when the best one-to-one assignment among pairs of IoU >=
-0.5 and the same description takes it. Of the others, one that can be paired at IoU >= 0.5 with an object that is left
-is of the *wrong class*; the rest are *false positives*. True positives are the correct ones alone.
+In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. Shown are the scenes that improved
+most, those that improved least, and a few drawn at random with a fixed seed. A scene is shown once.
+
+Images travel in the page as data URIs: PNG for small ones, shown with hard pixels, and JPEG of at most MAX_SIDE pixels
+for others. Every image is decoded and written anew, so nothing of the source's bytes reaches the page. Addresses are
+not fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+import binascii
+import io
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Literal
+from pathlib import Path
 
-import numpy as np
+from PIL import Image
 
-from learner.records import DetectionObject, GeometryKind
-from learner.tasks.detection.bins import arity_is_right
-from learner.tasks.detection.geometry import iou_matrix
-from learner.tasks.detection.match import assign
+from learner.records import DetectionObject
+from learner.report.read import EvalPoint, Run, Scene
+from learner.report.scores import Outcome, Progress, classify
 
-Verdict = Literal["correct", "wrong_class", "false_positive"]
-IOU_THRESHOLD = 0.5
-_KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scene:
-    """Objects are in bins 0..999, `width` and `height` in pixels."""
-
-    scene_id: str
-    images: tuple[str, ...]
-    width: int
-    height: int
-    truth: tuple[DetectionObject, ...]
-    predictions: tuple[DetectionObject, ...]
-    num_dropped: int
-    truncated: bool
+PER_GROUP = 4  # an even number: scenes with two panels stand in pairs
+MAX_SIDE, SMALL_SIDE = 720, 256  # pixels
+MAX_PIXELS = 100_000_000
+_COLORS: Mapping[Outcome, str] = {"correct": "hit", "wrong_class": "class", "false_positive": "spurious"}
+LEGEND = {
+    "truth": "ground truth",
+    "missed": "ground truth, missed",
+    "hit": "prediction, correct",
+    "class": "prediction, wrong class",
+    "spurious": "prediction, false positive",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Judgement:
-    """`verdicts[i]` and `ious[i]`, its best IoU with any object, belong to prediction i; `found` are the ground-truth
-    objects that a correct prediction covers."""
+class Picture:
+    """An image as a data URI. `small`: few pixels, so it is enlarged without smoothing."""
 
-    verdicts: tuple[Verdict, ...]
-    ious: tuple[float, ...]
-    found: frozenset[int]
-    num_truth: int
-
-    @property
-    def f1(self) -> float:
-        """Of this scene alone; 1 where there was nothing to find and nothing was claimed."""
-        total = len(self.verdicts) + self.num_truth
-        return 2 * len(self.found) / total if total else 1.0
+    uri: str
+    small: bool
 
 
-@lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
-def judge(scene: Scene) -> Judgement:
-    """What each prediction of a scene was."""
-    iou = iou_matrix(scene.predictions, scene.truth)
-    close = iou >= IOU_THRESHOLD
-    same = np.array([[p.desc == t.desc for t in scene.truth] for p in scene.predictions], dtype=bool).reshape(iou.shape)
-    correct = {p: t for p, t, _ in assign(iou, close & same)}
-    left = close.copy()
-    left[list(correct.keys()), :] = False
-    left[:, list(correct.values())] = False
-    confused = {p for p, _, _ in assign(iou, left)}
-    verdicts: list[Verdict] = [
-        "correct" if p in correct else "wrong_class" if p in confused else "false_positive"
-        for p in range(len(scene.predictions))
-    ]
-    return Judgement(
-        verdicts=tuple(verdicts),
-        ious=tuple(iou.max(axis=1, initial=0.0).tolist()),
-        found=frozenset(correct.values()),
-        num_truth=len(scene.truth),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panel:
+    """A scene as one evaluation saw it. `shapes` are its objects, as (color, tooltip, object)."""
+
+    name: str
+    scene: Scene
+    f1: float
+    counts: Sequence[str]
+    shapes: Sequence[tuple[str, str, DetectionObject]]
 
 
-def read_scene(line: Mapping[str, Any]) -> Scene | None:
-    """One line of an evaluation file; None where it is not a scene or contradicts itself."""
-    try:
-        scene = Scene(
-            scene_id=str(line["id"]),
-            images=tuple(map(str, line["images"])),
-            width=int(line["width"]),
-            height=int(line["height"]),
-            truth=tuple(map(_object, line["truth"])),
-            predictions=tuple(map(_object, line["predictions"])),
-            num_dropped=sum(int(count) for count in line.get("drops", {}).values()),
-            truncated=bool(line.get("truncated")),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gallery:
+    """`groups` are (heading, scenes); a scene is (its id, its picture, a panel per evaluation)."""
+
+    lead: str
+    groups: Sequence[tuple[str, Sequence[tuple[str, Picture | None, Sequence[Panel]]]]]
+    legend: Mapping[str, str]
+
+
+def gallery(runs: Sequence[Progress]) -> Gallery | None:
+    """The chosen scenes of the main run before training, and of every run after it."""
+    main = runs[0]
+    before, after = _by_id(main.before), _by_id(main.after)
+    count = PER_GROUP if len(runs) == 1 else PER_GROUP - 1
+    chosen = choose_scenes(before, after or None, count=count) if before else []
+    if not chosen:
         return None
-    return scene if scene.width > 0 and scene.height > 0 else None
+    first = f"step {main.before.global_step if main.before else 0}"
+    evaluations = [("Before" if after else first.capitalize(), before)]
+    for run in runs:
+        if scenes := _by_id(run.after):
+            evaluations.append(("After" if len(runs) == 1 else f"After {run.run.name}", scenes))
+    roots = _image_roots(main.run)
+    when = "before and after training" if after else f"at {first}"
+    groups = []
+    for heading, keys in chosen:
+        rows = []
+        for key in keys:
+            panels = [_panel(name, scenes[key]) for name, scenes in evaluations if key in scenes]
+            images = panels[0].scene.images
+            rows.append((key, load_picture(images[0], roots) if images else None, panels))
+        groups.append((heading, rows))
+    lead = f"Scenes of the test set as the model answered them, greedily, {when}."
+    return Gallery(lead=lead, groups=groups, legend=LEGEND)
 
 
-def _object(fields: Mapping[str, Any]) -> DetectionObject:
-    kind = _KINDS[0] if _KINDS[0] in fields else _KINDS[1]
-    bins = tuple(int(b) for b in fields[kind])
-    if not arity_is_right(kind, bins):
-        raise ValueError(f"{kind} of {len(bins)} numbers")
-    return DetectionObject(desc=str(fields["desc"]), kind=kind, bins=bins)
+def choose_scenes(
+    before: Mapping[str, Scene], after: Mapping[str, Scene] | None, *, count: int = PER_GROUP
+) -> list[tuple[str, list[str]]]:
+    """(heading, at most `count` scene ids) per group. With one evaluation: the best, the worst and a random few."""
+    if after is None:
+        score = {key: classify(scene).f1 for key, scene in before.items()}
+        best, worst = "Best answers", "Worst answers"
+    else:
+        score = {key: classify(after[key]).f1 - classify(scene).f1 for key, scene in before.items() if key in after}
+        best, worst = "Most improved", "Least improved"
+    size = {key: len(before[key].truth) for key in score}
+    ranked = sorted(score, key=lambda key: (-score[key], -size[key], key))
+    top = ranked[:count]
+    bottom = sorted(ranked[count:], key=lambda key: (score[key], -size[key], key))[:count]
+    rest = [key for key in ranked if key not in top and key not in bottom]
+    drawn = random.Random(0).sample(sorted(rest), min(count, len(rest)))
+    return [(name, keys) for name, keys in ((best, top), (worst, bottom), ("At random", drawn)) if keys]
+
+
+def _by_id(point: EvalPoint | None) -> dict[str, Scene]:
+    return {scene.scene_id: scene for scene in point.scenes} if point else {}
+
+
+def _panel(name: str, scene: Scene) -> Panel:
+    result = classify(scene)
+    found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
+    others = ((wrong, "wrong class"), (false, "false positive"), (scene.num_dropped, "dropped"))
+    counts = [f"{found} of {len(scene.truth)} found", *(f"{count} {what}" for count, what in others if count)]
+    counts += ["cut off"] if scene.truncated else []
+    shapes = [_shape("truth" if i in result.found else "missed", o) for i, o in enumerate(scene.truth)]
+    for item, outcome, iou in zip(scene.predictions, result.outcomes, result.ious, strict=True):
+        shapes.append(_shape(_COLORS[outcome], item, f", IoU {iou:.2f}"))
+    return Panel(name=name, scene=scene, f1=result.f1, counts=counts, shapes=shapes)
+
+
+def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, str, DetectionObject]:
+    return color, f"{LEGEND[color]}: {item.desc}{detail}", item
+
+
+def _image_roots(run: Run) -> list[Path]:
+    """Where a relative image path may start: the configured root, the annotations' folder, here, the run's folder."""
+    configured = run.setting("data", "image_root")
+    annotations = [run.setting("data", split) for split in ("test", "val", "train")]
+    roots = [Path(configured)] if isinstance(configured, str) else []
+    return [*roots, *(Path(a).parent for a in annotations if isinstance(a, str)), Path(), run.path]
+
+
+def load_picture(image: str, roots: Sequence[Path]) -> Picture | None:
+    """A path, a data URI or bare base64 as a picture, or None if it is not available. A relative path is looked for
+    under each root in turn."""
+    try:
+        with Image.open(_source(image, roots)) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                return None
+            picture = opened.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None  # the page shows the scene without it and says so
+    small = max(picture.size) <= SMALL_SIDE
+    buffer = io.BytesIO()
+    if small:
+        picture.save(buffer, "PNG", optimize=True)
+    else:
+        picture.thumbnail((MAX_SIDE, MAX_SIDE))
+        picture.save(buffer, "JPEG", quality=85)
+    kind = "png" if small else "jpeg"
+    return Picture(uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", small=small)
+
+
+def _source(image: str, roots: Sequence[Path]) -> Path | io.BytesIO:
+    if image.startswith("data:"):
+        return io.BytesIO(base64.b64decode(image.partition(",")[2]))
+    for root in roots:
+        if len(image) < 4096 and (root / image).is_file():
+            return root / image
+    try:
+        return io.BytesIO(base64.b64decode(image, validate=True))
+    except binascii.Error as error:
+        raise FileNotFoundError(image[:200]) from error

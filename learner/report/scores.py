@@ -1,26 +1,79 @@
-"""F1@0.5 over scenes with bootstrap intervals, alone and paired, by the detection task's own metric and bootstrap.
+"""What each prediction was, F1@0.5 with its intervals, and how far each run got.
 
-In: scenes. Out: estimates with 95% intervals, scenes being what is resampled. The bootstrap's seed is fixed: the same
-run gives the same page.
+By the evaluation's own definition: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
+with IoU >= 0.5 and the same description. Of the others, one that can be paired at IoU >= 0.5 with an object that is
+left has the *wrong class*. The rest are *false positives*. Only the correct ones are true positives.
+
+F1 is micro-averaged over scenes by the detection task's own metric. Intervals are its own 95% bootstrap: scenes are
+drawn again and again, with a fixed seed, so the same run gives the same page.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
-from learner.report.scenes import Scene, judge
-from learner.tasks.detection.metrics import COLUMNS, CountTable, Interval, bootstrap_difference, bootstrap_interval
+from learner.report.read import EvalPoint, Run, Scene
+from learner.tasks.detection.bootstrap import Interval, bootstrap_difference, bootstrap_interval
+from learner.tasks.detection.counts import COLUMNS, CountTable
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.match import assign
 
+Outcome = Literal["correct", "wrong_class", "false_positive"]
+IOU_THRESHOLD = 0.5
 F1 = "f1@0.5"
+RUN_COLORS = ("after", "other", "target", "data")
 _USED = tuple(COLUMNS.index(name) for name in ("tp@0.50", "predictions", "truth"))  # what F1@0.5 is made of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SceneOutcome:
+    """`outcomes[i]` and `ious[i]`, its best IoU with any object, belong to prediction i. `found` are the ground-truth
+    objects that have a correct prediction."""
+
+    outcomes: tuple[Outcome, ...]
+    ious: tuple[float, ...]
+    found: frozenset[int]
+    num_truth: int
+
+    @property
+    def f1(self) -> float:
+        """Of this scene alone; 1 if there was nothing to find and nothing was predicted."""
+        total = len(self.outcomes) + self.num_truth
+        return 2 * len(self.found) / total if total else 1.0
+
+
+@lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
+def classify(scene: Scene) -> SceneOutcome:
+    """What each prediction of a scene was."""
+    iou = iou_matrix(scene.predictions, scene.truth)
+    close = iou >= IOU_THRESHOLD
+    same = np.array([[p.desc == t.desc for t in scene.truth] for p in scene.predictions], dtype=bool).reshape(iou.shape)
+    correct = {p: t for p, t, _ in assign(iou, close & same)}
+    left = close.copy()
+    left[list(correct.keys()), :] = False
+    left[:, list(correct.values())] = False
+    confused = {p for p, _, _ in assign(iou, left)}
+    outcomes: list[Outcome] = [
+        "correct" if p in correct else "wrong_class" if p in confused else "false_positive"
+        for p in range(len(scene.predictions))
+    ]
+    return SceneOutcome(
+        outcomes=tuple(outcomes),
+        ious=tuple(iou.max(axis=1, initial=0.0).tolist()),
+        found=frozenset(correct.values()),
+        num_truth=len(scene.truth),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A value and its interval. `low` and `high` are None where there are no scenes to resample."""
+    """A value and its 95% interval. `low` and `high` are None if there are no scenes to draw from."""
 
     value: float
     low: float | None = None
@@ -29,12 +82,12 @@ class Estimate:
 
 
 def f1_estimate(scenes: Sequence[Scene]) -> Estimate:
-    """Micro-averaged F1@0.5 of a set of scenes. Raises DataError where it is empty."""
+    """Micro-averaged F1@0.5 of a set of scenes. Raises DataError if it is empty."""
     return _estimate(bootstrap_interval(_counts(scenes), F1), len(scenes))
 
 
 def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> Estimate | None:
-    """F1@0.5 of `after` minus that of `before` over the scenes in both, resampled together; None if there is none."""
+    """F1@0.5 of `after` minus that of `before`, over the scenes in both, drawn together; None if there is none."""
     earlier = {scene.scene_id: scene for scene in before}
     common = [scene for scene in after if scene.scene_id in earlier]
     if not common:
@@ -46,9 +99,74 @@ def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> Estimate | None:
 def _counts(scenes: Sequence[Scene]) -> CountTable:
     values = np.zeros((len(scenes), len(COLUMNS)))
     for row, scene in zip(values, scenes, strict=True):
-        row[list(_USED)] = len(judge(scene).found), len(scene.predictions), len(scene.truth)
+        row[list(_USED)] = len(classify(scene).found), len(scene.predictions), len(scene.truth)
     return CountTable(sample_ids=tuple(scene.scene_id for scene in scenes), values=values)
 
 
 def _estimate(interval: Interval, num_scenes: int) -> Estimate:
     return Estimate(value=interval.estimate, low=interval.low, high=interval.high, num_scenes=num_scenes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """One run's first and last evaluation. `after` is None while there is only one. `gain` is paired over scenes.
+    `curve` is F1@0.5 of every evaluation that has it, by step.
+
+    A run that was not evaluated before its first step, but started from the same model as the main run, takes the main
+    run's first evaluation as its own: `borrowed` says so.
+    """
+
+    run: Run
+    color: str
+    before: EvalPoint | None
+    after: EvalPoint | None
+    f1_before: Estimate | None
+    f1_after: Estimate | None
+    gain: Estimate | None
+    curve: tuple[tuple[EvalPoint, Estimate], ...]
+    borrowed: bool
+
+
+def progress_of(runs: Sequence[Run]) -> tuple[Progress, ...]:
+    """One per run, in order; the first run is the main one."""
+    shared = runs[0].evals[0] if runs[0].evals and runs[0].evals[0].global_step == 0 else None
+    return tuple(_progress(run, RUN_COLORS[i % len(RUN_COLORS)], runs[0], shared) for i, run in enumerate(runs))
+
+
+def _progress(run: Run, color: str, main: Run, shared: EvalPoint | None) -> Progress:
+    evals = run.evals
+    began_alike = run is not main and run.setting("model", "path") == main.setting("model", "path")
+    borrowed = bool(shared and evals and evals[0].global_step > 0 and began_alike)
+    points = (shared, *evals) if borrowed and shared else evals
+    estimates = [f1_of(point) for point in points]
+    before = points[0] if points else None
+    after = points[-1] if len(points) > 1 else None
+    return Progress(
+        run=run,
+        color=color,
+        before=before,
+        after=after,
+        f1_before=estimates[0] if points else None,
+        f1_after=estimates[-1] if after else None,
+        gain=gain_between(before, after),
+        curve=tuple((point, value) for point, value in zip(points, estimates, strict=True) if value),
+        borrowed=borrowed,
+    )
+
+
+def f1_of(point: EvalPoint) -> Estimate | None:
+    """F1@0.5 with its interval; without one if only the metric was kept; None if neither was."""
+    if point.scenes:
+        return f1_estimate(point.scenes)
+    return Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
+
+
+def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> Estimate | None:
+    """The paired gain; without an interval, from the metrics, if scenes are missing."""
+    if before is None or after is None:
+        return None
+    paired = f1_gain(before.scenes, after.scenes)
+    if paired is not None:
+        return paired
+    value = after.metrics.get(F1, math.nan) - before.metrics.get(F1, math.nan)
+    return Estimate(value=value) if math.isfinite(value) else None

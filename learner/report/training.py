@@ -1,65 +1,103 @@
-"""The middle of the page: what one run measured while it trained, as small charts, and the same as tables."""
+"""What one run measured while it trained: small charts, one step as a timeline, and the same numbers as tables.
+
+In: a `Run`. Out: `Chart` and `Table` records for `templates/page.html`. The timeline shows what every rank and every
+server did, and when (R25, R31, R32), for one typical step: of the median length, with rollouts if there are any.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from learner.records import StepResult, SyncReceipt
-from learner.report.axes import Point, number
-from learner.report.charts import Bar, Series, bar_chart, line_chart, stacked_chart
-from learner.report.markup import Html, el
-from learner.report.read import Run
-from learner.report.stage2 import stage2_charts
-from learner.report.tables import table
-from learner.report.timeline import timeline
+from learner.records import StepResult
+from learner.report.charts import Bar, Chart, Point, Series, Table, bar_chart, line_chart, number, stacked_chart, ticks
+from learner.report.read import Activity, Run, StepTimeline
 
-PHASES = (
-    ("rollout", "rollout_s", "rollout"),
-    ("learn", "learn_s", "learn"),
-    ("sync", "sync_s", "sync"),
-    ("wait", "wait_s", "before"),
-    ("data", "data_s", "data"),
-    ("target", "target_s", "target"),
-    ("pack", "pack_s", "pack"),
-)
+PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before"} | {
+    name: name for name in ("data", "target", "pack")
+}  # all else: "rest"
 MAX_ROWS = 400
 SMALLEST_SHARE = 0.01  # of the step time
+STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
+STEP_COLUMNS = {
+    "Loss": "loss",
+    "Match": "match_rate",
+    "FN": "missed",
+    "FP": "spurious",
+    "Rollout s": "rollout_s",
+    "Learn s": "learn_s",
+    "Sync s": "sync_s",
+    "Step s": "step_s",
+    "Tokens/s": "tokens_per_s",
+    "Fill": "packing_fill",
+    "Grad": "grad_norm",
+    "LR": "learning_rate",
+}
+NamedLine = tuple[str, str, str]  # a line's name, what it shows, its color
 
 
-def training_section(run: Run, *, heading: str) -> Html | None:
-    """All charts of a run. What it did not measure is named once below them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """One run's section. `absent` names what the run did not measure."""
+
+    heading: str
+    charts: Sequence[Chart]
+    timeline: Timeline | None
+    absent: Sequence[str]
+
+
+def training(run: Run, *, heading: str) -> Training | None:
+    """All charts of a run; None if it recorded neither a step nor a sync."""
     if not run.steps and not run.syncs:
         return None
+    missed, spurious = ("missed, appended (FN)", "missed", "after"), ("spurious (FP)", "spurious", "other")
+    mean, greatest = ("mean", "canary_gap", "sync"), ("greatest", "canary_gap_max", "before")
     charts = {
         "loss": _loss(run),
-        "match rate": line_chart("Match rate", [_metric(run, "match rate", "match_rate", "after")], y_max=1.0),
-        "FN appended": _objects(run),
+        "match rate": _lines(run, "Match rate", ("match rate", "match_rate", "after"), y_max=1.0),
+        "FN appended": _lines(run, "Objects per step", missed, spurious),
         "drop reasons": _drops(run),
         "step time": _times(run),
-        "gradient norm": line_chart("Gradient norm", [Series("norm", _gradient(run), "after")]),
-        "tokens/s": line_chart("Tokens learned per second", [_metric(run, "tokens/s", "tokens_per_s", "after")]),
-        "sync seconds": _sync_seconds(run),
-        "canary gap": _canary(run),
-        **stage2_charts(run),
+        "gradient norm": _lines(run, "Gradient norm", ("norm", "grad_norm", "after")),
+        "tokens/s": _lines(run, "Tokens learned per second", ("tokens/s", "tokens_per_s", "after")),
+        "sync seconds": _sync_lines(run, "Seconds per sync", ("sync", "seconds", "sync"), unit=" s"),
+        "canary gap": _sync_lines(run, "Canary gap per sync, nats", mean, greatest),
+        **_stage2(run),
     }
-    absent = [name for name, chart in charts.items() if chart is None]
-    return el(
-        "section",
-        el("h2", heading),
-        el("div", *charts.values(), cls="charts"),
-        timeline(run.timelines),
-        el("p", f"Not in this run: {', '.join(absent)}.", cls="lead absent-note") if absent else None,
+    return Training(
+        heading=heading,
+        charts=[chart for chart in charts.values() if chart],
+        timeline=timeline(run.timelines),
+        absent=[name for name, chart in charts.items() if chart is None],
     )
 
 
-def _metric(run: Run, name: str, key: str, tone: str) -> Series:
-    return Series(name, [(float(s.global_step), s.metrics.get(key, math.nan)) for s in run.steps], tone)
+def _value(step: StepResult, key: str) -> float:
+    """A metric or a number of the step's own; NaN if it has none of that name."""
+    return step.metrics.get(key, getattr(step, key, math.nan))
 
 
-def _loss(run: Run) -> Html | None:
+def _lines(run: Run, title: str, *lines: NamedLine, unit: str = "", y_max: float | None = None) -> Chart | None:
+    series = [Series(name, [(float(s.global_step), _value(s, key)) for s in run.steps], c) for name, key, c in lines]
+    return line_chart(title, series, unit=unit, y_max=y_max)
+
+
+def _sync_lines(run: Run, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
+    """Against `ver`; against a running number if a resumed run counted `ver` anew."""
+    versions = [sync.ver for sync in run.syncs]
+    rising = all(a < b for a, b in itertools.pairwise(versions))
+    xs = versions if rising else range(1, len(versions) + 1)
+    series = [
+        Series(name, [(float(x), getattr(sync, key)) for x, sync in zip(xs, run.syncs, strict=True)], color)
+        for name, key, color in lines
+    ]
+    return line_chart(title, series, x_label="ver" if rising else "sync", unit=unit, dots=True)
+
+
+def _loss(run: Run) -> Chart | None:
     """One line per channel: their losses are over different tokens, so they do not continue each other."""
 
     def of(channel: str) -> list[Point]:
@@ -71,114 +109,132 @@ def _loss(run: Run) -> Html | None:
     return line_chart("Loss", [Series("loss", rollouts or truth, "after")])
 
 
-def _objects(run: Run) -> Html | None:
-    series = [
-        _metric(run, "missed, appended (FN)", "missed", "after"),
-        _metric(run, "spurious (FP)", "spurious", "other"),
-    ]
-    return line_chart("Objects per step", series)
-
-
-def _drops(run: Run) -> Html | None:
+def _drops(run: Run) -> Chart | None:
     total: Counter[str] = Counter()
     for step in run.steps:
         total.update({k.removeprefix("drop/"): v for k, v in step.metrics.items() if k.startswith("drop/") and v})
-        total.update({k: v for k, v in (("(answer unusable)", step.metrics.get("unusable", 0.0)),) if v})
+        if unusable := step.metrics.get("unusable"):
+            total.update({"(answer unusable)": unusable})
     if not total and any("matched" in step.metrics for step in run.steps):
-        return el("figure", el("figcaption", el("b", "Objects dropped")), el("p", "None.", cls="lead"), cls="chart")
+        return Chart(title="Objects dropped", text="None.")
     bars = [Bar(name, value, "other") for name, value in total.items()]
     return bar_chart("Objects dropped, by reason", bars, value=f"{number(sum(total.values()))} in all")
 
 
-def _times(run: Run) -> Html | None:
+def _times(run: Run) -> Chart | None:
     """Phases stacked; those too small to be seen are part of `other`."""
-    timed = [s for s in run.steps if "step_s" in s.metrics]
-    whole = sum(s.metrics["step_s"] for s in timed)
-    shown = [p for p in PHASES if sum(s.metrics.get(p[1], 0.0) for s in timed) >= SMALLEST_SHARE * whole]
-    layers = [Series(name, [_seconds(s, key) for s in timed], tone) for name, key, tone in shown]
-    named = [key for _, key, _ in shown]
-    rest = [(float(s.global_step), s.metrics["step_s"] - sum(s.metrics.get(k, 0.0) for k in named)) for s in timed]
-    layers.append(Series("other", [(x, max(0.0, y)) for x, y in rest], "rest"))
-    return stacked_chart("Seconds per step", layers, unit=" s")
+    timed = [(float(s.global_step), s.metrics) for s in run.steps if "step_s" in s.metrics]
+    whole = sum(m["step_s"] for _, m in timed)
+    shown = [p for p in PHASE_COLORS if sum(m.get(f"{p}_s", 0.0) for _, m in timed) >= SMALLEST_SHARE * whole]
+    layers = [Series(p, [(x, m.get(f"{p}_s", 0.0)) for x, m in timed], PHASE_COLORS[p]) for p in shown]
+    rest = [(x, max(0.0, m["step_s"] - sum(m.get(f"{p}_s", 0.0) for p in shown))) for x, m in timed]
+    return stacked_chart("Seconds per step", [*layers, Series("other", rest, "rest")], unit=" s")
 
 
-def _seconds(step: StepResult, key: str) -> Point:
-    return float(step.global_step), step.metrics.get(key, 0.0)
+def _stage2(run: Run) -> dict[str, Chart | None]:
+    """Charts of `stage2_ab_training`: how many steps ran on rollouts, and what running ahead of them costs (R25 R27).
+    None for a run of another kind. Those of the asynchronous actor-learner come only if it ran."""
+    measured = {key for step in run.steps for key in step.metrics}
+    if f"{STAGE2}executed_b_share" not in measured:
+        return {}
+    share = ("share", f"{STAGE2}executed_b_share", "after")
+    rollouts = ("rollouts", f"{STAGE2}rollout_s", "rollout")
+    charts = {
+        "share of Channel-B": _lines(run, "Share of steps that ran Channel-B", share, y_max=1.0),
+        "rollouts beside learning": _lines(run, "Seconds of rollouts beside learning", rollouts, unit=" s"),
+    }
+    if f"{AHEAD}queue_depth" in measured:
+        lost = (
+            ("stale", f"{AHEAD}packs_dropped_stale", "other"),
+            ("oldest", f"{AHEAD}packs_dropped_oldest", "before"),
+            ("steps", f"{AHEAD}b_step_skipped_due_to_queue", "after"),
+        )
+        timed = [s for s in run.steps if s.metrics.get("step_s", 0.0) > 0]
+        busy = [(float(s.global_step), s.metrics.get("learn_s", math.nan) / s.metrics["step_s"]) for s in timed]
+        charts |= {
+            "queue": _lines(run, "Packs waiting, per rank", ("packs", f"{AHEAD}queue_depth", "after")),
+            "age": _lines(run, "Age of learned packs, versions", ("age", f"{AHEAD}age_versions", "after")),
+            "not learned": _lines(run, "Packs dropped, and Channel-B steps without packs", *lost),
+            "busy": line_chart("Share of the step spent learning", [Series("learning", busy, "learn")], y_max=1.0),
+        }
+    return charts
 
 
-def _gradient(run: Run) -> list[Point]:
-    return [(float(s.global_step), s.grad_norm) for s in run.steps]
-
-
-def _sync_points(run: Run, read: Callable[[SyncReceipt], float]) -> tuple[list[Point], str]:
-    """Against `ver`; against a running number where a resumed run counted `ver` anew."""
-    versions = [sync.ver for sync in run.syncs]
-    rising = all(a < b for a, b in itertools.pairwise(versions))
-    xs = versions if rising else list(range(1, len(versions) + 1))
-    return [(float(x), read(sync)) for x, sync in zip(xs, run.syncs, strict=True)], "ver" if rising else "sync"
-
-
-def _sync_seconds(run: Run) -> Html | None:
-    points, label = _sync_points(run, lambda sync: sync.seconds)
-    return line_chart(
-        "Seconds per sync", [Series("sync", points, "sync")], x_label=label, unit=" s", dots=len(points) <= 45
-    )
-
-
-def _canary(run: Run) -> Html | None:
-    mean, label = _sync_points(run, lambda sync: sync.canary_gap)
-    most, _ = _sync_points(run, lambda sync: sync.canary_gap_max)
-    series = [Series("mean", mean, "sync"), Series("greatest", most, "before")]
-    return line_chart("Canary gap per sync, nats", series, x_label=label, dots=len(mean) <= 45)
-
-
-def steps_table(run: Run) -> Html:
+def steps_table(run: Run) -> Table:
     """The charts' numbers; every n-th step of a long run, and always the last."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
-    head = [
-        "Step",
-        "Ch.",
-        "Loss",
-        "Match",
-        "FN",
-        "FP",
-        "Rollout s",
-        "Learn s",
-        "Sync s",
-        "Step s",
-        "Tokens/s",
-        "Fill",
-        "Grad",
-        "LR",
-    ]
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
-    return table(head, [_step_row(step) for step in kept])
+    rows = [[str(s.global_step), s.channel, *(number(_value(s, k)) for k in STEP_COLUMNS.values())] for s in kept]
+    return Table(["Step", "Ch.", *STEP_COLUMNS], rows)
 
 
-def _step_row(step: StepResult) -> list[str]:
-    names = (
-        "match_rate",
-        "missed",
-        "spurious",
-        "rollout_s",
-        "learn_s",
-        "sync_s",
-        "step_s",
-        "tokens_per_s",
-        "packing_fill",
-    )
-    values = [step.loss, *(step.metrics.get(name, math.nan) for name in names), step.grad_norm, step.learning_rate]
-    return [str(step.global_step), step.channel, *map(number, values)]
-
-
-def sync_table(run: Run) -> Html:
+def sync_table(run: Run) -> Table:
     """One row per weight sync."""
-    head = ["Ver", "Mode", "Seconds", "Megabytes", "Tensors", "Canary gap", "Greatest gap"]
-    return table(
-        head,
-        [
-            [str(s.ver), s.mode, number(s.seconds), number(s.num_bytes / 1e6), str(s.num_tensors), number(s.canary_gap),
-             number(s.canary_gap_max)]
-            for s in run.syncs
-        ],
-    )  # fmt: skip
+    rows = []
+    for s in run.syncs:
+        values = [number(s.seconds), number(s.num_bytes / 1e6), str(s.num_tensors)]
+        rows.append([str(s.ver), s.mode, *values, number(s.canary_gap), number(s.canary_gap_max)])
+    return Table(["Ver", "Mode", "Seconds", "Megabytes", "Tensors", "Canary gap", "Greatest gap"], rows)
+
+
+# ---- timeline ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """The drawing of one step."""
+
+    step: StepTimeline
+    lanes: Sequence[str]
+    activities: Sequence[Activity]
+    marks_s: Sequence[float]
+
+    def color(self, name: str) -> str:
+        return PHASE_COLORS.get(name, "rest")
+
+    def legend(self) -> list[tuple[str, str]]:
+        names = dict.fromkeys(a.name if a.name in PHASE_COLORS else "other" for a in self.activities)
+        return [(name, self.color(name)) for name in names]
+
+
+def timeline(steps: Sequence[StepTimeline]) -> Timeline | None:
+    """The drawing of a typical step; None if nothing was recorded."""
+    index = typical(steps)
+    if index is None:
+        return None
+    step, found = steps[index], activities_of(steps, index)
+    seconds = step.end_s - step.begin_s
+    lanes = list(dict.fromkeys(a.lane for a in found))
+    marks_s = [t for t in ticks(0.0, seconds, 8) if t <= seconds]
+    return Timeline(step=step, lanes=lanes, activities=found, marks_s=marks_s)
+
+
+def typical(steps: Sequence[StepTimeline]) -> int | None:
+    """The index of a step of median length, among those with rollouts if there are any. The first step is left out,
+    because it warms up."""
+    usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
+    usable = usable[1:] or usable
+    rolled = [i for i in usable if any(a.name == "rollout" for a in steps[i].activities)]
+    ordered = sorted(rolled or usable, key=lambda i: steps[i].end_s - steps[i].begin_s)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
+    """What overlaps with the step, cut at its edges: a call that ran ahead is recorded with a later step. A server
+    serves nothing while weights move, so rank 0's syncs are also shown on every server."""
+    begin_s, end_s = steps[index].begin_s, steps[index].end_s
+    found = [a for later in steps[index:] for a in later.activities if a.begin_s < end_s and a.end_s > begin_s]
+    servers = {a.lane for a in found if not a.lane.startswith("rank ")}
+    syncs = [a for a in found if (a.lane, a.name) == ("rank 0", "sync")]
+    found += [Activity(server, "sync", sync.begin_s, sync.end_s) for server in servers for sync in syncs]
+    return [
+        Activity(a.lane, a.name, max(a.begin_s, begin_s), min(a.end_s, end_s))
+        for a in sorted(found, key=lambda a: (*_order(a.lane), a.begin_s))
+    ]
+
+
+def _order(lane: str) -> tuple[bool, int, str]:
+    """Ranks by number, each with its rollouts below it, then servers."""
+    words = lane.split()
+    is_rank = words[0] == "rank" and len(words) > 1 and words[1].isdigit()
+    return not is_rank, int(words[1]) if is_rank else 0, lane

@@ -14,7 +14,8 @@ import yaml
 from PIL import Image
 
 from learner.config.load import RESOLVED_NAME
-from learner.report.scenes import judge, read_scene
+from learner.report.read import read_scene
+from learner.report.scores import classify
 
 SIZE = 96  # pixels
 
@@ -100,7 +101,7 @@ def answer(scene: dict[str, Any], share: float, rng: random.Random) -> dict[str,
 def f1_at_half(answers: Sequence[dict[str, Any]]) -> float:
     """What the learner would have recorded for these scenes."""
     scenes = [scene for scene in map(read_scene, answers) if scene is not None]
-    hits = sum(len(judge(scene).found) for scene in scenes)
+    hits = sum(len(classify(scene).found) for scene in scenes)
     return 2 * hits / max(1, sum(len(scene.predictions) + len(scene.truth) for scene in scenes))
 
 

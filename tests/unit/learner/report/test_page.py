@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -13,10 +14,10 @@ import pytest
 
 from learner.config.load import RESOLVED_NAME
 from learner.report.__main__ import main, write_report
-from learner.report.gallery import choose_scenes
 from learner.report.page import render
 from learner.report.read import read_runs
-from learner.report.scenes import judge
+from learner.report.scenes import choose_scenes
+from learner.report.scores import classify
 from tests.unit.learner.report.fake_run import write_run
 
 HOSTILE = "\"><script>alert(1)</script><b x='&"
@@ -69,7 +70,7 @@ def test_an_image_is_embedded_once_for_before_and_after(tmp_path: Path) -> None:
 
 
 def test_nothing_on_disk_becomes_markup(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=3)
+    path = write_run(tmp_path / HOSTILE.replace("/", ""), steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=3)
     (path / RESOLVED_NAME).write_text(json.dumps({"model": {"path": HOSTILE}, HOSTILE: HOSTILE}))
     for file in (path / "eval").iterdir():
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -79,13 +80,25 @@ def test_nothing_on_disk_becomes_markup(tmp_path: Path) -> None:
                 item["desc"] = HOSTILE
         file.write_text("\n".join(map(json.dumps, lines)))
     event = {"event": "step", "global_step": 3, "metrics": {f"drop/{HOSTILE}": 2, HOSTILE: 1}}
+    spans = [[HOSTILE, HOSTILE, 0.0, 1.0]]
+    timeline = {"event": "timeline", "global_step": 3, "origin": 0.0, "seconds": 2.0, "spans": spans}
     scores = {"event": "eval", "global_step": 2, "metrics": {HOSTILE: 1}}
     with (path / "metrics.jsonl").open("a") as file:
-        file.write(f"{json.dumps(event)}\n{json.dumps(scores)}\n")
+        file.write("".join(f"{json.dumps(line)}\n" for line in (event, timeline, scores)))
     page = render(read_runs(path))
     assert "<script" not in page
     assert not list(body_of(page).iter("script"))
+    assert "<b x=" not in page
     assert "image not available" in page
+    assert "what ran when" in page
+
+
+def test_a_wheel_has_the_templates() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["learner.report"]
+    package = Path("learner/report")
+    listed = {path for pattern in patterns for path in package.glob(pattern)}
+    assert listed == {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,7 @@ def test_chosen_scenes_are_the_extremes_and_shown_once(tmp_path: Path) -> None:
     assert [name for name, _ in chosen] == ["Most improved", "Least improved", "At random"]
     shown = [key for _, keys in chosen for key in keys]
     assert len(shown) == len(set(shown)) == 12
-    gain = {key: judge(after[key]).f1 - judge(before[key]).f1 for key in before}
+    gain = {key: classify(after[key]).f1 - classify(before[key]).f1 for key in before}
     ranked = sorted(gain.values())
     assert sorted(gain[key] for key in chosen[0][1]) == ranked[-4:]
     assert sorted(gain[key] for key in chosen[1][1]) == ranked[:4]

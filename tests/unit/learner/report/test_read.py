@@ -9,7 +9,7 @@ import pytest
 
 from learner.report.page import render
 from learner.report.read import read_run, read_runs
-from learner.report.standings import standings
+from learner.report.scores import progress_of
 from shared.errors import DataError
 from tests.unit.learner.report.fake_run import write_run
 
@@ -71,7 +71,7 @@ def test_a_directory_of_runs_shows_the_baseline_last(tmp_path: Path) -> None:
 def test_a_baseline_without_a_start_takes_the_main_runs(tmp_path: Path) -> None:
     write_run(tmp_path / "stage2", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=8, images=tmp_path / "images")
     write_run(tmp_path / "sft", steps=2, quality=((2, 0.5),), num_scenes=8, images=tmp_path / "images")
-    main, sft = standings(read_runs(tmp_path).runs)
+    main, sft = progress_of(read_runs(tmp_path).runs)
     assert sft.borrowed
     assert sft.f1_before == main.f1_before
     assert sft.gain is not None

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
-from learner.report.scenes import Scene, judge
-from learner.report.scores import f1_estimate, f1_gain
-from learner.tasks.detection.metrics import count_objects, evaluate_counts
-from learner.tasks.detection.parse import NO_COORDINATES
+from learner.report.read import Scene
+from learner.report.scores import classify, f1_estimate, f1_gain
+from learner.tasks.detection.coordinates import NO_COORDINATES
+from learner.tasks.detection.counts import count_objects
+from learner.tasks.detection.evaluate import evaluate_counts
 
 
 @st.composite
@@ -73,24 +74,24 @@ def test_f1_equals_the_tasks_own(parts: list[tuple[tuple[DetectionObject, ...], 
 
 @settings(max_examples=60, deadline=None)
 @given(objects, objects)
-def test_every_object_is_judged_once(truth: tuple[DetectionObject, ...], said: tuple[DetectionObject, ...]) -> None:
-    judged = judge(make_scene(0, truth, said))
-    assert len(judged.verdicts) == len(said)
-    assert judged.verdicts.count("correct") == len(judged.found)
-    assert judged.verdicts.count("correct") + judged.verdicts.count("wrong_class") <= len(truth)
-    for verdict, iou in zip(judged.verdicts, judged.ious, strict=True):
-        assert iou >= 0.5 or verdict == "false_positive"
+def test_every_object_is_classified_once(truth: tuple[DetectionObject, ...], said: tuple[DetectionObject, ...]) -> None:
+    result = classify(make_scene(0, truth, said))
+    assert len(result.outcomes) == len(said)
+    assert result.outcomes.count("correct") == len(result.found)
+    assert result.outcomes.count("correct") + result.outcomes.count("wrong_class") <= len(truth)
+    for outcome, iou in zip(result.outcomes, result.ious, strict=True):
+        assert iou >= 0.5 or outcome == "false_positive"
 
 
-def test_verdicts_of_a_plain_scene() -> None:
+def test_outcomes_of_a_plain_scene() -> None:
     def box(desc: str, x: int) -> DetectionObject:
         return DetectionObject(desc=desc, kind="bbox_2d", bins=(x, 0, x + 100, 100))
 
     truth = (box("cat", 0), box("dog", 300))
     said = (box("cat", 5), box("cat", 300), box("dog", 700), box("cat", 10))
-    judged = judge(make_scene(0, truth, said))
-    assert judged.verdicts == ("correct", "wrong_class", "false_positive", "false_positive")
-    assert judged.found == {0}
+    result = classify(make_scene(0, truth, said))
+    assert result.outcomes == ("correct", "wrong_class", "false_positive", "false_positive")
+    assert result.found == {0}
 
 
 def test_gain_is_paired_by_scene_id() -> None:

@@ -1,4 +1,4 @@
-"""The timeline of one step: which step, which bars, and the page that shows it beside Stage-2's charts (R25, R32)."""
+"""Charts of the training section and the timeline of one step: which step, and what ran in it (R25, R32)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 
 from learner.policy.parallel import Ranks
 from learner.report.page import render
-from learner.report.read import read_run, read_runs
-from learner.report.timeline import Bar, StepTimeline, bars_of, timeline, typical
-from learner.rollout.backend import CallRecord, RolloutCallLog
-from learner.run.log import Timeline
+from learner.report.read import Activity, StepTimeline, read_run, read_runs
+from learner.report.training import activities_of, timeline, typical
+from learner.rollout.call_log import CallRecord, RolloutCallLog
+from learner.timeline import Timeline
 from tests.unit.learner.report.fake_run import write_run
 
 SERVER = "http://127.0.0.1:8000"
 
 
-def step(number: int, begin_s: float, end_s: float, *bars: Bar) -> StepTimeline:
-    return StepTimeline(global_step=number, begin_s=begin_s, end_s=end_s, bars=bars)
+def step(number: int, begin_s: float, end_s: float, *activities: Activity) -> StepTimeline:
+    return StepTimeline(global_step=number, begin_s=begin_s, end_s=end_s, activities=activities)
 
 
 def test_the_typical_step_has_rollouts_and_the_median_length() -> None:
-    learn, rollout = Bar("rank 0", "learn", 0.0, 1.0), Bar("rank 0 rollouts", "rollout", 0.0, 1.0)
+    learn, rollout = Activity("rank 0", "learn", 0.0, 1.0), Activity("rank 0 rollouts", "rollout", 0.0, 1.0)
     lengths = [90.0, 3.0, 5.0, 4.0]  # the first warms up
     steps = [step(i, 0.0, length, learn, rollout) for i, length in enumerate(lengths)]
     assert typical([*steps, step(9, 0.0, 4.1, learn)]) == 3
@@ -36,13 +36,13 @@ def test_the_typical_step_has_rollouts_and_the_median_length() -> None:
 
 def test_a_call_that_ends_in_a_later_step_is_drawn_up_to_the_edge() -> None:
     """R25: and a sync is a bar of every server, since it serves nothing meanwhile."""
-    first = step(1, 10.0, 12.0, Bar("rank 0", "sync", 10.0, 10.5), Bar(SERVER, "rollout", 10.5, 11.0))
-    second = step(2, 12.0, 14.0, Bar(SERVER, "rollout", 11.5, 12.5), Bar("rank 0", "learn", 12.0, 13.0))
-    assert bars_of([first, second], 0) == [
-        Bar("rank 0", "sync", 10.0, 10.5),
-        Bar(SERVER, "sync", 10.0, 10.5),
-        Bar(SERVER, "rollout", 10.5, 11.0),
-        Bar(SERVER, "rollout", 11.5, 12.0),
+    first = step(1, 10.0, 12.0, Activity("rank 0", "sync", 10.0, 10.5), Activity(SERVER, "rollout", 10.5, 11.0))
+    second = step(2, 12.0, 14.0, Activity(SERVER, "rollout", 11.5, 12.5), Activity("rank 0", "learn", 12.0, 13.0))
+    assert activities_of([first, second], 0) == [
+        Activity("rank 0", "sync", 10.0, 10.5),
+        Activity(SERVER, "sync", 10.0, 10.5),
+        Activity(SERVER, "rollout", 10.5, 11.0),
+        Activity(SERVER, "rollout", 11.5, 12.0),
     ]
 
 
@@ -57,8 +57,8 @@ def test_a_call_that_ends_in_a_later_step_is_drawn_up_to_the_edge() -> None:
     )
 )
 def test_bars_stay_inside_the_step_and_ranks_come_first_by_number(spans: list[tuple[str, float, float]]) -> None:
-    bars = [Bar(lane, "learn", min(a, b), max(a, b)) for lane, a, b in spans]
-    drawn = bars_of([step(1, 20.0, 60.0, *bars)], 0)
+    bars = [Activity(lane, "learn", min(a, b), max(a, b)) for lane, a, b in spans]
+    drawn = activities_of([step(1, 20.0, 60.0, *bars)], 0)
     assert all(20.0 <= bar.begin_s <= bar.end_s <= 60.0 for bar in drawn)
     order = ["rank 0", "rank 2", "rank 2 rollouts", "rank 10", SERVER, "rank x"]
     assert [bar.lane for bar in drawn] == sorted((bar.lane for bar in drawn), key=order.index)
@@ -108,7 +108,7 @@ def test_the_page_shows_stage_2(tmp_path: Path) -> None:
     for number in (1, 2):
         lines.append({"event": "timeline", "global_step": number, "origin": 5.0, "seconds": 2.0, "spans": spans})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [len(found.bars) for found in read_run(path).timelines] == [3, 3]
+    assert [len(found.activities) for found in read_run(path).timelines] == [3, 3]
     page = render(read_runs(path))
     for words in ("Step 2: what ran when", "Packs waiting, per rank", "Age of learned packs", "ran Channel-B", "wait"):
         assert words in page

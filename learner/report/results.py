@@ -1,0 +1,250 @@
+"""What came of the run: the result in a sentence and four cards, notes, F1 as charts, and tables of metrics.
+
+In: the runs and their `Progress`. Out: text, `Card`, `Chart` and `Table` records for `templates/page.html`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from learner.report.charts import Bar, Chart, Series, Table, interval_chart, line_chart, number
+from learner.report.read import Run, RunSet
+from learner.report.scores import F1, Estimate, Progress, gain_between
+
+SHOWN = (
+    "f1@0.5",
+    "f1@miou",
+    "precision@0.5",
+    "recall@0.5",
+    "mean_iou",
+    "parse_rate",
+    "truncation_rate",
+    "duplicate_rate",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """One number. `was` stands before it, softly; `tone` is `good`, `bad` or nothing."""
+
+    name: str
+    big: str
+    sub: str
+    tone: str = ""
+    was: str = ""
+
+
+def facts(runs: RunSet) -> str:
+    """What the main run was."""
+    main = runs.runs[0]
+    found = [
+        main.setting("custom", "trainer_variant"),
+        main.setting("model", "path"),
+        f"{len(main.steps)} optimizer steps",
+        f"{number(sum(s.num_segments for s in main.steps))} samples",
+        duration(main.wall_s) if math.isfinite(main.wall_s) and main.wall_s > 0 else None,
+    ]
+    return "  ·  ".join(str(fact) for fact in found if fact)
+
+
+def verdict(runs: Sequence[Progress]) -> str | None:
+    """The main run's result in a sentence, and where the others ended."""
+    main = runs[0]
+    before, after, gain = main.f1_before, main.f1_after, main.gain
+    if before is None:
+        return None
+    scenes = f" on {before.num_scenes} test scenes" if before.num_scenes else ""
+    if after is None or gain is None:
+        return f"F1@0.5{scenes} is {before.value:.3f}."
+    steps = main.after.global_step if main.after else 0
+    text = f"After {steps} optimizer steps, F1@0.5{scenes} went from {before.value:.3f} to {after.value:.3f}; "
+    if gain.low is None or gain.high is None:
+        text += "without the scenes there is no telling how sure that is."
+    elif gain.low > 0:
+        text += f"the 95% interval of the gain is {gain.low:.3f} to {gain.high:.3f}."
+    elif gain.high < 0:
+        text += "a loss that the interval sets apart from zero."
+    else:
+        text += "the interval of the change includes zero, so no gain is shown."
+    for other in runs[1:]:
+        if other.after and other.f1_after:
+            ended = f"{other.f1_after.value:.3f} after {other.after.global_step} steps"
+            text += f" For comparison, {other.run.name} ended at {ended}."
+    return text
+
+
+def cards(runs: Sequence[Progress]) -> list[Card]:
+    """Four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed. None for an empty run."""
+    main = runs[0]
+    if not (main.run.steps or main.run.evals or main.run.syncs):
+        return []
+    third = _comparison_card(main, runs[1]) if len(runs) > 1 else _parse_rate_card(main)
+    return [_f1_card(main), _gain_card("Gain", main.gain), third, _sync_card(main.run)]
+
+
+def _f1_card(progress: Progress) -> Card:
+    shown = [e for e in (progress.f1_before, progress.f1_after) if e is not None]
+    if not shown:
+        return Card(name="F1@0.5", big="–", sub="not evaluated")
+    return Card(
+        name="F1@0.5, before → after" if len(shown) == 2 else "F1@0.5",
+        was=f"{shown[0].value:.3f} → " if len(shown) == 2 else "",
+        big=f"{shown[-1].value:.3f}",
+        sub=" → ".join(filter(None, map(interval, shown))) or "no scenes, no interval",
+    )
+
+
+def _gain_card(name: str, gain: Estimate | None) -> Card:
+    if gain is None:
+        return Card(name=name, big="–", sub="needs two evaluations")
+    sub = f"{interval(gain)}, paired" if gain.low is not None else "no interval"
+    return Card(name=name, big=signed(gain.value), sub=sub, tone=_tone(gain))
+
+
+def _comparison_card(main: Progress, other: Progress) -> Card:
+    name = f"After, against {other.run.name}"
+    return _gain_card(name, gain_between(other.after or other.before, main.after))
+
+
+def _parse_rate_card(progress: Progress) -> Card:
+    points = [p.metrics["parse_rate"] for p in (progress.before, progress.after) if p and "parse_rate" in p.metrics]
+    if not points:
+        return Card(name="Parse rate", big="–", sub="not evaluated")
+    sub = f"before {points[0]:.1%}" if len(points) == 2 else "one evaluation"
+    return Card(name="Parse rate", big=f"{points[-1]:.1%}", sub=sub)
+
+
+def _sync_card(run: Run) -> Card:
+    if not run.syncs:
+        speeds = [s.metrics["tokens_per_s"] for s in run.steps if "tokens_per_s" in s.metrics]
+        big = number(statistics.median(speeds)) if speeds else "–"
+        return Card(name="Tokens/s", big=big, sub="median step; no sync recorded")
+    gaps = [s.canary_gap for s in run.syncs if math.isfinite(s.canary_gap)]
+    seconds = [s.seconds for s in run.syncs if math.isfinite(s.seconds)]
+    typical = f" × {number(statistics.median(seconds))} s" if seconds else ""
+    sub = f"worst canary gap {number(max(gaps))}" if gaps else "no canary gap recorded"
+    return Card(name="Weight syncs", big=f"{len(run.syncs)}{typical}", sub=sub)
+
+
+def notes(runs: Sequence[Progress]) -> list[str]:
+    """What the page cannot show or should warn of, one line each, with the run's name if there are several."""
+    several = len(runs) > 1
+    return [
+        f"{progress.run.name}: {text}" if several else text
+        for progress in runs
+        for text in (*progress.run.notes, *_missing(progress, runs[0].run), *_disagreement(progress))
+    ]
+
+
+def _missing(progress: Progress, main: Run) -> list[str]:
+    run, said = progress.run, []
+    if not run.steps:
+        said.append("No optimizer step is recorded yet.")
+    if not run.evals:
+        said.append("No evaluation is recorded yet, so there is no F1 and no gallery.")
+    elif progress.after is None:
+        said.append(f"Only one evaluation, at step {run.evals[0].global_step}: nothing to compare it with yet.")
+    if any(not point.scenes for point in run.evals):
+        said.append("The scenes of an evaluation were not kept; its F1 has no interval.")
+    if progress.borrowed:
+        said.append(f"“Before” is {main.name}'s evaluation at step 0: both began from the same model.")
+    said += [
+        f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in run.syncs if s.fallback
+    ]
+    return said
+
+
+def _disagreement(progress: Progress) -> list[str]:
+    """Both come from the same answers by the same definition: a difference means that files of two runs got mixed."""
+    return [
+        f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
+        f"the scenes give {computed.value:.3f}."
+        for point, computed in progress.curve
+        if F1 in point.metrics and abs(point.metrics[F1] - computed.value) > 5e-4
+    ]
+
+
+def f1_charts(runs: Sequence[Progress]) -> list[Chart]:
+    """F1 with intervals, one row per evaluation that matters, and F1 over steps; none if no run was evaluated."""
+    rows: list[Bar] = []
+    series: list[Series] = []
+    several = len(runs) > 1
+    for index, progress in enumerate(runs):
+        if index == 0 or not progress.borrowed:
+            name = "before" if progress.after else "one evaluation"
+            name = name if index == 0 else f"{progress.run.name}, {name}"
+            rows += _interval_row(name, "before", progress.f1_before)
+        rows += _interval_row(progress.run.name if several else "after", progress.color, progress.f1_after)
+        kept = [(float(point.global_step), estimate.value) for point, estimate in progress.curve]
+        series.append(Series(progress.run.name if several else "F1@0.5", kept, progress.color))
+    drawn = [
+        interval_chart("F1@0.5 over scenes", rows, value="95% bootstrap"),
+        line_chart("F1@0.5 by step", series, dots=True) if any(len(s.points) > 1 for s in series) else None,
+    ]
+    return [chart for chart in drawn if chart] if rows else []
+
+
+def _interval_row(name: str, color: str, estimate: Estimate | None) -> list[Bar]:
+    return [Bar(name, estimate.value, color, estimate.low, estimate.high)] if estimate else []
+
+
+def comparison_table(runs: Sequence[Progress]) -> Table | None:
+    """One row per run with intervals; None for a single run."""
+    if len(runs) < 2:
+        return None
+    main = runs[0]
+    rows = []
+    for progress in runs:
+        against = None if progress is main else gain_between(progress.after, main.after)
+        cells = [_estimate_cell(e) for e in (progress.f1_before, progress.f1_after)]
+        cells += [_estimate_cell(e, sign=True) for e in (progress.gain, against)]
+        rows.append([progress.run.name, str(len(progress.run.steps)), *cells, duration(progress.run.wall_s)])
+    return Table(["Run", "Steps", "F1@0.5 before", "after", "gain", f"{main.run.name} ahead by", "Wall time"], rows)
+
+
+def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
+    """The task's metrics, before and after: all by name, or those of `only` that there are."""
+    several = len(runs) > 1
+    columns = [("Before", runs[0].before)]
+    columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
+    shown = [(name, point.metrics) for name, point in columns if point and point.metrics]
+    names = sorted({key for _, metrics in shown for key in metrics})
+    names = [key for key in only if key in names] if only else names
+    rows = [[key, *(f"{metrics[key]:.3f}" if key in metrics else "–" for _, metrics in shown)] for key in names]
+    return Table(["Metric", *(name for name, _ in shown)], rows) if rows else None
+
+
+def _estimate_cell(estimate: Estimate | None, *, sign: bool = False) -> tuple[str, str] | str:
+    if estimate is None:
+        return "–"
+    return signed(estimate.value) if sign else f"{estimate.value:.3f}", interval(estimate)
+
+
+def interval(estimate: Estimate) -> str:
+    """`[low, high]`, or nothing."""
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"[{estimate.low:.3f}, {estimate.high:.3f}]".replace("-", "−")
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f}".replace("-", "−")
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds in words."""
+    if not math.isfinite(seconds):
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _tone(gain: Estimate) -> str:
+    """Whether the interval leaves zero out, and on which side."""
+    return "good" if (gain.low or 0) > 0 else "bad" if (gain.high or 0) < 0 else ""
