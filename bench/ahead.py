@@ -28,9 +28,11 @@ from learner.data.batches import Batches, MicroBatch
 from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
+from learner.run.log import PhaseClock
 from learner.steps.ahead import AheadB, SampleStream, Sizes
 from learner.steps.in_step import BufferedB, OverlappedB
 from learner.steps.packing import CompleteRows
+from learner.steps.protocol import Bounds
 from learner.steps.segments import SegmentSource
 from learner.steps.stage2 import ChannelB, Stage2Driver
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner.policy.repeated import RepeatedLogprobs
 
 from bench.figures import Figure, median, sampled
 from bench.models import Size, demo_model, demo_scenes, text_model
@@ -31,6 +30,7 @@ from deploy.launch import Processes, supervised
 from learner.config.load import load_config
 from learner.config.schema import ModelConfig, RolloutMatchingConfig, RunConfig
 from learner.data.readers import load_samples
+from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample, SyncReceipt
@@ -98,7 +98,7 @@ def _full_syncs(policy: Policy, servers: Sequence[Server]) -> list[SyncReceipt]:
         policy,
         config=backend.config.vllm,
         canary=canary,
-        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
+        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in canary]),
         fence=Ranks(),
         device=policy.device,
     )

@@ -19,10 +19,9 @@ from typing import Literal
 import numpy as np
 
 from learner.report.read import EvalPoint, Run, Scene
-from learner.tasks.detection.bootstrap import Interval, bootstrap_difference, bootstrap_interval
-from learner.tasks.detection.counts import COLUMNS, CountTable
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
+from learner.tasks.detection.metrics import COLUMNS, CountTable, Interval, bootstrap_difference, bootstrap_interval
 
 Outcome = Literal["correct", "wrong_class", "false_positive"]
 IOU_THRESHOLD = 0.5

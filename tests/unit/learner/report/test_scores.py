@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
 from learner.report.read import Scene
 from learner.report.scores import classify, f1_estimate, f1_gain
-from learner.tasks.detection.coordinates import NO_COORDINATES
-from learner.tasks.detection.counts import count_objects
-from learner.tasks.detection.evaluate import evaluate_counts
+from learner.tasks.detection.metrics import count_objects, evaluate_counts
+from learner.tasks.detection.parse import NO_COORDINATES
 
 
 @st.composite

@@ -13,8 +13,8 @@ from learner.policy.parallel import Ranks
 from learner.report.page import render
 from learner.report.read import Activity, StepTimeline, read_run, read_runs
 from learner.report.training import activities_of, timeline, typical
-from learner.rollout.call_log import CallRecord, RolloutCallLog
-from learner.timeline import Timeline
+from learner.rollout.backend import CallRecord, RolloutCallLog
+from learner.run.log import Timeline
 from tests.unit.learner.report.fake_run import write_run
 
 SERVER = "http://127.0.0.1:8000"
