@@ -1,0 +1,279 @@
+"""The first real run, at full size: a Qwen3-VL of 4B parameters learns from photographs, 20 steps in each mode.
+
+    python -m bench.photographs --data DIR --out DIR [--mode MODE] [--size tiny]
+
+In: a folder of photographs with Pascal VOC annotations (BCCD: `images/`, `voc/`, `splits/train.txt`). The model has the
+shape of Qwen3-VL-4B and random weights, made on the spot. One rollout GPU and one learner GPU. Out: `photographs.json`,
+with per mode: seconds and tokens per second of a step, how busy both GPUs were, peak memory, every sync's seconds, its
+canary gap and its merge gap. A mode that fails says why, and the next one runs. Without a GPU: `--size tiny`.
+
+Random weights find every answer improbable, about -12 nats per token, which is the hardest case for the canary.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+from transformers import (
+    GenerationConfig,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from bench.figures import circumstances
+from bench.models import grown_tokenizer
+from bench.runs import Server, learner_config, read_events, say, serve, served_by, start_learner
+from bench.watch import GpuUse, gpu_use
+from deploy.demo.model import CHAT_TEMPLATE
+from deploy.demo.model import build as build_small_model
+from deploy.launch import Processes, supervised
+from shared.errors import ProjectError
+
+Size = Literal["4B", "tiny"]
+LORA = {"lora": {"r": 64, "alpha": 128, "target_modules": "all-linear"}}
+LANGUAGE_MODEL_ONLY = {"freeze": ["model.visual."]}  # what vLLM can apply as an adapter
+RUN_AHEAD = {"schedule": {"b_ratio": 0.75}, "async_actor_learner": {"enabled": True}}
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "LoRA, adapter sync": {"model": {**LORA, **LANGUAGE_MODEL_ONLY}, "sync": "adapter"},
+    "LoRA, full sync": {"model": LORA, "sync": "full"},
+    "whole model": {"model": {}, "sync": "full"},
+    "async": {"model": LORA, "sync": "full", "stage2_ab": RUN_AHEAD},
+}
+LOSS = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}  # deploy/qwen3vl_4b
+PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
+WARM_UP_STEPS = 3  # they compile
+KV_CACHE_BYTES = 24 << 30
+
+
+def build_model(path: Path) -> int:
+    """Qwen3-VL-4B's shape with random weights, in bfloat16; its number of parameters."""
+    tokenizer: Any = grown_tokenizer(151_936)
+    token = tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = {
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": rope,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = {
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_heads": 16,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 2560,
+        "num_position_embeddings": 48 * 48,
+        "deepstack_visual_indexes": [5, 11, 17],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda:0"):
+        model: Any = Qwen3VLForConditionalGeneration(config)
+    torch.set_default_dtype(torch.float32)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
+    model.save_pretrained(path)
+    patches = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
+    pixels = {"shortest_edge": 256 * 256, "longest_edge": 1024 * 1024}
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(size=pixels, **patches),
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    count = sum(p.numel() for p in model.parameters())
+    del model
+    torch.cuda.empty_cache()
+    return count
+
+
+def write_records(data: Path, out: Path) -> int:
+    """The training split as JSONL; the number of photographs. Boxes without area are left out."""
+    lines = []
+    for name in (data / "splits" / "train.txt").read_text().split():
+        root = ET.parse(data / "voc" / f"{name}.xml").getroot()
+        width, height = (int(root.findtext(f"size/{side}", "0")) for side in ("width", "height"))
+        objects = []
+        for one in root.iter("object"):
+            box = [min(int(one.findtext(f"bndbox/{k}", "0")), m) for k, m in _sides(width, height)]
+            if box[0] < box[2] and box[1] < box[3]:
+                objects.append({"desc": one.findtext("name"), "bbox_2d": box})
+        turn = {"role": "user", "content": PROMPT}
+        image = str(data.resolve() / "images" / f"{name}.jpg")
+        record = {"id": name, "messages": [turn], "images": [image], "objects": objects}
+        lines.append(json.dumps({**record, "width": width, "height": height}))
+    out.write_text("\n".join(lines) + "\n")
+    return len(lines)
+
+
+def _sides(width: int, height: int) -> Sequence[tuple[str, int]]:
+    return (("xmin", width), ("ymin", height), ("xmax", width), ("ymax", height))
+
+
+def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "model": str(model),
+        "allowed_image_roots": [str(images.resolve())],
+        "max_model_len": 2048,
+        "max_num_seqs": 64,
+        "enable_lora": True,
+        "max_lora_rank": 64,
+    }
+    if not on_gpu:
+        return {**config, "enforce_eager": True, "cpu_threads": 1}
+    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 32, 48, 64]}
+    engine_args = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "compilation_config": graphs}
+    return {**config, "gpu_memory_utilization": 0.8, "engine_args": engine_args}
+
+
+def run_mode(
+    processes: Processes, folder: Path, name: str, server: Server, model: Path, train: Path, *, steps: int, on_gpu: bool
+) -> dict[str, Any]:
+    """Figures of one mode. Raises ServerError or DeadlineError if the run failed."""
+    mode, run = MODES[name], name.replace(", ", "-").replace(" ", "_")
+    batch, per_device, tokens = (32, 8, 512) if on_gpu else (4, 2, 48)
+    config = learner_config(
+        model,
+        train,
+        folder / run,
+        steps=steps,
+        batch_size=batch,
+        per_device=per_device,
+        variant="stage2_ab_training" if "stage2_ab" in mode else "rollout_matching_sft",
+        matching={
+            "decode_batch_size": 64,
+            "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
+            "vllm": served_by(
+                server, enable_lora=mode["sync"] == "adapter", sync={"mode": mode["sync"], "fallback_to_full": False}
+            ),
+        },
+        loss=LOSS,
+        model={"dtype": "bfloat16", "gradient_checkpointing": on_gpu, **mode["model"]},
+        training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
+        task={"container": "array", "coordinates": "digits"},
+        logging={"tensorboard": False, "progress_bar": False},
+        stage2_ab=mode.get("stage2_ab"),
+        data={"train": str(train), "num_workers": 8 if on_gpu else 0},
+        global_max_length=16_384 if on_gpu else 4096,
+    )
+    began = time.monotonic()
+    learner = start_learner(processes, folder, run, config, ranks=1, devices=[1] if on_gpu else ())
+    with gpu_use(200) as gpus:
+        try:
+            learner.wait(420.0 if on_gpu else 900.0)
+        finally:
+            events = read_events(learner.run_dir)
+            say(f"{name}: {sum(e['event'] == 'step' for e in events)} steps in {time.monotonic() - began:.0f} s")
+            for sync in [e for e in events if e["event"] == "sync"][-3:]:
+                say(
+                    f"  sync {sync['ver']}: {sync['seconds']:.2f} s, gap {sync['canary_gap']:.4f}, "
+                    f"merge gap {sync['merge_gap']:.4f}"
+                )
+    return {"mode": name, "run_s": round(time.monotonic() - began, 1), **_told(events, gpus)}
+
+
+def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> dict[str, Any]:
+    steps = [e["metrics"] | {"loss": e["loss"], "num_tokens": e["num_tokens"]} for e in events if e["event"] == "step"]
+    syncs = [e for e in events if e["event"] == "sync"]
+    later = steps[WARM_UP_STEPS:]
+    phases = ("step_s", "rollout_s", "learn_s", "sync_s", "wait_s", "data_s", "target_s", "pack_s")
+    learn_s = sum(m.get("learn_s", 0.0) for m in later)
+    return {
+        "steps": len(steps),
+        "channels": "".join(e["channel"] for e in events if e["event"] == "step"),
+        "first_step_s": round(steps[0]["step_s"], 2),
+        "median_s": {name: round(median(m.get(name, 0.0) for m in later), 3) for name in phases},
+        "rollout_tokens_per_s": round(sum(m.get("rollout_tokens", 0) for m in later) / sum(m["step_s"] for m in later)),
+        "learned_tokens_per_s": round(sum(m.get("num_tokens", 0) for m in later) / learn_s) if learn_s else None,
+        "losses": [round(m["loss"], 3) for m in steps],
+        "sync_s": [round(s["seconds"], 3) for s in syncs],
+        "sync_bytes": max(s["num_bytes"] for s in syncs),
+        "canary_gap": [round(s["canary_gap"], 4) for s in syncs],
+        "merge_gap": [round(s["merge_gap"], 4) for s in syncs],
+        "gpus": {str(index): asdict(use) for index, use in gpus.items()},
+        "metrics_of_the_last_step": {k: v for k, v in steps[-1].items() if isinstance(v, int | float)},
+    }
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
+    out: Annotated[Path, typer.Option(help="Folder of the results.")],
+    mode: Annotated[
+        list[str] | None, typer.Option(help=f"Only this one of: {'; '.join(MODES)}; again for each.")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
+    steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Optimizer steps of a mode.")] = 20,
+    scratch: Annotated[
+        Path, typer.Option(help="For the model: large and fast. It is kept there for a next call.")
+    ] = Path("/dev/shm"),
+) -> None:
+    """Run every mode; write what came out after each."""
+    on_gpu = size == "4B"
+    out.mkdir(parents=True, exist_ok=True)
+    model = scratch / f"photographs-{size}"
+    if not (model / "config.json").is_file():
+        if on_gpu:
+            say(f"{build_model(model):,} parameters")
+        else:
+            build_small_model(model, "tiny")
+    rows: list[dict[str, Any]] = []
+    folder = Path(tempfile.mkdtemp(prefix="photographs-"))
+    train = folder / "train.jsonl"
+    say(f"{write_records(data, train)} photographs")
+    try:
+        with supervised() as processes:
+            server = serve(
+                processes, folder, "server", server_config(model, data, on_gpu=on_gpu), devices=[0] if on_gpu else ()
+            )
+            for name in mode or MODES:
+                try:
+                    row = run_mode(processes, folder, name, server, model, train, steps=steps, on_gpu=on_gpu)
+                except ProjectError as error:
+                    row = {"mode": name, "error": str(error)}
+                    say(f"{name}: {error}")
+                rows.append(row)
+                text = json.dumps({**circumstances(), "model": size, "runs": rows}, indent=1)
+                (out / "photographs.json").write_text(text + "\n")
+    finally:
+        shutil.copy(folder / "server.log", out / "server.log")
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(any("error" in row for row in rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
