@@ -21,9 +21,9 @@ from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.config.schema import RunConfig
 from learner.data.encoding import LocalPool
 from learner.records import Rollout, Sample, SyncReceipt
-from learner.steps.ahead import AHEAD, AheadB, SampleStream, Sizes
-from learner.steps.in_step import CALLS_PER_STEP
+from learner.steps.ahead import NO_MICRO_STEP, SampleStream, Sizes, Stage2Ahead
 from learner.steps.protocol import Bounds, StreamState
+from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import CheckpointError, RolloutError
 from tests.unit.learner import trainer_world
 from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
@@ -70,7 +70,7 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         chunk = 4
 
         def generate(self, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
-            if place["micro_step_idx"] != AHEAD:
+            if place["micro_step_idx"] != NO_MICRO_STEP:
                 with shared.call(ahead=False):
                     return super().generate(samples, **place)
             ids = tuple(sample.sample_id for sample in samples)
@@ -98,16 +98,16 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a channel waits for the producer, so that what is scheduled is what runs."""
-    hasty = AheadB.eligible
+    hasty = Stage2Ahead._eligible
 
-    def eligible(self: AheadB) -> int:
+    def eligible(self: Stage2Ahead) -> int:
         deadline = time.monotonic() + DEADLINE_S
         while hasty(self) < self._sizes.packs_per_step:
             assert time.monotonic() < deadline, "the producer makes nothing"
             time.sleep(0.005)
         return hasty(self)
 
-    monkeypatch.setattr(AheadB, "eligible", eligible)
+    monkeypatch.setattr(Stage2Ahead, "_eligible", eligible)
 
 
 def ahead_config(model: Path, folder: Path, *, queue: dict[str, int] | None = None, **settings: Any) -> RunConfig:
@@ -242,8 +242,8 @@ def test_one_rank_without_packs_holds_all_back(
 ) -> None:
     """R27: rank 1 alone has too few; both ranks run A."""
     servers.everyone = threading.Barrier(2, timeout=DEADLINE_S)
-    hasty = AheadB.eligible
-    monkeypatch.setattr(AheadB, "eligible", lambda self: 1 if self._ranks.rank == 1 else 4 + 0 * hasty(self))
+    hasty = Stage2Ahead._eligible
+    monkeypatch.setattr(Stage2Ahead, "_eligible", lambda self: 1 if self._ranks.rank == 1 else 4 + 0 * hasty(self))
     config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=2)
     seen = run(config, monkeypatch, 2)
     assert [step["channel"] for step in steps_of(tmp_path)] == ["A", "A"]
@@ -268,7 +268,7 @@ def test_stale_packs_are_dropped_counted_and_made_again(
     assert Counter(learned_ahead(seen)) == Counter(stream.sample(p).sample_id for p in taken)
     dropped = sum(step["metrics"]["stage2_ab/async/packs_dropped_stale"] for step in steps)
     returned = sum(step["metrics"]["stage2_ab/async/samples_returned"] for step in steps)
-    rolled_out = [i for call in seen.calls if call.micro_step_idx == AHEAD for i in call.sample_ids]
+    rolled_out = [i for call in seen.calls if call.micro_step_idx == NO_MICRO_STEP for i in call.sample_ids]
     assert returned == 2 * dropped
     assert len(rolled_out) >= len(set(rolled_out)) + returned
 
