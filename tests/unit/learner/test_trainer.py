@@ -59,6 +59,22 @@ def test_what_is_carried_is_learned_later_or_told(
     assert all_learned(seen) + Counter(left) == everyone(24)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_last_step_learns_what_is_carried_where_nothing_may_be_dropped(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """D6, R12, D5: `packing_drop_last: false`. Its rows come after the last micro-batch's, as one micro-step more."""
+    settings = {"num_samples": 24, "num_train_epochs": 1, "packing_drop_last": False, **CARRY}
+    config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings)
+    seen = run(config, monkeypatch, world_size)
+    assert carried_at_end(tmp_path) == []
+    assert all_learned(seen) == everyone(24)
+    assert len({len(one.rows) for one in seen}) == 1
+    *steps, last = events_of(tmp_path, "step")
+    assert {step["num_rows"] for step in steps} == {2 * world_size}
+    assert last["num_rows"] > 2 * world_size
+
+
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
 def test_carried_segments_survive_a_resume(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
@@ -197,7 +213,9 @@ def test_rollout_matching_learns_one_packed_row_per_micro_step(
     seen = run(make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings), monkeypatch)[0]
     assert len(seen.rows) == len(seen.calls) == 8
     assert max(map(len, seen.rows)) > 1
-    assert [line["num_rows"] for line in events_of(tmp_path, "step")] == [2, 2, 2, 2]
+    steps = events_of(tmp_path, "step")
+    assert [line["num_rows"] for line in steps] == [2, 2, 2, 2]
+    assert all(0 <= line["metrics"]["underfilled"] <= 2 for line in steps)
 
 
 def test_ranks_run_the_same_number_of_passes(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
