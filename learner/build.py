@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ from learner.sync.receipts import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DeadlineError
 
 
 def step_plan(plan: Plan) -> Plan:
@@ -87,7 +88,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
     clock = PhaseClock(on_phase=timeline.phase)
     source = _step_source(basis, batches, backend, clock, total_steps)
-    after_backend.callback(source.close)
+    after_backend.push(_closing(source))
     stack.callback(source.stop)
     return Trainer(
         config=config,
@@ -296,6 +297,20 @@ def _stream(basis: Basis) -> SampleStream:
         rank=ranks.rank,
         num_ranks=ranks.world_size,
     )
+
+
+def _closing(source: StepSource) -> Callable[..., None]:
+    """Closes `source` at the end of the run. A producer that does not end never hides the error that ended the run."""
+
+    def close(_: object, error: BaseException | None, __: object) -> None:
+        try:
+            source.close()
+        except DeadlineError as late:
+            if error is None:
+                raise
+            logging.getLogger(__name__).warning("%s", late)
+
+    return close
 
 
 def _segment_source(basis: Basis, backend: RolloutBackend | None) -> SegmentSource:

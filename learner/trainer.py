@@ -1,9 +1,9 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
 One optimizer step: sync where its rollouts need it, begin, learn each micro-step's rows as they come, reduce gradients
-over ranks once, clip, update, count. Where rows come from is the step source's affair (`learner.steps.source`). The
-step's loss is the weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks
-do not change the gradient.
+over ranks once, clip, update, count. The rows come from a step source (`learner.steps.source`). The step's loss is the
+weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the
+gradient.
 
 Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10). Every rank
 runs the same number of forward/backward passes (D5). A sample is trained once per epoch, also across a resume.
@@ -11,8 +11,8 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from learner.policy.loss import RowLoss
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
-from learner.rollout.backend import RolloutBackend
+from learner.rollout.backend import RolloutBackend, is_out_of_memory
 from learner.run.checkpoint import CheckpointStore, Generators, TrainerState
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
@@ -32,9 +32,9 @@ from learner.steps.pipeline import Fence
 from learner.steps.source import StepSource, in_lockstep, padded
 from learner.sync.receipts import Sync
 from learner.tasks.task import Task
-from shared.errors import CheckpointError, ProjectError
+from shared.errors import CheckpointError, OutOfMemoryError
 
-# The counts that are always there, so that every rank reduces the same vector whatever it saw.
+# Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
 _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 
 
@@ -119,14 +119,32 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """The end of a step: with the weights as they are, all that a checkpoint needs, of every rank."""
+    """The end of a step: all that a checkpoint needs besides the weights and moments, of every rank."""
 
     state: TrainerState
     generators: Generators
 
 
+@contextmanager
+def memory_errors(row: PackedRow) -> Iterator[None]:
+    """Around the learning of `row`. Raises OutOfMemoryError, which names the row, if memory runs out."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        num_images = sum(len(s.vision.image_grid_thw) for s in row.segments if s.vision is not None)
+        names = ", ".join(segment.sample_id for segment in row.segments)
+        raise OutOfMemoryError(
+            "out of memory while learning a row",
+            found=f"a row of {row.num_tokens} tokens and {num_images} images (samples {names}): {error}",
+            wanted=f"memory for rows of up to global_max_length = {row.capacity} tokens",
+            remedy="lower global_max_length, set model.gradient_checkpointing: true, or use smaller images",
+        ) from error
+
+
 class Trainer:
-    """Owns the loop and its state. Built by `learner.build`; every collaborator does one thing."""
+    """Owns the loop and its state."""
 
     def __init__(
         self,
@@ -161,13 +179,13 @@ class Trainer:
         self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
 
     def run(self) -> None:
-        """Train to the last step. Raises ProjectError, and Stopped where it was asked to; the end of the last whole
-        step is saved then, and can be resumed."""
+        """Train to the last step. Raises ProjectError, Stopped if it was asked to stop, or whatever else ended it; the
+        last whole step is saved before, so that it can be resumed."""
         try:
             self.train()
         except CheckpointError:
             raise
-        except (ProjectError, Stopped) as error:
+        except Exception as error:
             agreed = isinstance(error, Stopped) and error.agreed
             self.save() if agreed else self.rescue()
             raise
@@ -229,7 +247,7 @@ class Trainer:
         evened = in_lockstep if self.policy.is_sharded else padded
         with closing(rows):  # an error here must end the rollouts under way too
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
-                with self.clock.phase("learn"):
+                with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
 
     # ---- between steps ---------------------------------------------------------------------------------------------
@@ -276,7 +294,7 @@ class Trainer:
         self.console.evaluation(step, evaluation.metrics)
 
     def mark_boundary(self) -> None:
-        """Remember where this end of a step stands in the data; what follows may be given up. Collective."""
+        """Remember what a checkpoint of this end of a step needs; the next step may be given up. Collective."""
         state = replace(self.state, cursor=self.source.state())
         self._boundary = Boundary(state=state, generators=self.checkpoints.generators())
 
@@ -292,14 +310,16 @@ class Trainer:
         self.console.note(f"saved {path}")
 
     def rescue(self) -> None:
-        """After an error: save the last whole step without the other ranks, who may be gone. An unfinished one is given
-        up; its samples come again after the resume."""
+        """After an error: save the last whole step without the other ranks, which may be gone. An unfinished step is
+        given up; its samples come again after the resume."""
         at = self._boundary
         if at is None or at.state.global_step in (0, self._saved_at):
             return
+        for _, p in self.policy.trainable:
+            p.grad = None  # memory to save with, if that is what ran out
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
-        except CheckpointError as error:  # the error that stopped the run is the one to tell
+        except Exception as error:  # the error that stopped the run is the one to raise
             self.console.note(f"step {at.state.global_step} could not be saved: {error}")
             return
         self.console.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")
@@ -324,7 +344,7 @@ class Trainer:
         return [sample_id for part in self.ranks.all_gather_object(self.source.waiting()) for sample_id in part]
 
     def note_leftovers(self) -> None:
-        """Segments that training ended on before they were learned: told, never dropped in silence (R12)."""
+        """Name the samples whose segments still waited for a row when training ended (R12)."""
         left = self.waiting()
         if left:
             self.log.write("note", {"carried_and_not_learned": left})

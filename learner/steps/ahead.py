@@ -1,12 +1,12 @@
 """Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27).
 
-One producer per rank makes packs of its own sample stream, whatever the learner does meanwhile; a Channel-B step takes
-`packs_per_step` of them, oldest first. A pack is one row of at most `samples_per_pack` samples, so that such a step
-learns as many samples as one of any other kind, or fewer where they do not fit a row.
+One producer per rank makes packs of its own sample stream while the learner learns. A Channel-B step takes
+`packs_per_step` of them, oldest first. A pack is one row of at most `samples_per_pack` samples, so such a step learns
+as many samples as any other step, or fewer if they do not fit a row.
 
-When weights move: after every executed Channel-B step, before the next step. So one version is one such step, a pack of
-`version_window` versions' age is that many Channel-B steps behind, and a window of 0 still learns something (what was
-made since the last sync, if the learner does not wait for it). Each rank stops calling before the ranks meet for it.
+Weights are synced after every executed Channel-B step, before the next step. So a pack that is n versions old is n
+Channel-B steps behind, and with `version_window: 0` only packs made since the last sync are learned. Before a sync each
+rank stops calling, and waits for its call in flight.
 
 The stream of all ranks is epoch after epoch of a shuffled order; rank r of W takes every W-th sample of it, beginning
 with the r-th. So each rank can go at its own pace, and an epoch of the stream still holds each sample exactly once over
@@ -43,6 +43,8 @@ from shared.errors import CheckpointError
 from shared.seeds import base_seed
 
 NO_MICRO_STEP = -1  # stands for the micro-step in seeds of what belongs to no step
+# Fields of `Counts` that are metrics of a step, summed over ranks.
+SUMMED_COUNTS = ("packs_made", "packs_learned", "packs_dropped_oldest", "packs_dropped_stale", "samples_returned")
 
 log = logging.getLogger("learner.stage2")
 
@@ -67,7 +69,7 @@ class SampleStream:
         )
 
     def sample(self, position: int) -> Sample:
-        """The sample at a position of this rank: a pure function, so one that comes back gives the same again."""
+        """The sample at a position of this rank: a pure function, a position that comes back gives the same sample."""
         epoch, place = divmod(position * self._num_ranks + self._rank, len(self._samples))
         return self._samples[int(self._sampler.order(epoch)[place])]
 
@@ -92,9 +94,9 @@ class Sizes:
 
     @classmethod
     def of(cls, bounds: Bounds, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
-        """Calls of whole packs, at least one: as many as the servers decode at once (`capacity` samples), or a part of
-        a step's where that is more, for within a call they are refilled as answers come; a step's at most, because a
-        sync waits for the call in flight; and none that the queue would drop at once."""
+        """A call is one or more whole packs: as many as the servers decode at once (`capacity` samples), or a quarter
+        of a step's packs if that is more, because within a call the servers are refilled as answers come. It is a
+        step's packs at most, because a sync waits for the call in flight, and never more than the queue can hold."""
         assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
         room = bounds.keep_at_most - bounds.start_below + 1
         packs = min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step, room)
@@ -126,9 +128,9 @@ class Stage2Ahead(Stage2Steps):
         )
         self._pipeline: RolloutPipeline | None = None  # None: before the first sync
         self._resume: StreamState | None = None
-        self._learned_since_sync = True  # Channel-B, by any rank's weights: the servers are to have the new ones
+        self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._told = (Counts(), CallTotals())  # what the metrics have told
+        self._reported = (Counts(), CallTotals())  # what earlier steps' metrics hold
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
@@ -137,7 +139,7 @@ class Stage2Ahead(Stage2Steps):
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """No call is in flight on any rank inside. Collective. The first one with a sync starts the producer."""
+        """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
         pipeline = self._pipeline
         with ExitStack() as stack:
             fences = [Fence()]
@@ -182,9 +184,12 @@ class Stage2Ahead(Stage2Steps):
             self._pipeline.stop()
 
     def close(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
-        self._stream.close()
+        """See `StepSource`. Raises DeadlineError if the producer does not end."""
+        try:
+            if self._pipeline is not None:
+                self._pipeline.close()
+        finally:
+            self._stream.close()
 
     # ---- Channel-B -------------------------------------------------------------------------------------------------
 
@@ -198,7 +203,7 @@ class Stage2Ahead(Stage2Steps):
         pipeline, number = self._pipeline, self._sizes.packs_per_step
         assert pipeline is not None, "Channel-B before the first sync"
         for left in range(number, 0, -1):
-            # The sync after this step waits for the call in flight: begin none whose packs would only become stale.
+            # The sync after this step waits for the call in flight, so begin none whose packs would become stale.
             if pipeline.eligible() >= left + number * self._bounds.version_window:
                 pipeline.request_fence()
             with self._clock.phase("wait"):
@@ -211,21 +216,17 @@ class Stage2Ahead(Stage2Steps):
         """What was queued, how old it was, what was dropped, how long calls took."""
         if self._pipeline is None:
             return RankMetrics()
-        stats, (told, told_calls) = self._pipeline.stats(), self._told
-        now = stats.counts
-        self._told = (now, stats.calls)
-        learned = now.packs_learned - told.packs_learned
-        means = {"stage2_ab/async/queue_depth": float(self._depth), **call_metrics(stats.calls, told_calls)}
-        if learned:
-            means["stage2_ab/async/age_versions"] = (now.age_versions - told.age_versions) / learned
-        sums = {
-            "stage2_ab/async/packs_made": now.packs_made - told.packs_made,
-            "stage2_ab/async/packs_learned": learned,
-            "stage2_ab/async/packs_dropped_oldest": now.packs_dropped_oldest - told.packs_dropped_oldest,
-            "stage2_ab/async/packs_dropped_stale": now.packs_dropped_stale - told.packs_dropped_stale,
-            "stage2_ab/async/samples_returned": now.samples_returned - told.samples_returned,
-        }
-        return RankMetrics(means=means, sums={name: float(count) for name, count in sums.items()})
+        stats, (counts, calls) = self._pipeline.stats(), self._reported
+        self._reported = (stats.counts, stats.calls)
+
+        def since(name: str) -> float:
+            """What was added to a count since the last step."""
+            return float(getattr(stats.counts, name) - getattr(counts, name))
+
+        means = {"stage2_ab/async/queue_depth": float(self._depth), **call_metrics(stats.calls, calls)}
+        if learned := since("packs_learned"):
+            means["stage2_ab/async/age_versions"] = since("age_versions") / learned
+        return RankMetrics(means=means, sums={f"stage2_ab/async/{name}": since(name) for name in SUMMED_COUNTS})
 
     # ---- the producer's part ---------------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def sizes(share: int, capacity: int) -> tuple[int, ...]:
 
 
 class CallSize:
-    """Of one rank. The first step's seconds do not count: in it everything warms up."""
+    """Which size was fastest on this rank. The first step's seconds do not count, because everything warms up in it."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # mean per step, by size; none: to be tried

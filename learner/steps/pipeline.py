@@ -2,7 +2,7 @@
 
 One mechanism, two bounds (`protocol.Bounds`). Synchronous Channel-B: one pipeline per step over the step's share, which
 makes the next call while the learner learns the last one's rows, and ends with the share. Asynchronous actor-learner:
-one pipeline per run over an endless stream; it runs ahead across steps, and freshness decides.
+one pipeline per run over an endless stream. It runs ahead across steps, and only fresh packs are learned.
 
     with RolloutPipeline(...) as pipeline:
         while (row := pipeline.next_pack(deadline_s)) is not None:
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment
 from learner.steps.protocol import Bounds, Call, Counts, Drop, RankProtocol, StreamState
@@ -86,29 +86,6 @@ class MadeRow:
 
     row: PackedRow
     positions: tuple[int, ...]
-
-
-class CallPort(Protocol):
-    """What the producer needs of the pipeline; every call ends in exactly one of the last two."""
-
-    def begin_call(self) -> Call | None:
-        """A permission, or None: leave, you will be started again."""
-        ...
-
-    def finish_call(self, rows: Sequence[MadeRow]) -> None: ...
-
-    def fail_call(self, error: BaseException) -> None: ...
-
-
-def produce(port: CallPort, stages: ProducerStages) -> None:
-    """Make calls while they are permitted. The body of the producer's thread; whatever is raised goes to the port."""
-    while (call := port.begin_call()) is not None:
-        try:
-            rows = make_rows(call, stages)
-        except BaseException as error:  # the thread's edge: the consumer raises it, with its type
-            port.fail_call(error)
-        else:
-            port.finish_call(rows)
 
 
 def make_rows(call: Call, stages: ProducerStages) -> list[MadeRow]:
@@ -290,11 +267,23 @@ class RolloutPipeline:
         except DeadlineError as late:
             if error is None:
                 raise
-            log.warning("%s", late)  # the first cause is already on its way, and must stay the one that is told
+            log.warning("%s", late)  # the first cause is already on its way, and must stay the one that is raised
 
-    # ---- the producer's side (`CallPort`) ---------------------------------------------------------------------------
+    # ---- the producer's side ---------------------------------------------------------------------------------------
 
-    def begin_call(self) -> Call | None:
+    def _produce(self) -> None:
+        """Make calls while they are permitted. The body of the producer's thread."""
+        while (call := self._begin_call()) is not None:
+            try:
+                rows = make_rows(call, self._stages)
+            except BaseException as error:  # the thread's edge: the consumer raises it, with its type
+                self._fail_call(error)
+            else:
+                self._finish_call(rows)
+
+    def _begin_call(self) -> Call | None:
+        """A permission, or None: the thread leaves, and will be started again. Every call then ends in one of the two
+        below."""
         with self._changed:
             if not self._protocol.may_start:
                 self._thread = None
@@ -302,7 +291,7 @@ class RolloutPipeline:
             self._call_started_s = self._clock()
             return self._protocol.start_call()
 
-    def finish_call(self, rows: Sequence[MadeRow]) -> None:
+    def _finish_call(self, rows: Sequence[MadeRow]) -> None:
         with self._changed:
             self._count_call()
             packs, drops = self._protocol.finish_call([made.positions for made in rows])
@@ -310,7 +299,7 @@ class RolloutPipeline:
             self._forget(drops)
             self._changed.notify_all()
 
-    def fail_call(self, error: BaseException) -> None:
+    def _fail_call(self, error: BaseException) -> None:
         with self._changed:
             self._count_call()
             self._protocol.abandon_call()
@@ -322,9 +311,7 @@ class RolloutPipeline:
         """Start a producer if there is something to do and nobody is doing it."""
         if self._thread is None and self._protocol.may_start:
             # daemon: an interpreter that is leaving because of an error must not wait for an answer
-            self._thread = threading.Thread(
-                target=produce, args=(self, self._stages), name="rollout-producer", daemon=True
-            )
+            self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
             self._thread.start()
 
     def _end(self, error: BaseException) -> None:

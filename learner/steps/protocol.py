@@ -1,6 +1,6 @@
 """Fence, queue and versions of rollout ahead of learning: one rank's part, as a pure state machine (R24, R25).
 
-No threads, no clock, no weights: positions in the rank's sample stream go in, permissions and verdicts come out.
+No threads, no clock, no weights: positions in the rank's sample stream go in, permissions and drops come out.
 `pipeline` drives one `RankProtocol` under a lock; the tests drive several of them through every order of events.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from learner.data.batches import DistributedSampler
+from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
-from learner.records import Rollout
-from shared.errors import PromptMismatchError
+from learner.records import PackedRow, Rollout
+from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer
 
@@ -292,6 +293,61 @@ def test_a_step_is_saved_once(tiny_text: Path, tmp_path: Path, monkeypatch: pyte
         made.run()
         made.save()
     assert saved == [2, 3]
+
+
+def allocate_too_much(row: PackedRow) -> RowLoss:
+    """What the allocator itself raises."""
+    torch.empty(2**60)
+    raise AssertionError("an exbibyte was allocated")
+
+
+def divide_by_zero(row: PackedRow) -> RowLoss:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"), [(allocate_too_much, OutOfMemoryError), (divide_by_zero, ZeroDivisionError)]
+)
+def test_whatever_ends_learning_the_last_whole_step_is_saved(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any, error: type[Exception]
+) -> None:
+    """Out of memory, or a defect: a resume goes on with the same samples and ends with the uninterrupted run's
+    weights."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 4, "num_samples": 8, "lr_scheduler_type": "constant"}
+    (whole,) = run(make_config(tiny_text, tmp_path, **settings), monkeypatch)
+    folder = tmp_path / "again"
+    folder.mkdir()
+    config = make_config(tiny_text, folder, **settings)
+    with trainer(config, Ranks(), monkeypatch, seen := Seen()) as made:
+        backward = made.policy.backward
+
+        def third(row: PackedRow) -> RowLoss:
+            return failing(row) if len(seen.gradients) == 2 else backward(row)
+
+        made.policy.backward = third  # type: ignore[method-assign]
+        with pytest.raises(error):
+            made.run()
+    (second,) = run(make_config(tiny_text, folder, resume_from_checkpoint="latest", **settings), monkeypatch)
+    assert [line["global_step"] for line in events_of(folder, "step")] == [1, 2, 3, 4]
+    assert seen.learned + second.learned == whole.learned
+    for name, tensor in whole.weights.items():
+        assert torch.equal(second.weights[name], tensor), name
+
+
+def test_a_row_that_memory_does_not_hold_is_named(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which row, how long, how many images, and the keys that make rows smaller."""
+    config = make_config(tiny_vlm, tmp_path, max_steps=1, per_device_train_batch_size=2, num_samples=2)
+    with trainer(config, Ranks(), monkeypatch, Seen()) as made:
+        made.policy.backward = allocate_too_much  # type: ignore[method-assign]
+        with pytest.raises(OutOfMemoryError) as raised:
+            made.run()
+    assert "s0" in raised.value.found
+    assert "s1" in raised.value.found
+    assert "0 images" in raised.value.found
+    assert "512" in raised.value.wanted
+    assert "global_max_length" in raised.value.remedy
 
 
 def test_a_vision_model_goes_through_the_same_loop(

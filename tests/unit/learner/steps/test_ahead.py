@@ -20,14 +20,15 @@ from learner.config.load import config_of
 from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.config.schema import RunConfig
 from learner.data.encoding import LocalPool
-from learner.records import Rollout, Sample, SyncReceipt
+from learner.policy.parallel import Ranks
+from learner.records import PackedRow, Rollout, Sample, SyncReceipt
 from learner.steps.ahead import NO_MICRO_STEP, SampleStream, Sizes, Stage2Ahead
 from learner.steps.protocol import Bounds, StreamState
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import CheckpointError, RolloutError
 from tests.unit.learner import trainer_world
 from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
-from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run
+from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run, trainer
 
 NUM_SAMPLES = 40
 DEADLINE_S = 30.0
@@ -289,6 +290,30 @@ def test_a_failed_producer_ends_the_run(
     with pytest.raises(RolloutError, match="third call broke"):
         run(ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=50), monkeypatch, world_size)
     assert not producers()
+
+
+def test_a_producer_that_hangs_does_not_hide_what_ended_the_run(
+    servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner fails while a call is in flight that closing the backend does not end: the first error is raised."""
+    servers.open.clear()
+    monkeypatch.setattr(trainer_world.FakeBackend, "close", lambda self: None)
+    monkeypatch.setattr("learner.steps.ahead.CLOSE_S", 0.01)
+    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=3)
+
+    def fail(row: PackedRow) -> None:
+        raise ZeroDivisionError
+
+    def train() -> None:
+        with trainer(config, Ranks(), monkeypatch, Seen()) as made:
+            made.policy.backward = fail  # type: ignore[assignment, method-assign]
+            made.run()
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            train()
+    finally:
+        servers.open.set()
 
 
 def producers() -> list[threading.Thread]:
