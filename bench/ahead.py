@@ -1,6 +1,6 @@
 """What rolling out while learning saves in `stage2_ab_training`: in turn, within the step, ahead of the steps.
 
-Out: figures of two kinds. Simulated: the real driver, pipeline and channels, with a sleep for every rollout, row and
+Out: figures of two kinds. Simulated: the real step sources and pipeline, with a sleep for every rollout, row and
 sync. All time that is not sleep is the product's own. Real: one server, and a learner run per way, as processes with
 one thread each; figures are read from the runs' `metrics.jsonl`.
 
@@ -29,12 +29,13 @@ from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
 from learner.run.log import PhaseClock
-from learner.steps.ahead import AheadB, SampleStream, Sizes
-from learner.steps.in_step import BufferedB, OverlappedB
+from learner.steps.ahead import SampleStream, Stage2Ahead
+from learner.steps.in_step import Stage2InStep
 from learner.steps.packing import CompleteRows
 from learner.steps.protocol import Bounds
 from learner.steps.segments import SegmentSource
-from learner.steps.stage2 import ChannelB, Stage2Driver
+from learner.steps.source import StepSource
+from learner.steps.stage2 import Stage2Parts
 
 Way = Literal["in turn", "within the step", "ahead"]
 WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6
@@ -98,53 +99,51 @@ def _balance(name: str, steps: Sequence[Step]) -> Figure:
 
 def simulate(way: Way, *, num_steps: int, each_s: float = 0.02, sync_s: float = 0.01) -> list[Step]:
     """Every step wants Channel-B; a sample takes `each_s` to roll out, and as long to learn."""
-    server, batches = SleepingServer(each_s), cast(Batches, RepeatedBatch(SAMPLES_PER_STEP))
-    rows = CompleteRows(capacity=4 * SAMPLES_PER_ROW)
-    driver = Stage2Driver(
-        b_ratio=1.0,
-        gradient_accumulation_steps=ROWS_PER_STEP,
-        ranks=Ranks(),
-        batches=batches,
-        channel_a=GroundTruth(),
-        row_maker=rows,
-        channel_b=_channel_b(way, batches, server, rows),
-    )
-    steps = [_simulated_step(driver, server, index, each_s, sync_s) for index in range(WARM_UP_STEPS + num_steps)]
-    driver.stop()
-    driver.close()
+    server = SleepingServer(each_s)
+    source = _source(way, server)
+    steps = [_simulated_step(source, server, index, each_s, sync_s) for index in range(WARM_UP_STEPS + num_steps)]
+    source.stop()
+    source.close()
     return steps[WARM_UP_STEPS:]
 
 
-def _simulated_step(driver: Stage2Driver, server: SleepingServer, index: int, each_s: float, sync_s: float) -> Step:
-    clock, learned_s, rolled_s, synced_s = PhaseClock(), 0.0, server.slept_s, 0.0
+def _simulated_step(source: StepSource, server: SleepingServer, index: int, each_s: float, sync_s: float) -> Step:
+    learned_s, rolled_s, synced_s = 0.0, server.slept_s, 0.0
     begin = time.perf_counter()
-    if driver.wants_sync(index):
-        with driver.fence() as fence:
+    if source.wants_sync(index):
+        with source.fence() as fence:
             synced_s = sleep(sync_s)
             server.ver += 1
             fence.synced(server.ver)
-    channel = driver.begin(index).channel
-    for row in driver.rows(clock):
-        learned_s += sleep(each_s * len(row.segments))
+    channel = source.begin(index)
+    for rows in source.micro_steps():
+        for row in rows:
+            learned_s += sleep(each_s * len(row.segments))
     wall_s = time.perf_counter() - begin
     return Step(channel=channel, wall_s=wall_s, learn_s=learned_s, rollout_s=server.slept_s - rolled_s, sync_s=synced_s)
 
 
-def _channel_b(way: Way, batches: Batches, server: SleepingServer, rows: CompleteRows) -> ChannelB:
-    if way == "in turn":
-        return BufferedB(batches, server, rows)
-    if way == "within the step":
-        return OverlappedB(batches, server, rows, capacity=SAMPLES_PER_STEP, deadline_s=_DEADLINE_S)
-    samples, _ = some_samples(SAMPLES_PER_STEP)
-    number = ROWS_PER_STEP
-    bounds = Bounds(start_below=number, keep_at_most=2 * number, version_window=1)
-    return AheadB(
-        SampleStream(samples, LocalPool(EmptyPrompts()), seed=0, shuffle=True, rank=0, num_ranks=1),
-        server,
-        rows,
-        bounds=bounds,
-        sizes=Sizes.of(bounds, samples_per_pack=SAMPLES_PER_ROW, packs_per_step=number, capacity=SAMPLES_PER_STEP),
+def _source(way: Way, server: SleepingServer) -> StepSource:
+    parts = Stage2Parts(
+        b_ratio=1.0,
+        packs_per_step=ROWS_PER_STEP,
         ranks=Ranks(),
+        batches=cast(Batches, RepeatedBatch(SAMPLES_PER_STEP)),
+        ground_truth=GroundTruth(),
+        rollouts=server,
+        row_maker=CompleteRows(capacity=4 * SAMPLES_PER_ROW),
+        clock=PhaseClock(),
+    )
+    if way != "ahead":
+        capacity = SAMPLES_PER_STEP if way == "within the step" else None
+        return Stage2InStep(parts, capacity=capacity, deadline_s=_DEADLINE_S)
+    samples, _ = some_samples(SAMPLES_PER_STEP)
+    return Stage2Ahead(
+        parts,
+        SampleStream(samples, LocalPool(EmptyPrompts()), seed=0, shuffle=True, rank=0, num_ranks=1),
+        bounds=Bounds(start_below=ROWS_PER_STEP, keep_at_most=2 * ROWS_PER_STEP, version_window=1),
+        samples_per_pack=SAMPLES_PER_ROW,
+        capacity=SAMPLES_PER_STEP,
         deadline_s=_DEADLINE_S,
     )
 

@@ -1,18 +1,18 @@
 """From a configuration to a run: makes every part, hands them to the `Trainer`, and takes them down again.
 
-The only module that knows all parts. Called by `__main__`; reads the environment it is given, nothing else.
-
-The driver of a `stage2_ab_training` run, made of its configuration. Called by `learner.build`.
+The only module that knows all parts. It reads the environment that it is given, and nothing else.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,8 +20,7 @@ from learner.config.load import load_config, write_resolved
 from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
-from learner.data.batches import Batches, WindowRepeater, steps_per_epoch
-from learner.data.encoding import EncoderPool, LocalPool, PromptEncoder, WorkerPool
+from learner.data.batches import Batches, WindowRepeater, encoder_pool, steps_per_epoch
 from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
@@ -32,95 +31,27 @@ from learner.rollout.connect import Backend, connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
 from learner.run.checkpoint import CheckpointStore
 from learner.run.console import Console
-from learner.run.log import MetricsLog, Timeline, log_to_file, point_latest
+from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
 from learner.run.stopping import Stopped, StopRequest
-from learner.steps.ahead import AheadB, SampleStream, Sizes
-from learner.steps.buffered import RolloutBuffer
-from learner.steps.in_step import BufferedB, OverlappedB
-from learner.steps.packing import CarriedRows, CompleteRows, PackingBuffer, RowMaker, SingleRows
+from learner.steps.ahead import SampleStream, Stage2Ahead
+from learner.steps.buffered import BufferedSteps
+from learner.steps.in_step import Stage2InStep
+from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.steps.protocol import Bounds
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
-from learner.steps.source import FreshRows, RowSource
-from learner.steps.stage2 import ChannelB, Stage2Driver
+from learner.steps.source import FreshSteps, StepSource
+from learner.steps.stage2 import Stage2Parts
 from learner.sync.receipts import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DeadlineError
 
 
 def step_plan(plan: Plan) -> Plan:
     """The plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
     share = plan.effective_batch_size // plan.world_size
     return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
-
-
-def make_driver(
-    config: RunConfig,
-    plan: Plan,
-    *,
-    ranks: Ranks,
-    batches: Batches,
-    samples: Sequence[Sample],
-    encoder: PromptEncoder,
-    channel_a: SegmentSource,
-    rollouts: SegmentSource,
-    row_maker: RowMaker,
-    capacity: int,
-) -> Stage2Driver:
-    """`rollouts` makes Channel-B's segments; `capacity` is how many samples the backend decodes at once for this rank;
-    `batches` follows `step_plan`; `samples` are what they walk over."""
-    assert config.stage2_ab is not None, "only for stage2_ab_training"
-    deadline_s = config.training.collective_timeout_s
-    learns_rollouts = config.stage2_ab.schedule.b_ratio > 0
-    channel_b: ChannelB = BufferedB(batches, rollouts, row_maker)
-    if plan.async_actor_learner and learns_rollouts:
-        bounds = Bounds.run_ahead(config.stage2_ab.async_actor_learner, packs_per_step=plan.gradient_accumulation_steps)
-        channel_b = AheadB(
-            _stream(config, samples, encoder, ranks),
-            rollouts,
-            row_maker,
-            bounds=bounds,
-            sizes=Sizes.of(
-                bounds,
-                samples_per_pack=plan.per_device_train_batch_size,
-                packs_per_step=plan.gradient_accumulation_steps,
-                capacity=capacity,
-            ),
-            ranks=ranks,
-            deadline_s=deadline_s / 2,  # so that a rank's own account comes before the others' patience ends
-        )
-    elif plan.overlap:
-        channel_b = OverlappedB(batches, rollouts, row_maker, capacity=capacity, deadline_s=deadline_s)
-    return Stage2Driver(
-        b_ratio=config.stage2_ab.schedule.b_ratio,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        ranks=ranks,
-        batches=batches,
-        channel_a=channel_a,
-        row_maker=row_maker,
-        channel_b=channel_b,
-    )
-
-
-def _stream(config: RunConfig, samples: Sequence[Sample], encoder: PromptEncoder, ranks: Ranks) -> SampleStream:
-    own = copy.deepcopy(encoder)  # the producer's thread shares nothing with the one that learns
-    pool: EncoderPool = LocalPool(own)
-    if config.data.num_workers:
-        pool = WorkerPool(
-            own,
-            num_workers=config.data.num_workers,
-            samples_per_micro_batch=config.training.per_device_train_batch_size,
-            timeout_s=config.training.collective_timeout_s,
-        )
-    return SampleStream(
-        samples,
-        pool,
-        seed=config.training.seed,
-        shuffle=config.data.shuffle,
-        rank=ranks.rank,
-        num_ranks=ranks.world_size,
-    )
 
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
@@ -155,16 +86,17 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
-    work = _work(basis, batches, backend, after_backend, stack)
+    clock = PhaseClock(on_phase=timeline.phase)
+    source = _step_source(basis, batches, backend, clock, total_steps)
+    after_backend.push(_closing(source))
+    stack.callback(source.stop)
     return Trainer(
         config=config,
-        plan=plan,
         total_steps=total_steps,
         ranks=ranks,
         policy=basis.policy,
         optimizer=optimizer,
-        batches=work.cursor,
-        rows=work.rows,
+        source=source,
         task=basis.task,
         eval_samples=basis.data.evaluation,
         backend=backend,
@@ -178,8 +110,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
         log=log,
         timeline=timeline,
+        clock=clock,
         console=console,
-        stage2=work.stage2,
     )
 
 
@@ -217,15 +149,6 @@ class Basis:
     @property
     def ground_truth(self) -> GroundTruthSource:
         return GroundTruthSource(self.task, self.policy.tokenizer, desc_weight=self.config.loss.desc_weight)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What the trainer reads and learns, step by step."""
-
-    cursor: Batches | WindowRepeater
-    rows: RowSource
-    stage2: Stage2Driver | None
 
 
 def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
@@ -313,29 +236,81 @@ def _rollouts(
     return backend, sync
 
 
-def _work(basis: Basis, batches: Batches, backend: Backend | None, after_backend: ExitStack, stack: ExitStack) -> Work:
-    config, samples, encoder = basis.config, basis.data.train, basis.policy.encoder
+def _step_source(
+    basis: Basis, batches: Batches, backend: Backend | None, clock: PhaseClock, total_steps: int
+) -> StepSource:
+    """Where each step's rows come from."""
+    config, plan = basis.config, basis.plan
     source, row_maker = _segment_source(basis, backend), _row_maker(config)
-    capacity = config.global_max_length
-    fresh = FreshRows(source, row_maker, ranks=basis.ranks, capacity=capacity, samples=samples, encoder=encoder)
-    cursor, rows = _with_rollout_buffer(basis.plan, batches, fresh)
-    if config.stage2_ab is None:
-        return Work(cursor=cursor, rows=rows, stage2=None)
-    stage2 = make_driver(
-        config,
-        basis.plan,
-        ranks=basis.ranks,
-        batches=batches,
-        samples=samples,
-        encoder=encoder,
-        channel_a=basis.ground_truth,
-        rollouts=source,
-        row_maker=row_maker,
-        capacity=backend.chunk if backend else 0,
+    if config.stage2_ab is not None:
+        parts = Stage2Parts(
+            b_ratio=config.stage2_ab.schedule.b_ratio,
+            packs_per_step=plan.gradient_accumulation_steps,
+            ranks=basis.ranks,
+            batches=batches,
+            ground_truth=basis.ground_truth,
+            rollouts=source,
+            row_maker=row_maker,
+            clock=clock,
+        )
+        return _stage2(basis, parts, capacity=backend.chunk if backend else 0)
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "ranks": basis.ranks,
+        "samples": basis.data.train,
+        "encoder": basis.policy.encoder,
+        "clock": clock,
+    }
+    if plan.m_steps == 1:
+        drains_at = None if config.training.packing_drop_last else total_steps - 1
+        return FreshSteps(batches, source, row_maker, drains_at=drains_at, **settings)
+    repeater = WindowRepeater(
+        batches, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
     )
-    after_backend.callback(stage2.close)
-    stack.callback(stage2.stop)
-    return Work(cursor=cursor, rows=rows, stage2=stage2)
+    return BufferedSteps(repeater, source, row_maker, **settings)
+
+
+def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int) -> StepSource:
+    """`capacity`: how many samples the backend decodes at once for this rank."""
+    config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
+    assert config.stage2_ab is not None
+    if not plan.async_actor_learner or parts.b_ratio == 0:
+        return Stage2InStep(parts, capacity=capacity if plan.overlap else None, deadline_s=deadline_s)
+    return Stage2Ahead(
+        parts,
+        _stream(basis),
+        bounds=Bounds.run_ahead(config.stage2_ab.async_actor_learner, packs_per_step=parts.packs_per_step),
+        samples_per_pack=plan.per_device_train_batch_size,
+        capacity=capacity,
+        deadline_s=deadline_s / 2,  # so that a rank's own account comes before the others' patience ends
+    )
+
+
+def _stream(basis: Basis) -> SampleStream:
+    config, ranks = basis.config, basis.ranks
+    encoder = copy.deepcopy(basis.policy.encoder)  # the producer's thread shares nothing with the one that learns
+    return SampleStream(
+        basis.data.train,
+        encoder_pool(config, encoder, samples_per_micro_batch=basis.plan.per_device_train_batch_size),
+        seed=config.training.seed,
+        shuffle=config.data.shuffle,
+        rank=ranks.rank,
+        num_ranks=ranks.world_size,
+    )
+
+
+def _closing(source: StepSource) -> Callable[..., None]:
+    """Closes `source` at the end of the run. A producer that does not end never hides the error that ended the run."""
+
+    def close(_: object, error: BaseException | None, __: object) -> None:
+        try:
+            source.close()
+        except DeadlineError as late:
+            if error is None:
+                raise
+            logging.getLogger(__name__).warning("%s", late)
+
+    return close
 
 
 def _segment_source(basis: Basis, backend: RolloutBackend | None) -> SegmentSource:
@@ -351,22 +326,7 @@ def _row_maker(config: RunConfig) -> RowMaker:
         return SingleRows(config.global_max_length)
     if config.custom.trainer_variant != "rollout_matching_sft":
         return CompleteRows(config.global_max_length)
-    buffer = PackingBuffer(
-        capacity=config.global_max_length,
-        max_segments=training.packing_buffer,
-        min_fill_ratio=training.packing_min_fill_ratio,
-    )
-    return CarriedRows(buffer)
-
-
-def _with_rollout_buffer(plan: Plan, batches: Batches, fresh: FreshRows) -> tuple[Batches | WindowRepeater, RowSource]:
-    """What the trainer reads and learns: windows `m_steps` times over, on kept rows, or both as they are (R18)."""
-    if plan.m_steps == 1:
-        return batches, fresh
-    repeater = WindowRepeater(
-        batches, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
-    )
-    return repeater, RolloutBuffer(fresh, repeater)
+    return CarriedRows(config.global_max_length, max_segments=training.packing_buffer)
 
 
 def _steps_of_epochs(config: RunConfig, plan: Plan, batches: Batches) -> int:

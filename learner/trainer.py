@@ -1,52 +1,52 @@
-"""The training loop: sync, segments, rows, forward/backward, one update; evaluate and save when due.
+"""The training loop: sync, learn, update; evaluate and save when due.
 
-One optimizer step: `gradient_accumulation_steps` micro-steps, each of which takes one micro-batch, makes segments of
-it, packs rows and runs forward/backward; then gradients are reduced over ranks once, clipped, and applied. The step's
-loss is the weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not
-change the gradient.
+One optimizer step: sync where its rollouts need it, begin, learn each micro-step's rows as they come, reduce gradients
+over ranks once, clip, update, count. The rows come from a step source (`learner.steps.source`). The step's loss is the
+weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the
+gradient.
 
 Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10). Every rank
 runs the same number of forward/backward passes (D5). A sample is trained once per epoch, also across a resume.
-
-Sums of one optimizer step: over its micro-steps, then over ranks, then as a `StepResult`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from learner.config.plan import Plan
 from learner.config.schema import RunConfig
-from learner.data.batches import Batches, MicroBatch, WindowRepeater
 from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
-from learner.rollout.backend import RolloutBackend
+from learner.rollout.backend import RolloutBackend, is_out_of_memory
 from learner.run.checkpoint import CheckpointStore, Generators, TrainerState
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
 from learner.run.log import MetricsLog, PhaseClock, Timeline
 from learner.run.stopping import Stopped, StopRequest
 from learner.steps.pipeline import Fence
-from learner.steps.source import RowSource, empty_rows, in_lockstep
-from learner.steps.stage2 import Stage2Driver
+from learner.steps.source import StepSource, in_lockstep, padded
 from learner.sync.receipts import Sync
 from learner.tasks.task import Task
-from shared.errors import CheckpointError, ProjectError
+from shared.errors import CheckpointError, OutOfMemoryError
 
-# The counts that are always there, so that every rank reduces the same vector whatever it saw.
+# Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
 _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 
 
 @dataclass
 class StepTotals:
-    """Counts by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them."""
+    """Sums of one optimizer step: over its rows, then over ranks, then as a `StepResult`.
 
+    `counts` are by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them. Rows that
+    are filled less than `min_fill` are counted as `underfilled`; None: rows hold one segment each, and nothing is.
+    """
+
+    min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)
 
     def add(self, row: PackedRow, loss: RowLoss) -> None:
@@ -59,6 +59,8 @@ class StepTotals:
             "rows": 1 if row.segments else 0,
             "tokens": row.num_tokens,
         }
+        if self.min_fill is not None:
+            counted["underfilled"] = 1 if row.segments and row.fill < self.min_fill else 0
         for counts in (counted, *(segment.stats for segment in row.segments)):
             self._merge(counts)
 
@@ -117,26 +119,42 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """The end of a step: with the weights as they are, all that a checkpoint needs, of every rank."""
+    """The end of a step: all that a checkpoint needs besides the weights and moments, of every rank."""
 
     state: TrainerState
     generators: Generators
 
 
+@contextmanager
+def memory_errors(row: PackedRow) -> Iterator[None]:
+    """Around the learning of `row`. Raises OutOfMemoryError, which names the row, if memory runs out."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        num_images = sum(len(s.vision.image_grid_thw) for s in row.segments if s.vision is not None)
+        names = ", ".join(segment.sample_id for segment in row.segments)
+        raise OutOfMemoryError(
+            "out of memory while learning a row",
+            found=f"a row of {row.num_tokens} tokens and {num_images} images (samples {names}): {error}",
+            wanted=f"memory for rows of up to global_max_length = {row.capacity} tokens",
+            remedy="lower global_max_length, set model.gradient_checkpointing: true, or use smaller images",
+        ) from error
+
+
 class Trainer:
-    """Owns the loop and its state. Built by `learner.build`; every collaborator does one thing."""
+    """Owns the loop and its state."""
 
     def __init__(
         self,
         *,
         config: RunConfig,
-        plan: Plan,
         total_steps: int,
         ranks: Ranks,
         policy: Policy,
         optimizer: Optimizer,
-        batches: Batches | WindowRepeater,
-        rows: RowSource,
+        source: StepSource,
         task: Task,
         eval_samples: list[Sample],
         backend: RolloutBackend | None,
@@ -145,17 +163,15 @@ class Trainer:
         stop: StopRequest,
         log: MetricsLog,
         timeline: Timeline,
+        clock: PhaseClock,
         console: Console,
-        stage2: Stage2Driver | None = None,
     ) -> None:
-        self.config, self.plan, self.total_steps, self.ranks = config, plan, total_steps, ranks
+        self.config, self.total_steps, self.ranks = config, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
-        self.policy, self.optimizer = policy, optimizer
-        self.batches, self.rows, self.task = batches, rows, task
+        self.policy, self.optimizer, self.source, self.task = policy, optimizer, source, task
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
-        self.stage2 = stage2  # `stage2_ab_training`: chooses each step's channel and makes its rows
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
-        self.timeline, self.clock = timeline, PhaseClock(on_phase=timeline.phase)
+        self.timeline, self.clock = timeline, clock
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
@@ -163,13 +179,13 @@ class Trainer:
         self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
 
     def run(self) -> None:
-        """Train to the last step. Raises ProjectError, and Stopped where it was asked to; the end of the last whole
-        step is saved then, and can be resumed."""
+        """Train to the last step. Raises ProjectError, Stopped if it was asked to stop, or whatever else ended it; the
+        last whole step is saved before, so that it can be resumed."""
         try:
             self.train()
         except CheckpointError:
             raise
-        except (ProjectError, Stopped) as error:
+        except Exception as error:
             agreed = isinstance(error, Stopped) and error.agreed
             self.save() if agreed else self.rescue()
             raise
@@ -182,7 +198,7 @@ class Trainer:
         if training.eval_on_start:
             self.evaluate()
         while self.state.global_step < self.total_steps:
-            receipt = self.sync_if_stale() if self.needs_sync() else None
+            receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
             result = self.step()
             self.report(result, receipt)
             if training.eval_steps and result.global_step % training.eval_steps == 0:
@@ -198,17 +214,15 @@ class Trainer:
     # ---- one optimizer step ----------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """One accumulation window and one parameter update."""
-        totals, channel, ver = StepTotals(), self.rows.channel, self.generator_ver()
-        metrics: Mapping[str, float] = {}
-        if self.stage2 is not None:
+        """One parameter update."""
+        self.stop.check()
+        training, ver = self.config.training, self.generator_ver()
+        totals = StepTotals(min_fill=training.packing_min_fill_ratio if training.packing else None)
+        channel = self.source.begin(self.state.global_step)
+        for rows in self.source.micro_steps():
             self.stop.check()
-            channel = self.stage2.begin(self.state.global_step).channel
-            self.learn_to_completion(self.stage2.rows(self.clock), totals)
-            metrics = self.stage2.metrics()
-        else:
-            self.accumulate(totals)
-            metrics = self.rows.metrics()
+            self.training_step(rows, totals)
+        metrics = self.source.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
             self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight)
@@ -227,50 +241,16 @@ class Trainer:
             extra=metrics,
         )
 
-    def accumulate(self, totals: StepTotals) -> None:
-        """The micro-steps of one accumulation window."""
-        num_micro_steps = self.plan.gradient_accumulation_steps
-        self.stop.check()
-        window = self.batches.upcoming(num_micro_steps)
-        self.rows.begin_step(window, global_step=self.state.global_step, clock=self.clock)
-        for micro_step_idx in range(num_micro_steps):
-            self.stop.check()
-            with self.clock.phase("data"):
-                batch = next(self.batches)
-            self.training_step(batch, micro_step_idx, totals)
-            if batch.ends_epoch:
-                break  # the last window of an epoch may be shorter
-
-    def learn_to_completion(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
-        """Learn a step's rows as they come, then empty ones until every rank has run as many passes (D5). Passes of a
-        sharded model wait for each other, and so its rows do too."""
-        num_rows = 0
+    def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
+        """One micro-step: its rows learned as they come, and empty ones until every rank has run as many passes (D5);
+        gradients accumulated, no update. Passes of a sharded model wait for each other, and so its rows do too."""
+        evened = in_lockstep if self.policy.is_sharded else padded
         with closing(rows):  # an error here must end the rollouts under way too
-            length = self.config.global_max_length
-            for row in in_lockstep(rows, self.ranks, length) if self.policy.is_sharded else rows:
-                with self.clock.phase("learn"):
+            for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
+                with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
-                num_rows += 1
-        with self.clock.phase("learn"):
-            for row in empty_rows(num_rows, self.ranks, self.config.global_max_length):
-                totals.add(row, self.policy.backward(row))
-
-    def training_step(self, batch: MicroBatch, micro_step_idx: int, totals: StepTotals) -> None:
-        """One micro-step: one micro-batch in, gradients accumulated, no update."""
-        rows = self.rows.rows(
-            batch, global_step=self.state.global_step, micro_step_idx=micro_step_idx, clock=self.clock
-        )
-        with self.clock.phase("learn"):
-            for row in rows:
-                totals.add(row, self.policy.backward(row))
 
     # ---- between steps ---------------------------------------------------------------------------------------------
-
-    def needs_sync(self) -> bool:
-        """Whether the coming step's rollouts need the servers at the present weights."""
-        if self.stage2 is not None:
-            return self.stage2.wants_sync(self.state.global_step)
-        return self.rows.needs_rollouts
 
     def generator_ver(self) -> int:
         """The version of the weights that rollouts are made by: syncs so far. A backend that has the trained weights
@@ -283,18 +263,8 @@ class Trainer:
         """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
         if self.sync is None or self._synced_at == self.state.global_step:
             return None
-        with self.fence() as fence:
+        with self.source.fence() as fence:
             return self._sync_behind(self.sync, fence)
-
-    @contextmanager
-    def fence(self) -> Iterator[Fence]:
-        """No rollout that runs ahead is in flight inside. Collective."""
-        with ExitStack() as stack:
-            fence = Fence()
-            if self.stage2 is not None:
-                with self.clock.phase("wait"):
-                    fence = stack.enter_context(self.stage2.fence())
-            yield fence
 
     def _sync_behind(self, sync: Sync, fence: Fence) -> SyncReceipt:
         with self.clock.phase("sync"):
@@ -312,7 +282,7 @@ class Trainer:
         assert self.backend is not None
         self.stop.check()
         step = self.state.global_step
-        with self.fence() as fence:  # also around the rollouts: the servers hold no more of them than one call's
+        with self.source.fence() as fence:  # also around the rollouts: the servers hold no more of them than one call's
             if self.sync is not None and self._synced_at != step:
                 self._sync_behind(self.sync, fence)
             with self.clock.phase("eval"):
@@ -324,12 +294,9 @@ class Trainer:
         self.console.evaluation(step, evaluation.metrics)
 
     def mark_boundary(self) -> None:
-        """Remember where this end of a step stands in the data; what follows may be given up. Collective."""
-        carried = self.ranks.all_gather_object(self.rows.due_on_resume())
-        cursor = {"batches": self.batches.state(), "carried": carried}
-        if self.stage2 is not None:
-            cursor["stage2"] = self.stage2.state()
-        self._boundary = Boundary(state=replace(self.state, cursor=cursor), generators=self.checkpoints.generators())
+        """Remember what a checkpoint of this end of a step needs; the next step may be given up. Collective."""
+        state = replace(self.state, cursor=self.source.state())
+        self._boundary = Boundary(state=state, generators=self.checkpoints.generators())
 
     def save(self) -> None:
         """A checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
@@ -343,14 +310,16 @@ class Trainer:
         self.console.note(f"saved {path}")
 
     def rescue(self) -> None:
-        """After an error: save the last whole step without the other ranks, who may be gone. An unfinished one is given
-        up; its samples come again after the resume."""
+        """After an error: save the last whole step without the other ranks, which may be gone. An unfinished step is
+        given up; its samples come again after the resume."""
         at = self._boundary
         if at is None or at.state.global_step in (0, self._saved_at):
             return
+        for _, p in self.policy.trainable:
+            p.grad = None  # memory to save with, if that is what ran out
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
-        except CheckpointError as error:  # the error that stopped the run is the one to tell
+        except Exception as error:  # the error that stopped the run is the one to raise
             self.console.note(f"step {at.state.global_step} could not be saved: {error}")
             return
         self.console.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")
@@ -361,22 +330,22 @@ class Trainer:
         if where is None:
             return
         self.state = self.checkpoints.load(where, self.policy, self.optimizer)
-        self.batches.restore(self.state.cursor["batches"])
-        if self.stage2 is not None and "stage2" in self.state.cursor:
-            self.stage2.restore(self.state.cursor["stage2"])
-        carried = [sample_id for part in self.state.cursor["carried"] for sample_id in part]
-        self.rows.restore(carried[self.ranks.rank :: self.ranks.world_size])
+        self.source.restore(self.state.cursor)
         self._saved_at = self.state.global_step
-        self.console.note(f"resumed at step {self.state.global_step}; {len(carried)} carried samples come again")
+        self.console.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
 
     def report(self, result: StepResult, receipt: SyncReceipt | None) -> None:
         self.log.write("step", result, step=result.global_step)
         self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
         self.console.step(result, receipt)
 
+    def waiting(self) -> list[str]:
+        """Samples that were handed out, on any rank, and are not learned yet. Collective."""
+        return [sample_id for part in self.ranks.all_gather_object(self.source.waiting()) for sample_id in part]
+
     def note_leftovers(self) -> None:
-        """Segments that training ended on before they were learned: told, never dropped in silence (R12)."""
-        left = [sample_id for part in self.ranks.all_gather_object(self.rows.waiting()) for sample_id in part]
+        """Name the samples whose segments still waited for a row when training ended (R12)."""
+        left = self.waiting()
         if left:
             self.log.write("note", {"carried_and_not_learned": left})
             self.console.note(f"{len(left)} samples were still in the packing buffer when training ended (not learned)")

@@ -24,6 +24,7 @@ same thing as JSON, so that the server's own words reach the learner's user.
     ├── PromptMismatchError     the two sides tokenize a prompt differently
     ├── RolloutError            an answer is malformed or incomplete
     ├── LossError               a supervised index outside the assistant span, or a loss that is not finite
+    ├── OutOfMemoryError        a row of the learner does not fit the memory that is left
     ├── WindowMismatchError     a repeated accumulation window came with other samples than the first time
     ├── DeadlineError           a wait passed its deadline
     └── CheckpointError         a checkpoint can't be written or read
@@ -141,6 +142,10 @@ class RolloutError(ProjectError):
 
 
 class LossError(ProjectError):
+    pass
+
+
+class OutOfMemoryError(ProjectError):
     pass
 
 

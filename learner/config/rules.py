@@ -243,14 +243,15 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
 
 
 def carry_packing(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_matching_sft` with packing carries segments over (D6): `packing_drop_last` is true, and `packing_buffer`
-    holds at least `per_device_train_batch_size`."""
+    """`rollout_matching_sft` with packing carries segments over (D6): `packing_buffer` holds at least
+    `per_device_train_batch_size`, and with a `rollout_buffer` `packing_drop_last` is true."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing:
         return
-    if not training.packing_drop_last:
-        wanted = "true: each micro-step has one row, so what is carried at the end has no step to be learned in"
-        remedy = "remove it, or set training.packing: false"
+    buffer = config.rollout_matching.rollout_buffer
+    if not training.packing_drop_last and buffer is not None and buffer.enabled and buffer.m_steps > 1:
+        wanted = "true: a run may end with an M-step, which learns what its window learned before and nothing else"
+        remedy = f"remove it, or set {ROLLOUT}.rollout_buffer.enabled: false, or training.packing: false"
         yield Mistake(path="training.packing_drop_last", found="false", wanted=wanted, remedy=remedy)
     if training.packing_buffer < training.per_device_train_batch_size:
         wanted = f"at least training.per_device_train_batch_size ({training.per_device_train_batch_size})"

@@ -149,11 +149,16 @@ class TrainingConfig(Section):
         "`rollout_matching_sft`: segments carried to later micro-steps, at most", 64, unit="segments", req="D6", ge=1
     )
     packing_min_fill_ratio: float = key(
-        "rows filled less than this are counted as underfilled", 0.6, unit="share of the row", req="D6", gt=0.0, le=1.0
+        "packed rows filled less than this are counted: metric `underfilled`",
+        0.6,
+        unit="share of the row",
+        req="D6",
+        gt=0.0,
+        le=1.0,
     )
     packing_drop_last: bool = key(
-        "`rollout_matching_sft`: segments still carried at the end of the run are dropped (and counted); must be true "
-        "there, as every micro-step has exactly one row",
+        "`rollout_matching_sft`: segments still carried at the end of the run are not learned (their samples are named "
+        "in the log); false: the last step learns them too, in rows of its own. Must be true with a `rollout_buffer`",
         True,
         req="D6",
     )

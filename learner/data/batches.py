@@ -1,25 +1,21 @@
-"""`Batches`: this rank's micro-batches, epoch after epoch, with prompts encoded ahead of their use.
+"""This rank's micro-batches, epoch after epoch, with prompts encoded ahead of their use; and windows of them, repeated.
 
-In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. Its state is a few numbers of JSON, equal
-on all ranks; what was prefetched and not yet taken is not part of it, so a resume repeats and skips nothing.
+`Batches`: samples, configuration and rank in, an endless iterator of `MicroBatch` out. Its state is a few numbers of
+JSON, equal on all ranks; what was prefetched and not yet taken is not part of it, so a resume repeats and skips
+nothing.
 
-Which samples a rank takes at which micro-step: a pure function of seed, position and rank, so a resume is exact.
+Which samples a rank takes at which micro-step (`DistributedSampler`) is a pure function of seed, position and rank, so
+a resume is exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n of it (W ranks, n
+samples each), and rank r the r-th n of those, so a sample's request index r*n + i, and with it its seed, is its place
+in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds what is left, shared out as evenly as it goes, in
+rank order; a rank may then get an empty share, and still takes part. Invariants: over ranks, an epoch's shares are the
+order, each sample exactly once; the order does not depend on W or n.
 
-An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n of it (W ranks, n samples each), and
-rank r the r-th n of those, so a sample's request index r*n + i, and with it its seed, is its place in the order (SPEC:
-Seeds, D4). The last micro-batch of an epoch holds what is left, shared out as evenly as it goes, in rank order; a rank
-may then get an empty share, and still takes part.
-
-Invariants: over ranks, an epoch's shares are the order, each sample exactly once; the order does not depend on W or n.
-
-`WindowRepeater`: each accumulation window `m_steps` times, so that rollouts can be reused without a sample skipped.
-
-In: a rank's `Batches`. Out: the same micro-batches, an accumulation window of them at a time, `m_steps` times over,
-each marked with its `WindowStep`. A window of fewer than `gradient_accumulation_steps` micro-batches, which an epoch
-may end with, is given once (R18). Read by the trainer, and by `learner.steps.buffered`, which keeps the window's rows.
-
-Invariants: over ranks, an epoch hands out each sample `m_steps` times, those of its short last window once, also across
-a resume in the middle of a window. State counts whole passes: a pass that was begun and not ended comes again.
+`WindowRepeater` gives the same micro-batches, an accumulation window of them at a time, `m_steps` times over, each
+marked with its `WindowStep`, so that rollouts can be reused without a sample skipped. A window of fewer than
+`gradient_accumulation_steps` micro-batches, which an epoch may end with, is given once (R18). Invariants: over ranks,
+an epoch hands out each sample `m_steps` times, those of its short last window once, also across a resume in the middle
+of a window. State counts whole passes: a pass that was begun and not ended comes again.
 """
 
 from __future__ import annotations
@@ -149,14 +145,7 @@ class Batches(Iterator[MicroBatch]):
             seed=config.training.seed,
             shuffle=config.data.shuffle,
         )
-        self._pool: EncoderPool = LocalPool(encoder)
-        if config.data.num_workers:
-            self._pool = WorkerPool(
-                encoder,
-                num_workers=config.data.num_workers,
-                samples_per_micro_batch=plan.per_device_train_batch_size,
-                timeout_s=config.training.collective_timeout_s,
-            )
+        self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._position = 0  # of the next micro-batch that is handed out
         self._ahead: deque[tuple[Share, list[EncodingJob]]] = deque()
 
@@ -230,6 +219,18 @@ class Batches(Iterator[MicroBatch]):
             "seed": self._sampler.seed,
             "shuffle": self._sampler.shuffle,
         }
+
+
+def encoder_pool(config: RunConfig, encoder: PromptEncoder, *, samples_per_micro_batch: int) -> EncoderPool:
+    """Who encodes prompts: `data.num_workers` processes, or this one."""
+    if not config.data.num_workers:
+        return LocalPool(encoder)
+    return WorkerPool(
+        encoder,
+        num_workers=config.data.num_workers,
+        samples_per_micro_batch=samples_per_micro_batch,
+        timeout_s=config.training.collective_timeout_s,
+    )
 
 
 def _cost(share: Share) -> int:

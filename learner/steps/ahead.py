@@ -1,50 +1,56 @@
 """Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27).
 
-One producer per rank makes packs of its own sample stream, whatever the learner does meanwhile; a Channel-B step takes
-`packs_per_step` of them, oldest first. A pack is one row of at most `samples_per_pack` samples, so that such a step
-learns as many samples as one of any other kind, or fewer where they do not fit a row.
+One producer per rank makes packs of its own sample stream while the learner learns. A Channel-B step takes
+`packs_per_step` of them, oldest first. A pack is one row of at most `samples_per_pack` samples, so such a step learns
+as many samples as any other step, or fewer if they do not fit a row.
 
-When weights move: after every executed Channel-B step, before the next step. So one version is one such step, a pack of
-`version_window` versions' age is that many Channel-B steps behind, and a window of 0 still learns something (what was
-made since the last sync, if the learner does not wait for it). Each rank stops calling before the ranks meet for it.
-
-Invariants: those of `learner/pipeline/`; every rank enters a fence or none does; a step takes what `eligible` promised
-without waiting. Called by `driver.py`.
-
-The samples that one rank rolls out ahead of learning: a stream of its own, beside the batches of Channel-A (R25).
+Weights are synced after every executed Channel-B step, before the next step. So a pack that is n versions old is n
+Channel-B steps behind, and with `version_window: 0` only packs made since the last sync are learned. Before a sync each
+rank stops calling, and waits for its call in flight.
 
 The stream of all ranks is epoch after epoch of a shuffled order; rank r of W takes every W-th sample of it, beginning
 with the r-th. So each rank can go at its own pace, and an epoch of the stream still holds each sample exactly once over
-all ranks. `read(positions)` is a pure function of the position: one that comes back gives the same sample again.
+all ranks.
 
-Called in the producer's thread, which shares nothing with the thread that learns: the encoder is the stream's own.
+Invariants: those of `protocol`; every rank enters a fence or none does; a step takes what `begin` found eligible,
+without waiting. The producer's thread shares nothing with the thread that learns: the stream's encoder is its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from learner.data.batches import DistributedSampler
 from learner.data.encoding import EncoderPool
-from learner.policy.parallel import Ranks
-from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
+from learner.records import EncodedPrompt, PackedRow, Sample, Segment
 from learner.run.log import PhaseClock
-from learner.steps.in_step import CALLS_PER_STEP, CLOSE_S, DEADLINE_KEY, call_metrics
-from learner.steps.packing import RowMaker
-from learner.steps.pipeline import Fence, RolloutPipeline, Work, WorkItem
+from learner.steps.pipeline import CallSamples, CallTotals, Fence, ProducerStages, RolloutPipeline
 from learner.steps.protocol import Bounds, Counts, StreamState
-from learner.steps.segments import SegmentSource
-from learner.steps.stage2 import RankMetrics
+from learner.steps.stage2 import (
+    CALLS_PER_STEP,
+    CLOSE_S,
+    DEADLINE_KEY,
+    RankMetrics,
+    Stage2Parts,
+    Stage2Steps,
+    call_metrics,
+)
+from shared.errors import CheckpointError
 from shared.seeds import base_seed
 
-AHEAD = -1  # stands for the micro-step in seeds of what belongs to no step
+NO_MICRO_STEP = -1  # stands for the micro-step in seeds of what belongs to no step
+# Fields of `Counts` that are metrics of a step, summed over ranks.
+SUMMED_COUNTS = ("packs_made", "packs_learned", "packs_dropped_oldest", "packs_dropped_stale", "samples_returned")
+
+log = logging.getLogger("learner.stage2")
 
 
 class SampleStream:
-    """`pool` encodes prompts, and is closed with the stream."""
+    """The samples that one rank rolls out. `pool` encodes prompts, and is closed with the stream."""
 
     def __init__(
         self,
@@ -57,13 +63,13 @@ class SampleStream:
         num_ranks: int,
     ) -> None:
         self._samples, self._pool, self._rank, self._num_ranks = samples, pool, rank, num_ranks
-        order_seed = base_seed(seed, 0, AHEAD)  # another order than Channel-A's
+        order_seed = base_seed(seed, 0, NO_MICRO_STEP)  # another order than Channel-A's
         self._sampler = DistributedSampler(
             len(samples), num_ranks=1, rank=0, samples_per_rank=1, seed=order_seed, shuffle=shuffle
         )
 
     def sample(self, position: int) -> Sample:
-        """The sample at a position of this rank."""
+        """The sample at a position of this rank: a pure function, a position that comes back gives the same sample."""
         epoch, place = divmod(position * self._num_ranks + self._rank, len(self._samples))
         return self._samples[int(self._sampler.order(epoch)[place])]
 
@@ -78,9 +84,6 @@ class SampleStream:
         self._pool.close()
 
 
-log = logging.getLogger("learner.stage2")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """How much a call, a pack and a step hold on one rank."""
@@ -91,9 +94,9 @@ class Sizes:
 
     @classmethod
     def of(cls, bounds: Bounds, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
-        """Calls of whole packs, at least one: as many as the servers decode at once (`capacity` samples), or a part of
-        a step's where that is more, for within a call they are refilled as answers come; a step's at most, because a
-        sync waits for the call in flight; and none that the queue would drop at once."""
+        """A call is one or more whole packs: as many as the servers decode at once (`capacity` samples), or a quarter
+        of a step's packs if that is more, because within a call the servers are refilled as answers come. It is a
+        step's packs at most, because a sync waits for the call in flight, and never more than the queue can hold."""
         assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
         room = bounds.keep_at_most - bounds.start_below + 1
         packs = min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step, room)
@@ -104,41 +107,46 @@ class Sizes:
         )
 
 
-class AheadB:
-    """`deadline_s` bounds the wait for a call in flight; shorter than what the ranks wait for each other."""
+class Stage2Ahead(Stage2Steps):
+    """`capacity`: how many samples the servers decode at once for this rank. `deadline_s` bounds the wait for a call in
+    flight; shorter than what the ranks wait for each other."""
 
     def __init__(
         self,
+        parts: Stage2Parts,
         stream: SampleStream,
-        source: SegmentSource,
-        row_maker: RowMaker,
         *,
         bounds: Bounds,
-        sizes: Sizes,
-        ranks: Ranks,
+        samples_per_pack: int,
+        capacity: int,
         deadline_s: float,
     ) -> None:
-        self._stream, self._source, self._row_maker = stream, source, row_maker
-        self._bounds, self._sizes, self._ranks, self._deadline_s = bounds, sizes, ranks, deadline_s
+        super().__init__(parts)
+        self._stream, self._bounds, self._deadline_s = stream, bounds, deadline_s
+        self._sizes = Sizes.of(
+            bounds, samples_per_pack=samples_per_pack, packs_per_step=parts.packs_per_step, capacity=capacity
+        )
         self._pipeline: RolloutPipeline | None = None  # None: before the first sync
         self._resume: StreamState | None = None
-        self._learned_since_sync = True  # Channel-B, by any rank's weights: the servers are to have the new ones
+        self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._told = Counts()  # what the metrics have told
-        log.info("rollouts run ahead: %s, %s", bounds, sizes)
+        self._reported = (Counts(), CallTotals())  # what earlier steps' metrics hold
+        log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
-    def wants_sync(self, wanted: Channel) -> bool:
+    def wants_sync(self, global_step: int) -> bool:
         """After every executed Channel-B step, whatever comes next: the producer goes on with the new weights."""
         return self._learned_since_sync
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """No call is in flight on any rank inside. Collective. The first one with a sync starts the producer."""
+        """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
         pipeline = self._pipeline
         with ExitStack() as stack:
             fences = [Fence()]
             if pipeline is not None:
-                self._ranks.all_succeed(lambda: fences.append(stack.enter_context(pipeline.fence(self._deadline_s))))
+                with self._clock.phase("wait"):
+                    enter = pipeline.fence(self._deadline_s)
+                    self._ranks.all_succeed(lambda: fences.append(stack.enter_context(enter)))
             fence = fences[-1]
             yield fence
         if fence.ver is None:
@@ -147,67 +155,84 @@ class AheadB:
         if pipeline is None:
             self._pipeline = self._make_pipeline(fence.ver).start()
 
-    def eligible(self) -> int:
-        """Fresh packs that wait; none before the first sync. Raises what ended the producer."""
-        self._depth = self._pipeline.eligible() if self._pipeline else 0
-        return self._depth
+    def state(self) -> dict[str, Any]:
+        """With every rank's place in its stream."""
+        state = super().state()
+        own = self._resume or StreamState() if self._pipeline is None else self._pipeline.stream_state()
+        state["stage2"]["streams"] = [asdict(stream) for stream in self._ranks.all_gather_object(own)]
+        return state
 
-    def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
-        """A step's packs, oldest first. They were promised by `eligible`, so the clock's phase `wait` is short."""
-        pipeline, number = self._pipeline, self._sizes.packs_per_step
-        assert pipeline is not None, "Channel-B before the first sync"
-        for left in range(number, 0, -1):
-            # The sync after this step waits for the call in flight: begin none whose packs would only become stale.
-            if pipeline.eligible() >= left + number * self._bounds.version_window:
-                pipeline.request_fence()
-            with clock.phase("wait"):
-                row = pipeline.next_pack(self._deadline_s)
-            assert row is not None, "an endless stream ended"
-            yield row
-        self._learned_since_sync = True
-
-    def metrics(self) -> RankMetrics:
-        """Of the step that ended: what was queued, how old it was, what was dropped, how long calls took."""
-        if self._pipeline is None:
-            return RankMetrics()
-        now, told = self._pipeline.stats().counts, self._told
-        self._told = now
-        learned = now.packs_learned - told.packs_learned
-        means = {"stage2_ab/async/queue_depth": float(self._depth), **call_metrics(self._pipeline.drain_spans())}
-        if learned:
-            means["stage2_ab/async/age_versions"] = (now.age_versions - told.age_versions) / learned
-        sums = {
-            "stage2_ab/async/packs_made": now.packs_made - told.packs_made,
-            "stage2_ab/async/packs_learned": learned,
-            "stage2_ab/async/packs_dropped_oldest": now.packs_dropped_oldest - told.packs_dropped_oldest,
-            "stage2_ab/async/packs_dropped_stale": now.packs_dropped_stale - told.packs_dropped_stale,
-            "stage2_ab/async/samples_returned": now.samples_returned - told.samples_returned,
-        }
-        return RankMetrics(means=means, sums={name: float(count) for name, count in sums.items()})
-
-    def stream_state(self) -> StreamState:
-        if self._pipeline is None:
-            return self._resume or StreamState()
-        return self._pipeline.stream_state()
-
-    def resume(self, stream: StreamState) -> None:
-        assert self._pipeline is None, "resumed after the producer had started"
-        self._resume = stream
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`. Raises CheckpointError where it is of another number of ranks."""
+        assert self._pipeline is None, "restored after the producer had started"
+        super().restore(state)
+        streams = state.get("stage2", {}).get("streams")
+        if not streams:
+            return
+        if len(streams) != self._ranks.world_size:
+            raise CheckpointError(
+                "the checkpoint's rollouts ahead of learning are of another number of ranks",
+                found=f"{len(streams)} sample streams in the checkpoint, {self._ranks.world_size} ranks",
+                wanted="as many ranks, since each has a stream of its own",
+                remedy=f"resume on {len(streams)} ranks, or once with stage2_ab.async_actor_learner.enabled: false",
+            )
+        own = streams[self._ranks.rank]
+        self._resume = StreamState(**{**own, "unlearned": tuple(own["unlearned"])})
 
     def stop(self) -> None:
         if self._pipeline is not None:
             self._pipeline.stop()
 
     def close(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
-        self._stream.close()
+        """See `StepSource`. Raises DeadlineError if the producer does not end."""
+        try:
+            if self._pipeline is not None:
+                self._pipeline.close()
+        finally:
+            self._stream.close()
+
+    # ---- Channel-B -------------------------------------------------------------------------------------------------
+
+    def _eligible(self) -> int:
+        """Fresh packs that wait; none before the first sync. Raises what ended the producer."""
+        self._depth = self._pipeline.eligible() if self._pipeline else 0
+        return self._depth
+
+    def _channel_b(self) -> Generator[PackedRow]:
+        """A step's packs, oldest first. They were found eligible, so the clock's phase `wait` is short."""
+        pipeline, number = self._pipeline, self._sizes.packs_per_step
+        assert pipeline is not None, "Channel-B before the first sync"
+        for left in range(number, 0, -1):
+            # The sync after this step waits for the call in flight, so begin none whose packs would become stale.
+            if pipeline.eligible() >= left + number * self._bounds.version_window:
+                pipeline.request_fence()
+            with self._clock.phase("wait"):
+                row = pipeline.next_pack(self._deadline_s)
+            assert row is not None, "an endless stream ended"
+            yield row
+        self._learned_since_sync = True
+
+    def _rank_metrics(self) -> RankMetrics:
+        """What was queued, how old it was, what was dropped, how long calls took."""
+        if self._pipeline is None:
+            return RankMetrics()
+        stats, (counts, calls) = self._pipeline.stats(), self._reported
+        self._reported = (stats.counts, stats.calls)
+
+        def since(name: str) -> float:
+            """What was added to a count since the last step."""
+            return float(getattr(stats.counts, name) - getattr(counts, name))
+
+        means = {"stage2_ab/async/queue_depth": float(self._depth), **call_metrics(stats.calls, calls)}
+        if learned := since("packs_learned"):
+            means["stage2_ab/async/age_versions"] = since("age_versions") / learned
+        return RankMetrics(means=means, sums={f"stage2_ab/async/{name}": since(name) for name in SUMMED_COUNTS})
 
     # ---- the producer's part ---------------------------------------------------------------------------------------
 
     def _make_pipeline(self, ver: int) -> RolloutPipeline:
         return RolloutPipeline(
-            Work(load=self._stream.read, make_segments=self._make_segments, pack=self._pack),
+            ProducerStages(load=self._stream.read, make_segments=self._make_segments, pack=self._pack),
             self._bounds,
             ver=ver,
             call_size=self._sizes.call_size,
@@ -217,13 +242,13 @@ class AheadB:
             resume=self._resume,
         )
 
-    def _make_segments(self, item: WorkItem) -> list[Segment]:
+    def _make_segments(self, asked: CallSamples) -> list[Segment]:
         """Seeds follow from the number of the rank's call, so a sample that is rolled out again is sampled anew."""
-        return self._source.segments(
-            item.samples,
-            item.prompts,
-            global_step=item.call.index,
-            micro_step_idx=AHEAD,
+        return self._parts.rollouts.segments(
+            asked.samples,
+            asked.prompts,
+            global_step=asked.call.index,
+            micro_step_idx=NO_MICRO_STEP,
             first_req_idx=self._ranks.rank * self._sizes.call_size,
             clock=PhaseClock(),  # the trainer's own belongs to the thread that learns
         )
@@ -231,4 +256,4 @@ class AheadB:
     def _pack(self, segments: list[Segment]) -> list[PackedRow]:
         size = self._sizes.samples_per_pack
         groups = (segments[i : i + size] for i in range(0, len(segments), size))
-        return [row for group in groups for row in self._row_maker.rows(group)]
+        return [row for group in groups for row in self._parts.row_maker.rows(group)]

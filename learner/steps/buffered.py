@@ -1,8 +1,8 @@
-"""`RolloutBuffer`: one accumulation window's rows, learned in several optimizer steps (R18).
+"""One accumulation window's rows, learned in several optimizer steps (R18).
 
 The first step of a window is its E-step: rollouts are made, matched and packed as without a buffer, and the rows are
 kept. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no sync and no
-packing. `learner.data.batches` hands out the window's micro-batches in every one of them, so the data never runs ahead.
+packing. `WindowRepeater` hands out the window's micro-batches in every one of them, so the data never runs ahead.
 
 Invariants: the kept rows are never handed out, only copies, so nothing that a step does to its rows reaches the next.
 The packing buffer changes in E-steps only. A micro-batch that is not the one its rows were made of is an error, never
@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from learner.data.batches import MicroBatch, Upcoming, WindowRepeater
-from learner.records import Channel, PackedRow, Segment, VisionInputs
-from learner.run.log import PhaseClock
-from learner.steps.source import RowSource
+from learner.records import PackedRow, Segment, VisionInputs
+from learner.steps.source import FreshSteps
 from shared.errors import WindowMismatchError
 
 
@@ -31,11 +30,12 @@ class KeptRows:
     rows: list[PackedRow]
 
 
-class RolloutBuffer:
-    """A `RowSource` that asks `fresh` in E-steps. `repeater` is the data that the trainer reads."""
+class BufferedSteps(FreshSteps):
+    """`repeater`: the data that is read."""
 
-    def __init__(self, fresh: RowSource, repeater: WindowRepeater) -> None:
-        self._fresh, self._repeater = fresh, repeater
+    def __init__(self, repeater: WindowRepeater, *args: Any, **settings: Any) -> None:
+        super().__init__(repeater, *args, **settings)
+        self._repeater = repeater
         self._window: int | None = None  # None: nothing is kept
         self._kept: list[KeptRows] = []
         self._due_before: list[str] = []  # what was carried into the window
@@ -43,62 +43,48 @@ class RolloutBuffer:
         self._metrics: dict[str, float] = {}
 
     @property
-    def channel(self) -> Channel:
-        return self._fresh.channel
-
-    @property
-    def needs_rollouts(self) -> bool:
-        return self._fresh.needs_rollouts and not self._is_midway
-
-    @property
     def _is_midway(self) -> bool:
         """Whether the coming step learns the kept rows."""
         return self._window == self._repeater.next_step.window
 
-    def begin_step(self, window: Sequence[Upcoming], *, global_step: int, clock: PhaseClock) -> None:
-        """In an E-step as without a buffer; in an M-step nothing is made."""
-        if not self._is_midway:
-            self._fresh.begin_step(window, global_step=global_step, clock=clock)
-
-    def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
-        """See `RowSource`; the caller's own copies. Raises WindowMismatchError where the data went out of step."""
-        assert batch.window_step is not None, "the dataloader does not repeat windows"
-        window, m_step = batch.window_step
-        if micro_step_idx == 0 and window != self._window:
-            self._begin(window, global_step)
-        if global_step == self._made_at and window == self._window:
-            rows = self._fresh.rows(batch, global_step=global_step, micro_step_idx=micro_step_idx, clock=clock)
-            self._kept.append(KeptRows(fingerprint=batch.fingerprint, rows=rows))
-        self._check(batch, micro_step_idx)
-        self._metrics = {
-            "rollout_buffer/window": float(window),
-            "rollout_buffer/m_step": float(m_step),
-            "rollout_buffer/rollout_age": float(global_step - self._made_at),  # updates since the rollouts were made
-        }
-        with clock.phase("pack"):
-            return [copy_row(row) for row in self._kept[micro_step_idx].rows]
-
-    def waiting(self) -> list[str]:
-        return self._fresh.waiting()
-
-    def due_on_resume(self) -> list[str]:
-        return self._due_before if self._is_midway else self._fresh.due_on_resume()
-
-    def restore(self, sample_ids: Sequence[str]) -> None:
-        self._window, self._kept = None, []
-        self._fresh.restore(sample_ids)
+    def wants_sync(self, global_step: int) -> bool:
+        return super().wants_sync(global_step) and not self._is_midway
 
     def metrics(self) -> Mapping[str, float]:
         """Window, which of its steps (0: the first), and how many updates its rollouts are behind (0: an E-step)."""
         return self._metrics
 
-    def _begin(self, window: int, global_step: int) -> None:
-        self._due_before = self._fresh.due_on_resume()
-        self._window, self._made_at, self._kept = window, global_step, []
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._window, self._kept = None, []
+        super().restore(state)
+
+    def _begin_window(self, window: Sequence[Upcoming]) -> None:
+        """In an E-step as without a buffer; in an M-step nothing is made."""
+        if not self._is_midway:
+            self._due_before = super()._due_on_resume()
+            self._window, self._made_at, self._kept = self._repeater.next_step.window, self._global_step, []
+            super()._begin_window(window)
+        self._metrics = {
+            "rollout_buffer/window": float(self._repeater.next_step.window),
+            "rollout_buffer/m_step": float(self._repeater.next_step.m_step),
+            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since they were made
+        }
+
+    def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
+        """The step's own copies. Raises WindowMismatchError where the data went out of step."""
+        if self._global_step == self._made_at:
+            rows = super()._rows(batch, micro_step_idx)
+            self._kept.append(KeptRows(fingerprint=batch.fingerprint, rows=rows))
+        self._check(batch, micro_step_idx)
+        with self._clock.phase("pack"):
+            return [copy_row(row) for row in self._kept[micro_step_idx].rows]
+
+    def _due_on_resume(self) -> list[str]:
+        return self._due_before if self._is_midway else super()._due_on_resume()
 
     def _check(self, batch: MicroBatch, micro_step_idx: int) -> None:
         """Raise WindowMismatchError where `batch` is not what the rows at `micro_step_idx` were made of."""
-        assert batch.window_step is not None
+        assert batch.window_step is not None, "the dataloader does not repeat windows"
         found = (batch.window_step.window, batch.fingerprint)
         kept = self._kept[micro_step_idx].fingerprint if micro_step_idx < len(self._kept) else None
         if found == (self._window, kept):

@@ -1,20 +1,17 @@
 """Segments to packed rows, padding-free (R36). Pure and deterministic: equal inputs in equal order give equal rows.
 
-In: segments, atomic, each of at most `capacity` tokens (`packing_length`, from `global_max_length`). Out:
-`PackedRow`s. Invariants: every segment is in exactly one row; no row exceeds the capacity; inside a row segments
-stand in order of arrival.
+In: segments, atomic, each of at most `capacity` tokens (`packing_length`, from `global_max_length`). Out: `PackedRow`s.
+Invariants: every segment is in exactly one row, or waits; no row exceeds the capacity; inside a row segments stand in
+order of arrival.
 
-Two ways, one for each trainer (D6):
-- `pack_all` packs a whole step to completion: best-fit decreasing, never more rows than FIFO makes.
-- `PackingBuffer` gives one row per micro-step and carries the rest: the oldest segment and whatever fills its row best
-  (exact subset sum), never below FIFO's fill. As the oldest always goes, nothing waits longer than the buffer is long.
+Three ways from a micro-step's segments to the rows that it learns (D6):
+- `CompleteRows` packs all of them: best-fit decreasing, never more rows than FIFO makes.
+- `CarriedRows` (`rollout_matching_sft`) gives one row and carries the rest to later micro-steps: the oldest segment and
+  whatever fills its row best (exact subset sum), never below FIFO's fill. As the oldest always goes, nothing waits
+  longer than the buffer is long.
+- `SingleRows` gives each segment a row of its own (`training.packing: false`).
 
 FIFO, the baseline: rows filled in order of arrival, each closed by the first segment that does not fit.
-
-How a micro-step's segments become the rows that it learns (D6).
-
-`rollout_matching_sft` with packing: one row per micro-step, from a carry buffer. Otherwise all segments of the
-micro-step are learned in it: packed to completion, or one row each without packing.
 """
 
 from __future__ import annotations
@@ -103,88 +100,24 @@ def fullest_with_first(lengths: Sequence[int], capacity: int) -> list[int]:
     return [0, *reversed(chosen)]
 
 
-class PackingBuffer:
-    """A rank's carry buffer: segments go in as rollouts become targets, one row per micro-step comes out.
-
-    It holds at most `max_segments` (`training.packing_buffer`) after a row was taken. Rows below `min_fill_ratio` are
-    given all the same, since every micro-step needs its row, and are counted in `underfilled`.
-    """
-
-    def __init__(self, *, capacity: int, max_segments: int, min_fill_ratio: float) -> None:
-        self.capacity = capacity
-        self.max_segments = max_segments
-        self.min_fill_ratio = min_fill_ratio
-        self.underfilled = 0
-        self._segments: list[Segment] = []
-
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    def sample_ids(self) -> list[str]:
-        """The samples whose segments wait here, oldest first."""
-        return [segment.sample_id for segment in self._segments]
-
-    def add(self, segments: Sequence[Segment]) -> None:
-        """Append `segments`, newest last, all or none. Raises DataError where one is longer than a row."""
-        for segment in segments:
-            check_length(segment, self.capacity)
-        self._segments.extend(segments)
-
-    def next_row(self) -> PackedRow:
-        """The oldest segment and what fills its row best; an empty row where there is none.
-
-        Raises ConfigError where more segments than allowed would have to be carried on.
-        """
-        if not self._segments:
-            return PackedRow(segments=(), capacity=self.capacity)
-        chosen = fullest_with_first([len(segment) for segment in self._segments], self.capacity)
-        num_left = len(self._segments) - len(chosen)
-        if num_left > self.max_segments:
-            raise ConfigError(
-                "more segments arrive than packed rows can take",
-                found=f"{num_left} segments left over, training.packing_buffer: {self.max_segments}",
-                wanted=f"at most training.packing_buffer of them; a row of {self.capacity} tokens took {len(chosen)}",
-                remedy="lower per_device_train_batch_size, or raise global_max_length or training.packing_buffer",
-            )
-        row = PackedRow(segments=tuple(self._segments[i] for i in chosen), capacity=self.capacity)
-        taken = set(chosen)
-        self._segments = [segment for i, segment in enumerate(self._segments) if i not in taken]
-        self.underfilled += row.fill < self.min_fill_ratio
-        return row
-
-    def drain(self) -> list[PackedRow]:
-        """Everything that is left, packed; the buffer is empty afterwards (end of training)."""
-        rows = pack_all(self._segments, self.capacity)
-        self._segments = []
-        return rows
-
-
 class RowMaker(Protocol):
+    """To be subclassed."""
+
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
         """The rows to learn now. Raises DataError for a segment that is longer than a row."""
         ...
 
     def carried(self) -> list[str]:
         """Sample ids of segments that wait for a later micro-step, oldest first."""
-        ...
+        return []
+
+    def drain(self) -> list[PackedRow]:
+        """All that waits, packed to completion; nothing waits afterwards."""
+        return []
 
 
-class CarriedRows:
-    """One row per micro-step; what does not fit is carried to the next ones."""
-
-    def __init__(self, buffer: PackingBuffer) -> None:
-        self._buffer = buffer
-
-    def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
-        self._buffer.add(segments)
-        return [self._buffer.next_row()]
-
-    def carried(self) -> list[str]:
-        return self._buffer.sample_ids()
-
-
-class CompleteRows:
-    """All segments now, packed into as few rows as they need."""
+class CompleteRows(RowMaker):
+    """All segments now, in as few rows as they need."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -192,12 +125,9 @@ class CompleteRows:
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
         return pack_all(segments, self._capacity)
 
-    def carried(self) -> list[str]:
-        return []
 
-
-class SingleRows:
-    """All segments now, each in a row of its own (`training.packing: false`)."""
+class SingleRows(RowMaker):
+    """All segments now, each in a row of its own."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -207,5 +137,37 @@ class SingleRows:
             check_length(segment, self._capacity)
         return [PackedRow(segments=(segment,), capacity=self._capacity) for segment in segments]
 
+
+class CarriedRows(RowMaker):
+    """One row at a time, empty where nothing waits. At most `max_segments` (`training.packing_buffer`) are carried."""
+
+    def __init__(self, capacity: int, *, max_segments: int) -> None:
+        self._capacity, self._max_segments = capacity, max_segments
+        self._waiting: list[Segment] = []  # oldest first
+
+    def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
+        """See `RowMaker`; all of `segments` are taken, or none. Raises ConfigError where more segments than allowed
+        would have to be carried on."""
+        for segment in segments:
+            check_length(segment, self._capacity)
+        self._waiting.extend(segments)
+        lengths = [len(segment) for segment in self._waiting]
+        chosen = set(fullest_with_first(lengths, self._capacity) if lengths else ())
+        num_left = len(lengths) - len(chosen)
+        if num_left > self._max_segments:
+            raise ConfigError(
+                "more segments arrive than packed rows can take",
+                found=f"{num_left} segments left over, training.packing_buffer: {self._max_segments}",
+                wanted=f"at most training.packing_buffer of them; a row of {self._capacity} tokens took {len(chosen)}",
+                remedy="lower per_device_train_batch_size, or raise global_max_length or training.packing_buffer",
+            )
+        row = tuple(segment for i, segment in enumerate(self._waiting) if i in chosen)
+        self._waiting = [segment for i, segment in enumerate(self._waiting) if i not in chosen]
+        return [PackedRow(segments=row, capacity=self._capacity)]
+
     def carried(self) -> list[str]:
-        return []
+        return [segment.sample_id for segment in self._waiting]
+
+    def drain(self) -> list[PackedRow]:
+        rows, self._waiting = pack_all(self._waiting, self._capacity), []
+        return rows

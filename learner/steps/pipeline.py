@@ -2,7 +2,7 @@
 
 One mechanism, two bounds (`protocol.Bounds`). Synchronous Channel-B: one pipeline per step over the step's share, which
 makes the next call while the learner learns the last one's rows, and ends with the share. Asynchronous actor-learner:
-one pipeline per run over an endless stream; it runs ahead across steps, and freshness decides.
+one pipeline per run over an endless stream. It runs ahead across steps, and only fresh packs are learned.
 
     with RolloutPipeline(...) as pipeline:
         while (row := pipeline.next_pack(deadline_s)) is not None:
@@ -11,19 +11,14 @@ one pipeline per run over an endless stream; it runs ahead across steps, and fre
             ranks.barrier()                        # and now none has
             fence.synced(sync_and_broadcast_ver())
 
-Invariants: those of `protocol.py`, of which this is the thread-safe shell; the rows in memory are those of the
+The producer makes one generation call after another: permitted positions of the rank's sample stream become samples,
+segments, and packed rows. It never waits. It works while it is permitted to and then leaves its thread; whoever makes
+room (a pack taken, a fence opened) starts it again.
+
+Invariants: those of `protocol`, of which this is the thread-safe shell; a call's rows hold exactly its samples, each
+once, all made by the served version, or the call fails with a RolloutError; the rows in memory are those of the
 protocol's queue and no others; the first error of either side is what every later call raises; every wait has a
-deadline and names itself. Nothing here decides for other ranks: the trainer reduces `eligible()`. Called by the
-trainer, from one thread.
-
-What a pipeline tells about itself: totals for the step's metrics, and when its calls ran for the timeline.
-
-The producing side of the pipeline: one generation call after another, each turned into packed rows.
-
-In: permitted calls (positions of this rank's sample stream, and the served version). Out: rows that hold exactly those
-samples, each once, all made by that version; anything else is a RolloutError. Invariant: the producer never waits. It
-works while it is permitted to and then leaves its thread; whoever makes room (a pack taken, a fence opened) starts it
-again. Called by `queue.py`, in a thread.
+deadline and names itself. Nothing here decides for other ranks: `Stage2Steps.begin` compares what is eligible.
 """
 
 from __future__ import annotations
@@ -31,26 +26,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment
 from learner.steps.protocol import Bounds, Call, Counts, Drop, RankProtocol, StreamState
 from shared.errors import DeadlineError, RolloutError
 
+log = logging.getLogger("learner.pipeline")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallSpan:
-    """One generation call, from its permission to its rows. Seconds of the pipeline's clock (monotonic)."""
+class CallTotals:
+    """The generation calls that have ended since the start, failed ones too: from permission to rows."""
 
-    call: Call
-    started_s: float
-    ended_s: float
-    num_rows: int  # 0: it failed
+    number: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +52,13 @@ class PipelineStats:
     """One rank's pipeline at one moment. `counts` are totals since its start."""
 
     ver: int
-    depth: int  # packs queued, all of them fresh
     samples_in_flight: int
     counts: Counts
+    calls: CallTotals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkItem:
+class CallSamples:
     """What one call rolls out. `call.positions[i]` is the stream position of `samples[i]`."""
 
     call: Call
@@ -73,16 +67,16 @@ class WorkItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What the trainer lends to the producer. All three run in the producer's thread, never two at once.
+class ProducerStages:
+    """How a call becomes rows. All three run in the producer's thread, never two at once.
 
     `load(positions)` reads samples and prompts of the rank's own stream, one each per position, in order, the same at
-    every reading: a position comes back when its pack was dropped, and after a resume. `make_segments(item)` rolls out,
-    parses, matches and encodes: one segment per sample, in order. `pack(segments)` lays all of them in rows.
+    every reading: a position comes back when its pack was dropped, and after a resume. `make_segments(asked)` rolls
+    out, parses, matches and encodes: one segment per sample, in order. `pack(segments)` lays all of them in rows.
     """
 
     load: Callable[[Sequence[int]], tuple[Sequence[Sample], Sequence[EncodedPrompt]]]
-    make_segments: Callable[[WorkItem], list[Segment]]
+    make_segments: Callable[[CallSamples], list[Segment]]
     pack: Callable[[list[Segment]], list[PackedRow]]
 
 
@@ -94,36 +88,13 @@ class MadeRow:
     positions: tuple[int, ...]
 
 
-class CallPort(Protocol):
-    """What the producer needs of the pipeline; every call ends in exactly one of the last two."""
-
-    def begin_call(self) -> Call | None:
-        """A permission, or None: leave, you will be started again."""
-        ...
-
-    def finish_call(self, rows: Sequence[MadeRow]) -> None: ...
-
-    def fail_call(self, error: BaseException) -> None: ...
-
-
-def produce(port: CallPort, work: Work) -> None:
-    """Make calls while they are permitted. The body of the producer's thread; whatever is raised goes to the port."""
-    while (call := port.begin_call()) is not None:
-        try:
-            rows = make_rows(call, work)
-        except BaseException as error:  # the thread's edge: the consumer raises it, with its type
-            port.fail_call(error)
-        else:
-            port.finish_call(rows)
-
-
-def make_rows(call: Call, work: Work) -> list[MadeRow]:
+def make_rows(call: Call, stages: ProducerStages) -> list[MadeRow]:
     """One call from stream positions to packed rows. Raises RolloutError where samples or versions do not add up."""
-    samples, prompts = work.load(call.positions)
-    item = WorkItem(call=call, samples=tuple(samples), prompts=tuple(prompts))
-    segments = work.make_segments(item)
-    check_segments(item, segments)
-    rows = work.pack(segments)
+    samples, prompts = stages.load(call.positions)
+    asked = CallSamples(call=call, samples=tuple(samples), prompts=tuple(prompts))
+    segments = stages.make_segments(asked)
+    check_segments(asked, segments)
+    rows = stages.pack(segments)
     positions = dict(zip(segments, call.positions, strict=True))  # segments compare by identity
     laid = [segment for row in rows for segment in row.segments]
     if len(laid) != len(segments) or set(laid) != set(segments) or not all(row.segments for row in rows):
@@ -136,29 +107,25 @@ def make_rows(call: Call, work: Work) -> list[MadeRow]:
     return [MadeRow(row=row, positions=tuple(positions[s] for s in row.segments)) for row in rows]
 
 
-def check_segments(item: WorkItem, segments: Sequence[Segment]) -> None:
+def check_segments(asked: CallSamples, segments: Sequence[Segment]) -> None:
     """One segment per sample, in order, all of the version that the call was permitted under; else RolloutError."""
-    wanted_ids = [sample.sample_id for sample in item.samples]
+    wanted_ids = [sample.sample_id for sample in asked.samples]
     found_ids = [segment.sample_id for segment in segments]
-    if found_ids != wanted_ids or len(wanted_ids) != len(item.call.positions):
+    if found_ids != wanted_ids or len(wanted_ids) != len(asked.call.positions):
         raise RolloutError(
             "a call's segments are not those of its samples",
-            found=f"{found_ids} for {len(item.call.positions)} stream positions",
+            found=f"{found_ids} for {len(asked.call.positions)} stream positions",
             wanted=f"{wanted_ids}",
             remedy="no sample may be skipped; this is a bug of the segment source",
         )
     versions = {segment.ver for segment in segments}
-    if versions != {item.call.ver}:
+    if versions != {asked.call.ver}:
         raise RolloutError(
             "a call was answered by other weights than it was sent to",
             found=f"ver {sorted(versions, key=str)} for samples {', '.join(found_ids)}",
-            wanted=f"ver {item.call.ver} throughout, because no sync may run while a call is in flight",
+            wanted=f"ver {asked.call.ver} throughout, because no sync may run while a call is in flight",
             remedy="is another learner syncing the same servers? every learner needs servers of its own",
         )
-
-
-log = logging.getLogger("learner.pipeline")
-CALL_SPANS_KEPT = 1024  # between two readings of the timeline
 
 
 class Fence:
@@ -177,7 +144,7 @@ class RolloutPipeline:
 
     def __init__(
         self,
-        work: Work,
+        stages: ProducerStages,
         bounds: Bounds,
         *,
         ver: int,
@@ -188,14 +155,14 @@ class RolloutPipeline:
         resume: StreamState | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._work, self._deadline_key, self._close_deadline_s = work, deadline_key, close_deadline_s
+        self._stages, self._deadline_key, self._close_deadline_s = stages, deadline_key, close_deadline_s
         self._clock = clock
         self._protocol = RankProtocol(bounds, ver=ver, call_size=call_size, end=end, resume=resume)
         self._changed = threading.Condition()  # guards everything below and the protocol
         self._rows: dict[int, PackedRow] = {}  # by pack index
         self._thread: threading.Thread | None = None  # None: nobody is producing
         self._call_started_s = 0.0
-        self._spans: deque[CallSpan] = deque(maxlen=CALL_SPANS_KEPT)
+        self._calls = CallTotals()
 
     def start(self) -> Self:
         """Let the producer begin."""
@@ -269,20 +236,8 @@ class RolloutPipeline:
     def stats(self) -> PipelineStats:
         with self._changed:
             protocol = self._protocol
-            depth, samples_in_flight = (
-                len(protocol.queue),
-                len(protocol.in_flight.positions) if protocol.in_flight else 0,
-            )
-            return PipelineStats(
-                ver=protocol.ver, depth=depth, samples_in_flight=samples_in_flight, counts=protocol.counts
-            )
-
-    def drain_spans(self) -> list[CallSpan]:
-        """The calls that ended since the last reading, oldest first, for the step's timeline."""
-        with self._changed:
-            spans = list(self._spans)
-            self._spans.clear()
-            return spans
+            flying = len(protocol.in_flight.positions) if protocol.in_flight else 0
+            return PipelineStats(ver=protocol.ver, samples_in_flight=flying, counts=protocol.counts, calls=self._calls)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -312,11 +267,23 @@ class RolloutPipeline:
         except DeadlineError as late:
             if error is None:
                 raise
-            log.warning("%s", late)  # the first cause is already on its way, and must stay the one that is told
+            log.warning("%s", late)  # the first cause is already on its way, and must stay the one that is raised
 
-    # ---- the producer's side (`producer.CallPort`) -----------------------------------------------------------------
+    # ---- the producer's side ---------------------------------------------------------------------------------------
 
-    def begin_call(self) -> Call | None:
+    def _produce(self) -> None:
+        """Make calls while they are permitted. The body of the producer's thread."""
+        while (call := self._begin_call()) is not None:
+            try:
+                rows = make_rows(call, self._stages)
+            except BaseException as error:  # the thread's edge: the consumer raises it, with its type
+                self._fail_call(error)
+            else:
+                self._finish_call(rows)
+
+    def _begin_call(self) -> Call | None:
+        """A permission, or None: the thread leaves, and will be started again. Every call then ends in one of the two
+        below."""
         with self._changed:
             if not self._protocol.may_start:
                 self._thread = None
@@ -324,17 +291,17 @@ class RolloutPipeline:
             self._call_started_s = self._clock()
             return self._protocol.start_call()
 
-    def finish_call(self, rows: Sequence[MadeRow]) -> None:
+    def _finish_call(self, rows: Sequence[MadeRow]) -> None:
         with self._changed:
-            self._record_span(num_rows=len(rows))
+            self._count_call()
             packs, drops = self._protocol.finish_call([made.positions for made in rows])
             self._rows.update({pack.index: made.row for pack, made in zip(packs, rows, strict=bool(packs))})
             self._forget(drops)
             self._changed.notify_all()
 
-    def fail_call(self, error: BaseException) -> None:
+    def _fail_call(self, error: BaseException) -> None:
         with self._changed:
-            self._record_span(num_rows=0)
+            self._count_call()
             self._protocol.abandon_call()
             self._end(error)
 
@@ -344,9 +311,7 @@ class RolloutPipeline:
         """Start a producer if there is something to do and nobody is doing it."""
         if self._thread is None and self._protocol.may_start:
             # daemon: an interpreter that is leaving because of an error must not wait for an answer
-            self._thread = threading.Thread(
-                target=produce, args=(self, self._work), name="rollout-producer", daemon=True
-            )
+            self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
             self._thread.start()
 
     def _end(self, error: BaseException) -> None:
@@ -365,12 +330,9 @@ class RolloutPipeline:
                 ", ".join(segment.sample_id for segment in row.segments),
             )
 
-    def _record_span(self, *, num_rows: int) -> None:
-        call = self._protocol.in_flight
-        assert call is not None
-        self._spans.append(
-            CallSpan(call=call, started_s=self._call_started_s, ended_s=self._clock(), num_rows=num_rows)
-        )
+    def _count_call(self) -> None:
+        calls, seconds = self._calls, self._clock() - self._call_started_s
+        self._calls = CallTotals(number=calls.number + 1, seconds=calls.seconds + seconds)
 
     def _deadline_error(self, what: str, deadline_s: float) -> DeadlineError:
         protocol, call = self._protocol, self._protocol.in_flight

@@ -1,7 +1,7 @@
 """Fence, queue and versions of rollout ahead of learning: one rank's part, as a pure state machine (R24, R25).
 
-No threads, no clock, no weights: positions in the rank's sample stream go in, permissions and verdicts come out.
-`queue.py` drives one `RankProtocol` under a lock; the tests drive several of them through every order of events.
+No threads, no clock, no weights: positions in the rank's sample stream go in, permissions and drops come out.
+`pipeline` drives one `RankProtocol` under a lock; the tests drive several of them through every order of events.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed
                                                                      stop: from open or fenced --> stopped
@@ -30,7 +30,7 @@ from typing import Literal
 from learner.config.schema import AsyncActorLearnerConfig
 from shared.errors import ConfigError, ProjectError, SyncError
 
-DropReason = Literal["oldest", "stale"]
+PackDropReason = Literal["oldest", "stale"]
 
 
 class PipelineStoppedError(ProjectError):
@@ -103,7 +103,7 @@ class Drop:
     """A pack that will not be learned. Its positions are already waiting to be made again."""
 
     pack: Pack
-    reason: DropReason
+    reason: PackDropReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +290,7 @@ class RankProtocol:
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------
 
-    def _drop(self, pack: Pack, reason: DropReason) -> Drop:
+    def _drop(self, pack: Pack, reason: PackDropReason) -> Drop:
         self.queue.remove(pack)
         self._give_back(pack.positions)
         counts = self.counts

@@ -1,8 +1,7 @@
-"""From samples to segments: where a micro-step's training data comes from.
+"""From samples to segments: exactly one segment per sample, in order; nothing is skipped.
 
-`GroundTruthSource` teaches the ground truth (trainer variant `sft`, Channel-A). `RolloutSource` walks the straight line
-Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_sft`, Channel-B). Both give exactly one
-segment per sample, in order; nothing is skipped.
+`GroundTruthSource` teaches the ground truth (trainer variant `sft`, Channel-A). `RolloutSource` runs the stages
+Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_sft`, Channel-B).
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class GroundTruthSource(SegmentSource):
 
 class RolloutSource(SegmentSource):
     """The policy's own answers, corrected: prefix kept, matched coordinates pulled to the truth, missed objects
-    appended. Micro-steps whose window was begun are rolled out together, others when their segments are asked for."""
+    appended. `begin_window` rolls out several micro-steps together; without it, `segments` rolls out its own."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -116,13 +115,7 @@ class RolloutSource(SegmentSource):
                     prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode
                 )
                 assignment = self._task.match(self._task.parse(rollout))
-                target = build_target(
-                    assignment,
-                    self._task,
-                    self._tokenizer,
-                    self._eos_token_id,
-                    self._loss,
-                )
+                target = build_target(assignment, self._task, self._tokenizer, self._eos_token_id, self._loss)
                 stats = segment_stats(assignment)
                 segments.append(build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats))
         return segments

@@ -1,92 +1,147 @@
-"""From a micro-batch to the rows that it learns: segments, packed, as many rows as every other rank has.
+"""Where a step's rows come from: the one protocol that the trainer knows, and its two plainest sources.
 
-In: one rank's micro-batch. Out: its rows of this micro-step, in the order in which they are learned. `FreshRows` makes
-them; `learner.steps.buffered` gives them again. Called by the trainer, once per micro-step, and once before the first
-of them: rollouts of a whole optimizer step are made together, however few samples a micro-batch has.
+The trainer asks, once per optimizer step, in this order:
 
-Invariants: every rank gets equally many rows (D5). A sample whose segment had to wait in the packing buffer is learned
-in a later micro-step, or named by `waiting` (R12).
+    wants_sync -> [fence, around a sync] -> begin -> micro_steps, each learned to its last row -> metrics
+
+Five sources answer: `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`),
+`buffered.BufferedSteps`, which learns a window's rows several times, and for `stage2_ab_training`
+`in_step.Stage2InStep` and `ahead.Stage2Ahead`.
+
+Invariants: every rank calls the same methods in the same order, and has equally many micro-steps. Ranks may have
+different numbers of rows in a micro-step; `padded` and `in_lockstep` fill them up (D5). A sample that was handed out is
+learned, or named by `waiting` (R12). Rollouts of a whole optimizer step are made together, however few samples a
+micro-batch has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
-from learner.data.batches import MicroBatch, Upcoming
+from learner.data.batches import Batches, MicroBatch, Upcoming, WindowRepeater
 from learner.data.prompt import PromptEncoder
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample
 from learner.rollout.backend import MicroStep
 from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
+from learner.steps.pipeline import Fence
 from learner.steps.segments import SegmentSource
 
 
-class RowSource(Protocol):
-    @property
-    def channel(self) -> Channel: ...
+class StepSource(Protocol):
+    """One rank's rows, step by step. To be subclassed."""
 
-    @property
-    def needs_rollouts(self) -> bool:
-        """Whether the coming step makes rollouts, and so wants the present weights on the servers."""
+    def wants_sync(self, global_step: int) -> bool:
+        """Whether the servers should have the present weights before this step. Equal on all ranks."""
         ...
 
-    def begin_step(self, window: Sequence[Upcoming], *, global_step: int, clock: PhaseClock) -> None:
-        """All micro-batches of the optimizer step, before the first `rows`. Collective."""
+    def fence(self) -> AbstractContextManager[Fence]:
+        """No rollout is in flight inside, on any rank. To be held around every sync and evaluation. Collective."""
+        return nullcontext(Fence())
+
+    def begin(self, global_step: int) -> Channel:
+        """Begin a step, and say what it runs. Collective."""
         ...
 
-    def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
-        """The rows to learn now. Collective."""
-        ...
-
-    def waiting(self) -> list[str]:
-        """Samples that were handed out and not learned yet."""
-        ...
-
-    def due_on_resume(self) -> list[str]:
-        """Samples that a run resumed from here must make segments of, besides those that its data hands out."""
-        ...
-
-    def restore(self, sample_ids: Sequence[str]) -> None:
-        """Go on where `sample_ids` were due on this rank: they join the next micro-batch."""
+    def micro_steps(self) -> Iterator[Generator[PackedRow]]:
+        """This rank's rows of the step that began, one micro-step after the other. Nothing of a micro-step is read or
+        made before its first row is asked for. Close a micro-step to give it up."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the last step, equal on all ranks."""
+        """Of the step that was learned, equal on all ranks. Collective."""
+        return {}
+
+    def waiting(self) -> list[str]:
+        """Samples that were handed out on this rank and are not learned yet."""
+        return []
+
+    def state(self) -> dict[str, Any]:
+        """The place in the data between two steps, as JSON for a checkpoint, equal on all ranks. Collective.
+
+        `batches`: the dataloader's own. `carried`: per rank, samples to learn besides those that `batches` hands out.
+        `stage2`: only in `stage2_ab_training`.
+        """
         ...
 
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state()`, before the first step. Raises CheckpointError where it does not fit this run."""
+        ...
 
-class FreshRows:
-    """Every micro-step's rows made for it. `samples` (all) and `encoder` bring back what a resume owes."""
+    def stop(self) -> None:
+        """Begin no further rollout, and wait for nothing. To be called before the backend is closed."""
+        return
+
+    def close(self) -> None:
+        """Give everything back, after `stop` and after the backend was closed. Bounded in time."""
+        return
+
+
+class FreshSteps(StepSource):
+    """One micro-step per micro-batch, its rows made for it (`sft`, `rollout_matching_sft`).
+
+    `gradient_accumulation_steps` micro-batches are a step; the last one of an epoch may have fewer. `samples` (all) and
+    `encoder` bring back what a resume owes. After the micro-batches of step `drains_at` comes one more micro-step with
+    all segments that still wait for a row (`training.packing_drop_last: false`); None: they are not learned.
+    """
 
     def __init__(
         self,
+        batches: Batches | WindowRepeater,
         source: SegmentSource,
         row_maker: RowMaker,
         *,
+        gradient_accumulation_steps: int,
         ranks: Ranks,
-        capacity: int,
         samples: Sequence[Sample],
         encoder: PromptEncoder,
+        clock: PhaseClock,
+        drains_at: int | None = None,
     ) -> None:
-        self._source, self._row_maker = source, row_maker
-        self._ranks, self._capacity = ranks, capacity
+        self._batches, self._source, self._row_maker = batches, source, row_maker
+        self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._samples_by_id = {sample.sample_id: sample for sample in samples}
-        self._encoder = encoder
-        self._owed: list[str] = []
+        self._encoder, self._clock = encoder, clock
+        self._owed: list[str] = []  # what a resume owes: joins the next micro-batch
+        self._global_step = 0  # of the step that began last
+        self._num_batches = 0  # micro-batches of that step
 
-    @property
-    def channel(self) -> Channel:
-        return self._source.channel
-
-    @property
-    def needs_rollouts(self) -> bool:
+    def wants_sync(self, global_step: int) -> bool:
         return self._source.needs_rollouts
 
-    def begin_step(self, window: Sequence[Upcoming], *, global_step: int, clock: PhaseClock) -> None:
-        """Roll all of it out at once: the weights are the same for all of it."""
-        owed = tuple(self._samples_by_id[i] for i in self._owed)  # joins the first micro-batch, as in `rows`
+    def begin(self, global_step: int) -> Channel:
+        """Roll out the whole step at once: the weights are the same for all of it."""
+        self._global_step = global_step
+        window = self._batches.upcoming(self._gradient_accumulation_steps)
+        self._num_batches = len(window)
+        self._begin_window(window)
+        return self._source.channel
+
+    def micro_steps(self) -> Iterator[Generator[PackedRow]]:
+        for micro_step_idx in range(self._num_batches):
+            yield self._micro_step(micro_step_idx)
+        if self._global_step == self._drains_at:
+            yield self._drained()
+
+    def waiting(self) -> list[str]:
+        return [*self._owed, *self._row_maker.carried()]
+
+    def state(self) -> dict[str, Any]:
+        carried = self._ranks.all_gather_object(self._due_on_resume())
+        return {"batches": self._batches.state(), "carried": carried}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `StepSource`. What was carried is shared out anew, so that the number of ranks may have changed."""
+        self._batches.restore(state["batches"])
+        self._owed = own_share([sample_id for part in state["carried"] for sample_id in part], self._ranks)
+
+    # ---- a step's parts, which `BufferedSteps` does in its own way -------------------------------------------------
+
+    def _begin_window(self, window: Sequence[Upcoming]) -> None:
+        owed = tuple(self._samples_by_id[i] for i in self._owed)  # joins the first micro-batch, as in `_rows`
         steps = [
             MicroStep(
                 samples=samples if micro_step_idx else (*samples, *owed),
@@ -95,51 +150,64 @@ class FreshRows:
             )
             for micro_step_idx, (samples, first_req_idx) in enumerate(window)
         ]
-        self._source.begin_window(steps, global_step=global_step, clock=clock)
+        self._source.begin_window(steps, global_step=self._global_step, clock=self._clock)
 
-    def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
-        """See `RowSource`. Raises DataError for a segment that is longer than a row."""
+    def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
+        """The rows to learn in this micro-step. Raises DataError for a segment that is longer than a row."""
         if self._owed:
-            with clock.phase("data"):
+            with self._clock.phase("data"):
                 batch = batch.with_samples([self._samples_by_id[i] for i in self._owed], self._encoder)
             self._owed = []
         segments = self._source.segments(
             batch.samples,
             batch.prompts,
-            global_step=global_step,
+            global_step=self._global_step,
             micro_step_idx=micro_step_idx,
             first_req_idx=batch.first_req_idx,
-            clock=clock,
+            clock=self._clock,
         )
-        with clock.phase("pack"):
-            rows = self._row_maker.rows(segments)
-            return rows + empty_rows(len(rows), self._ranks, self._capacity)
+        with self._clock.phase("pack"):
+            return self._row_maker.rows(segments)
 
-    def waiting(self) -> list[str]:
-        return [*self._owed, *self._row_maker.carried()]
-
-    def due_on_resume(self) -> list[str]:
+    def _due_on_resume(self) -> list[str]:
+        """Samples that a run resumed from here must make segments of, besides those that its data hands out."""
         return self.waiting()
 
-    def restore(self, sample_ids: Sequence[str]) -> None:
-        self._owed = list(sample_ids)
+    def _micro_step(self, micro_step_idx: int) -> Generator[PackedRow]:
+        with self._clock.phase("data"):
+            batch = next(self._batches)
+        yield from self._rows(batch, micro_step_idx)
 
-    def metrics(self) -> Mapping[str, float]:
-        return {}
-
-
-def empty_rows(num_rows: int, ranks: Ranks, capacity: int) -> list[PackedRow]:
-    """Zero-weight rows: those that this rank's `num_rows` are short of the rank that has most (D5). Collective."""
-    wanted = int(ranks.all_reduce_max(num_rows))
-    return [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
+    def _drained(self) -> Generator[PackedRow]:
+        with self._clock.phase("pack"):
+            rows = self._row_maker.drain()
+        yield from rows
 
 
-def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int) -> Iterator[PackedRow]:
+def own_share(sample_ids: Sequence[str], ranks: Ranks) -> list[str]:
+    """This rank's part of what all ranks have to learn after a resume."""
+    return list(sample_ids[ranks.rank :: ranks.world_size])
+
+
+def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
+    """This rank's rows, then zero-weight ones: as many as it is short of the rank that has most (D5). Collective."""
+    num_rows = 0
+    for row in rows:
+        yield row
+        num_rows += 1
+    with clock.phase("learn"):  # what is waited for is the learning of other ranks
+        wanted = int(ranks.all_reduce_max(num_rows))
+    yield from [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
+
+
+def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
     """This rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: no rank goes
     on before each has its next row, or none is left, so that passes in which ranks wait for each other meet."""
     remaining = iter(rows)
     while True:
         row = next(remaining, None)
-        if not ranks.all_reduce_max(row is not None):
+        with clock.phase("learn"):
+            any_left = ranks.all_reduce_max(row is not None)
+        if not any_left:
             return
         yield PackedRow(segments=(), capacity=capacity) if row is None else row

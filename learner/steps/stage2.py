@@ -1,11 +1,7 @@
-"""What a step of `stage2_ab_training` runs, and where its rows come from (R26, R31, R35).
+"""What a step of `stage2_ab_training` runs (R26, R31, R35): the part that both ways of rolling out have in common.
 
-In: the step's number. Out: a channel that all ranks share, and this rank's rows of the step, all of them, to be learned
-before one update. The trainer asks, in this order, once per step:
-
-    wants_sync -> [fence around a sync] -> begin -> rows, to the last one -> metrics
-
-Channel-A is ground truth, packed to completion; Channel-B is one of the ways of `channel_b.py`, or `ahead.py`.
+Channel-A is ground truth, packed to completion. Channel-B learns rollouts, made within the step (`in_step`) or ahead of
+the steps (`ahead`). A step is one micro-step either way: all of the rank's rows, learned before one update.
 
 Invariants: the channel is decided on rank 0 and broadcast; it is fixed until the next `begin`. Every segment of a
 step is in exactly one of its rows; what a step took is learned in it. Where a producer failed on one rank, `begin`
@@ -14,10 +10,9 @@ raises its error on all.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from learner.config.schedule import ChannelDecision, decide_channel, scheduled_channel
 from learner.data.batches import Batches
@@ -25,10 +20,15 @@ from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow
 from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
-from learner.steps.pipeline import Fence
-from learner.steps.protocol import StreamState
+from learner.steps.pipeline import CallTotals
 from learner.steps.segments import SegmentSource
-from shared.errors import CheckpointError
+from learner.steps.source import StepSource, own_share
+
+# A producer's thread is given this long to end. Deadlines of waits for it come from the key.
+CLOSE_S = 10.0
+DEADLINE_KEY = "training.collective_timeout_s"
+# A step takes max(rollout, learning) plus what one call brings, so four calls leave at most a quarter of it bare.
+CALLS_PER_STEP = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,153 +39,107 @@ class RankMetrics:
     sums: Mapping[str, float] = field(default_factory=dict)
 
 
-class ChannelB(Protocol):
-    """One way to make Channel-B's rows. Only `fence` may wait for other ranks."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage2Parts:
+    """What both ways are made of. `batches` gives the rank's share of a whole step at a time."""
 
-    def wants_sync(self, wanted: Channel) -> bool:
-        """Whether the servers should have the present weights before a step for which `wanted` is scheduled."""
-        ...
-
-    def fence(self) -> AbstractContextManager[Fence]:
-        """No call of this rank is in flight inside; to be held around every sync and evaluation. Collective."""
-        ...
-
-    def eligible(self) -> int | None:
-        """Packs that this rank could learn now; None where a step makes its own. Raises what ended the producer."""
-        ...
-
-    def rows(self, global_step: int, clock: PhaseClock) -> Generator[PackedRow]:
-        """This rank's rows of a Channel-B step, as they become ready. Close it to give a step up."""
-        ...
-
-    def metrics(self) -> RankMetrics:
-        """What the last step's rollouts took on this rank."""
-        ...
-
-    def stream_state(self) -> StreamState | None:
-        """The rank's place in a sample stream of Channel-B's own, between steps; None where there is none."""
-        ...
-
-    def resume(self, stream: StreamState) -> None:
-        """Go on from `stream_state()`; before the first fence."""
-        ...
-
-    def stop(self) -> None:
-        """Begin no further call; waits for nothing."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back, after `stop` and after the backend was closed. Bounded in time."""
-        ...
+    b_ratio: float
+    packs_per_step: int  # gradient_accumulation_steps: what a Channel-B step takes of a queue that was filled ahead
+    ranks: Ranks
+    batches: Batches
+    ground_truth: SegmentSource
+    rollouts: SegmentSource
+    row_maker: RowMaker
+    clock: PhaseClock
 
 
-class Stage2Driver:
-    """Built by `learner.build`, asked by the trainer. `batches` gives one whole step's share at a time."""
+class Stage2Steps(StepSource):
+    """To be subclassed: by how the rows of Channel-B are made."""
 
-    def __init__(
-        self,
-        *,
-        b_ratio: float,
-        gradient_accumulation_steps: int,
-        ranks: Ranks,
-        batches: Batches,
-        channel_a: SegmentSource,
-        row_maker: RowMaker,
-        channel_b: ChannelB,
-    ) -> None:
-        self._b_ratio, self._gradient_accumulation_steps = b_ratio, gradient_accumulation_steps
-        self._ranks, self._batches = ranks, batches
-        self._channel_a, self._row_maker, self._channel_b = channel_a, row_maker, channel_b
+    def __init__(self, parts: Stage2Parts) -> None:
+        self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock
         self._decision: ChannelDecision | None = None
         self._global_step = 0  # of the step that began last
         self._executed_b = 0  # Channel-B steps since the run began, also across resumes
+        self._carried: list[str] = []  # of a checkpoint of another trainer variant: nothing is carried here
 
-    def wants_sync(self, global_step: int) -> bool:
-        """Whether to sync before this step: equal on all ranks, since it follows from the schedule and what was run."""
-        return self._channel_b.wants_sync(scheduled_channel(global_step, self._b_ratio))
+    # ---- what a subclass says of Channel-B -------------------------------------------------------------------------
 
-    def fence(self) -> AbstractContextManager[Fence]:
-        return self._channel_b.fence()
+    def _channel_b(self) -> Generator[PackedRow]:
+        """This rank's rows of a Channel-B step, as they become ready."""
+        raise NotImplementedError
 
-    def begin(self, global_step: int) -> ChannelDecision:
-        """Choose the step's channel; on all ranks, which all get rank 0's choice.
+    def _eligible(self) -> int | None:
+        """Packs that this rank could learn now; None where a step makes its own. Raises what ended the producer."""
+        return None
 
-        Raises, on all ranks, what ended a rank's producer.
-        """
-        decision = None
-        eligible = [packs for packs in self._ranks.all_succeed(self._channel_b.eligible) if packs is not None]
+    def _rank_metrics(self) -> RankMetrics:
+        """What the last step's rollouts took on this rank."""
+        return RankMetrics()
+
+    # ---- as the trainer asks ---------------------------------------------------------------------------------------
+
+    def begin(self, global_step: int) -> Channel:
+        parts, decision = self._parts, None
+        eligible = [packs for packs in self._ranks.all_succeed(self._eligible) if packs is not None]
         if self._ranks.is_main:
             decision = decide_channel(
                 global_step,
-                self._b_ratio,
-                gradient_accumulation_steps=self._gradient_accumulation_steps,
+                parts.b_ratio,
+                gradient_accumulation_steps=parts.packs_per_step,
                 min_eligible_packs=min(eligible, default=None),
             )
         self._decision, self._global_step = self._ranks.broadcast_object(decision), global_step
         self._executed_b += self._decision.channel == "B"
-        return self._decision
+        return self._decision.channel
 
-    def rows(self, clock: PhaseClock) -> Generator[PackedRow]:
-        """This rank's rows of the step that began; ranks may have different numbers of them."""
-        assert self._decision is not None, "rows() before begin()"
-        if self._decision.channel == "B":
-            return self._channel_b.rows(self._global_step, clock)
-        return step_rows(self._batches, self._channel_a, self._row_maker, self._global_step, clock)
+    def micro_steps(self) -> Iterator[Generator[PackedRow]]:
+        assert self._decision is not None, "micro_steps() before begin()"
+        yield self._channel_b() if self._decision.channel == "B" else self._share(self._parts.ground_truth)
 
-    def metrics(self) -> dict[str, float]:
-        """Of the step that ended, over all ranks; on all ranks."""
+    def metrics(self) -> Mapping[str, float]:
         assert self._decision is not None, "metrics() before begin()"
-        parts = self._ranks.all_gather_object(self._channel_b.metrics())
+        parts = self._ranks.all_gather_object(self._rank_metrics())
         means = {name: sum(part.means[name] for part in parts) / len(parts) for name in parts[0].means}
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
         share = self._executed_b / (self._global_step + 1)
         return {**self._decision.metrics(), "stage2_ab/executed_b_share": share, **means, **sums}
 
+    def waiting(self) -> list[str]:
+        return own_share(self._carried, self._ranks)
+
     def state(self) -> dict[str, Any]:
-        """For a checkpoint between steps, as JSON, equal on all ranks; the batches' place is their own cursor's.
-        Collective."""
-        streams = self._ranks.all_gather_object(self._channel_b.stream_state())
-        return {"executed_b": self._executed_b, "streams": [asdict(stream) for stream in streams if stream]}
+        stage2 = {"executed_b": self._executed_b, "streams": []}
+        return {"batches": self._parts.batches.state(), "carried": [self._carried], "stage2": stage2}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises CheckpointError where it is of another number of ranks."""
-        self._executed_b = int(state["executed_b"])
-        streams = state.get("streams") or []
-        if self._channel_b.stream_state() is None or not streams:
-            return
-        if len(streams) != self._ranks.world_size:
-            raise CheckpointError(
-                "the checkpoint's rollouts ahead of learning are of another number of ranks",
-                found=f"{len(streams)} sample streams in the checkpoint, {self._ranks.world_size} ranks",
-                wanted="as many ranks, since each has a stream of its own",
-                remedy=f"resume on {len(streams)} ranks, or once with stage2_ab.async_actor_learner.enabled: false",
-            )
-        own = streams[self._ranks.rank]
-        self._channel_b.resume(StreamState(**{**own, "unlearned": tuple(own["unlearned"])}))
+        self._parts.batches.restore(state["batches"])
+        self._carried = [sample_id for part in state["carried"] for sample_id in part]
+        self._executed_b = int(state["stage2"]["executed_b"]) if "stage2" in state else 0
 
-    def stop(self) -> None:
-        """Begin no further rollout; waits for nothing. To be called before the backend is closed."""
-        self._channel_b.stop()
+    def _wanted(self, global_step: int) -> Channel:
+        return scheduled_channel(global_step, self._parts.b_ratio)
 
-    def close(self) -> None:
-        """Give everything back; after the backend was closed. Bounded in time."""
-        self._channel_b.close()
+    def _share(self, source: SegmentSource) -> Generator[PackedRow]:
+        """The rank's whole share at once: read, made into segments, packed to completion, then learned row by row."""
+        with self._clock.phase("data"):
+            batch = next(self._parts.batches)
+        segments = source.segments(
+            batch.samples,
+            batch.prompts,
+            global_step=self._global_step,
+            micro_step_idx=0,  # requests are numbered over the whole step, so that seeds do not depend on the ranks
+            first_req_idx=batch.first_req_idx,
+            clock=self._clock,
+        )
+        with self._clock.phase("pack"):
+            rows = self._parts.row_maker.rows(segments)
+        yield from rows
 
 
-def step_rows(
-    batches: Batches, source: SegmentSource, row_maker: RowMaker, global_step: int, clock: PhaseClock
-) -> Generator[PackedRow]:
-    """A whole step's share at once: read, made into segments, packed to completion, then learned row by row."""
-    with clock.phase("data"):
-        batch = next(batches)
-    segments = source.segments(
-        batch.samples,
-        batch.prompts,
-        global_step=global_step,
-        micro_step_idx=0,  # requests are numbered over the whole step, so that seeds do not depend on the ranks
-        first_req_idx=batch.first_req_idx,
-        clock=clock,
-    )
-    with clock.phase("pack"):
-        rows = row_maker.rows(segments)
-    yield from rows
+def call_metrics(ended: CallTotals, before: CallTotals = CallTotals()) -> Mapping[str, float]:  # noqa: B008 - frozen
+    """How many generation calls ended since `before`, and the seconds that they took."""
+    return {
+        "stage2_ab/calls": float(ended.number - before.number),
+        "stage2_ab/rollout_s": ended.seconds - before.seconds,
+    }

@@ -62,6 +62,17 @@ def test_loss_is_the_weighted_mean_and_counts_add_up() -> None:
     }
 
 
+def test_rows_that_are_filled_too_little_are_counted() -> None:
+    """D6: `packing_min_fill_ratio`. A row of 20 of 40 tokens is full enough at 0.5, one of 10 is not, an empty one is
+    no row; without a ratio nothing is reported."""
+    totals, uncounted = StepTotals(min_fill=0.5), StepTotals()
+    for one in (totals, uncounted):
+        for each in (row({}, {}), row({}), row()):
+            one.add(each, LOSSES[2])
+    assert result(totals).metrics["underfilled"] == 1.0
+    assert "underfilled" not in result(uncounted).metrics
+
+
 def test_a_step_without_supervision_has_no_loss_and_no_match_rate() -> None:
     totals = StepTotals()
     totals.add(row(), LOSSES[2])

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from learner.data.batches import DistributedSampler
+from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
-from learner.records import Rollout
-from shared.errors import PromptMismatchError
+from learner.records import PackedRow, Rollout
+from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer
 
@@ -57,6 +58,22 @@ def test_what_is_carried_is_learned_later_or_told(
     left = carried_at_end(tmp_path)
     assert left, "nothing was carried: the test shows nothing"
     assert all_learned(seen) + Counter(left) == everyone(24)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_last_step_learns_what_is_carried_where_nothing_may_be_dropped(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """D6, R12, D5: `packing_drop_last: false`. Its rows come after the last micro-batch's, as one micro-step more."""
+    settings = {"num_samples": 24, "num_train_epochs": 1, "packing_drop_last": False, **CARRY}
+    config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings)
+    seen = run(config, monkeypatch, world_size)
+    assert carried_at_end(tmp_path) == []
+    assert all_learned(seen) == everyone(24)
+    assert len({len(one.rows) for one in seen}) == 1
+    *steps, last = events_of(tmp_path, "step")
+    assert {step["num_rows"] for step in steps} == {2 * world_size}
+    assert last["num_rows"] > 2 * world_size
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
@@ -197,7 +214,9 @@ def test_rollout_matching_learns_one_packed_row_per_micro_step(
     seen = run(make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings), monkeypatch)[0]
     assert len(seen.rows) == len(seen.calls) == 8
     assert max(map(len, seen.rows)) > 1
-    assert [line["num_rows"] for line in events_of(tmp_path, "step")] == [2, 2, 2, 2]
+    steps = events_of(tmp_path, "step")
+    assert [line["num_rows"] for line in steps] == [2, 2, 2, 2]
+    assert all(0 <= line["metrics"]["underfilled"] <= 2 for line in steps)
 
 
 def test_ranks_run_the_same_number_of_passes(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +293,61 @@ def test_a_step_is_saved_once(tiny_text: Path, tmp_path: Path, monkeypatch: pyte
         made.run()
         made.save()
     assert saved == [2, 3]
+
+
+def allocate_too_much(row: PackedRow) -> RowLoss:
+    """What the allocator itself raises."""
+    torch.empty(2**60)
+    raise AssertionError("an exbibyte was allocated")
+
+
+def divide_by_zero(row: PackedRow) -> RowLoss:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"), [(allocate_too_much, OutOfMemoryError), (divide_by_zero, ZeroDivisionError)]
+)
+def test_whatever_ends_learning_the_last_whole_step_is_saved(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any, error: type[Exception]
+) -> None:
+    """Out of memory, or a defect: a resume goes on with the same samples and ends with the uninterrupted run's
+    weights."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 4, "num_samples": 8, "lr_scheduler_type": "constant"}
+    (whole,) = run(make_config(tiny_text, tmp_path, **settings), monkeypatch)
+    folder = tmp_path / "again"
+    folder.mkdir()
+    config = make_config(tiny_text, folder, **settings)
+    with trainer(config, Ranks(), monkeypatch, seen := Seen()) as made:
+        backward = made.policy.backward
+
+        def third(row: PackedRow) -> RowLoss:
+            return failing(row) if len(seen.gradients) == 2 else backward(row)
+
+        made.policy.backward = third  # type: ignore[method-assign]
+        with pytest.raises(error):
+            made.run()
+    (second,) = run(make_config(tiny_text, folder, resume_from_checkpoint="latest", **settings), monkeypatch)
+    assert [line["global_step"] for line in events_of(folder, "step")] == [1, 2, 3, 4]
+    assert seen.learned + second.learned == whole.learned
+    for name, tensor in whole.weights.items():
+        assert torch.equal(second.weights[name], tensor), name
+
+
+def test_a_row_that_memory_does_not_hold_is_named(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which row, how long, how many images, and the keys that make rows smaller."""
+    config = make_config(tiny_vlm, tmp_path, max_steps=1, per_device_train_batch_size=2, num_samples=2)
+    with trainer(config, Ranks(), monkeypatch, Seen()) as made:
+        made.policy.backward = allocate_too_much  # type: ignore[method-assign]
+        with pytest.raises(OutOfMemoryError) as raised:
+            made.run()
+    assert "s0" in raised.value.found
+    assert "s1" in raised.value.found
+    assert "0 images" in raised.value.found
+    assert "512" in raised.value.wanted
+    assert "global_max_length" in raised.value.remedy
 
 
 def test_a_vision_model_goes_through_the_same_loop(

@@ -65,14 +65,16 @@ def test_a_prompt_is_for_coco() -> None:
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
-def test_d6_carry_mode_needs_drop_last() -> None:
-    mistake = only_mistake(minimal(), {"training.packing_drop_last": False})
+def test_d6_a_rollout_buffer_needs_drop_last() -> None:
+    """R18: the run's last step may be an M-step, which leaves what is carried alone."""
+    changes = {"training.packing_drop_last": False, f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}}
+    mistake = only_mistake(minimal(), changes)
     assert mistake.path == "training.packing_drop_last"
-    assert "packing: false" in mistake.remedy
+    assert "rollout_buffer" in mistake.remedy
 
 
-@pytest.mark.parametrize("changes", [{"training.packing": False}, {"custom.trainer_variant": "sft"}])
-def test_d6_drop_last_is_free_where_nothing_is_carried(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{}, {"training.packing": False}, {"custom.trainer_variant": "sft"}])
+def test_d6_drop_last_is_free_without_one(changes: dict[str, Any]) -> None:
     valid(minimal(), {"training.packing_drop_last": False, **changes})
     valid(stage2(), {"training.packing_drop_last": False})
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment
-from learner.steps.pipeline import RolloutPipeline, Work, WorkItem
+from learner.steps.pipeline import CallSamples, ProducerStages, RolloutPipeline
 from learner.steps.protocol import Bounds
 
 DEADLINE_S = 10.0  # of waits that are expected to end
@@ -43,13 +43,13 @@ class FakeServer:
     `before(item)` runs in the middle of each call: to wait, to fail, to look around.
     """
 
-    def __init__(self, ver: int = 1, before: Callable[[WorkItem], None] = lambda item: None) -> None:
+    def __init__(self, ver: int = 1, before: Callable[[CallSamples], None] = lambda item: None) -> None:
         self.ver, self._before = ver, before
-        self.calls: list[WorkItem] = []
+        self.calls: list[CallSamples] = []
         self._in_flight = 0
         self._lock = threading.Lock()
 
-    def make_segments(self, item: WorkItem) -> list[Segment]:
+    def make_segments(self, item: CallSamples) -> list[Segment]:
         with self._lock:
             self._in_flight += 1
             self.calls.append(item)
@@ -74,7 +74,7 @@ class Held:
     def __init__(self, error: Exception | None = None) -> None:
         self.entered, self.release, self._error = threading.Event(), threading.Event(), error
 
-    def __call__(self, item: WorkItem) -> None:
+    def __call__(self, item: CallSamples) -> None:
         self.entered.set()
         assert self.release.wait(DEADLINE_S), "never released"
         if self._error is not None:
@@ -92,8 +92,8 @@ def pipeline(server: FakeServer, bounds: Bounds | None = None, *, row_size: int 
         "deadline_key": "training.collective_timeout_s",
         "close_deadline_s": DEADLINE_S,
     }
-    work = Work(load=load, make_segments=server.make_segments, pack=pack_by(row_size))
-    return RolloutPipeline(work, bounds or Bounds.in_step(), **{**settings, **changes})
+    stages = ProducerStages(load=load, make_segments=server.make_segments, pack=pack_by(row_size))
+    return RolloutPipeline(stages, bounds or Bounds.in_step(), **{**settings, **changes})
 
 
 def ids(row: PackedRow) -> list[str]:

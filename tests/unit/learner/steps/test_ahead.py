@@ -20,14 +20,15 @@ from learner.config.load import config_of
 from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.config.schema import RunConfig
 from learner.data.encoding import LocalPool
-from learner.records import Rollout, Sample, SyncReceipt
-from learner.steps.ahead import AHEAD, AheadB, SampleStream, Sizes
-from learner.steps.in_step import CALLS_PER_STEP
+from learner.policy.parallel import Ranks
+from learner.records import PackedRow, Rollout, Sample, SyncReceipt
+from learner.steps.ahead import NO_MICRO_STEP, SampleStream, Sizes, Stage2Ahead
 from learner.steps.protocol import Bounds, StreamState
+from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import CheckpointError, RolloutError
 from tests.unit.learner import trainer_world
 from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
-from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run
+from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run, trainer
 
 NUM_SAMPLES = 40
 DEADLINE_S = 30.0
@@ -70,7 +71,7 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         chunk = 4
 
         def generate(self, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
-            if place["micro_step_idx"] != AHEAD:
+            if place["micro_step_idx"] != NO_MICRO_STEP:
                 with shared.call(ahead=False):
                     return super().generate(samples, **place)
             ids = tuple(sample.sample_id for sample in samples)
@@ -98,16 +99,16 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a channel waits for the producer, so that what is scheduled is what runs."""
-    hasty = AheadB.eligible
+    hasty = Stage2Ahead._eligible
 
-    def eligible(self: AheadB) -> int:
+    def eligible(self: Stage2Ahead) -> int:
         deadline = time.monotonic() + DEADLINE_S
         while hasty(self) < self._sizes.packs_per_step:
             assert time.monotonic() < deadline, "the producer makes nothing"
             time.sleep(0.005)
         return hasty(self)
 
-    monkeypatch.setattr(AheadB, "eligible", eligible)
+    monkeypatch.setattr(Stage2Ahead, "_eligible", eligible)
 
 
 def ahead_config(model: Path, folder: Path, *, queue: dict[str, int] | None = None, **settings: Any) -> RunConfig:
@@ -242,8 +243,8 @@ def test_one_rank_without_packs_holds_all_back(
 ) -> None:
     """R27: rank 1 alone has too few; both ranks run A."""
     servers.everyone = threading.Barrier(2, timeout=DEADLINE_S)
-    hasty = AheadB.eligible
-    monkeypatch.setattr(AheadB, "eligible", lambda self: 1 if self._ranks.rank == 1 else 4 + 0 * hasty(self))
+    hasty = Stage2Ahead._eligible
+    monkeypatch.setattr(Stage2Ahead, "_eligible", lambda self: 1 if self._ranks.rank == 1 else 4 + 0 * hasty(self))
     config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=2)
     seen = run(config, monkeypatch, 2)
     assert [step["channel"] for step in steps_of(tmp_path)] == ["A", "A"]
@@ -268,7 +269,7 @@ def test_stale_packs_are_dropped_counted_and_made_again(
     assert Counter(learned_ahead(seen)) == Counter(stream.sample(p).sample_id for p in taken)
     dropped = sum(step["metrics"]["stage2_ab/async/packs_dropped_stale"] for step in steps)
     returned = sum(step["metrics"]["stage2_ab/async/samples_returned"] for step in steps)
-    rolled_out = [i for call in seen.calls if call.micro_step_idx == AHEAD for i in call.sample_ids]
+    rolled_out = [i for call in seen.calls if call.micro_step_idx == NO_MICRO_STEP for i in call.sample_ids]
     assert returned == 2 * dropped
     assert len(rolled_out) >= len(set(rolled_out)) + returned
 
@@ -289,6 +290,30 @@ def test_a_failed_producer_ends_the_run(
     with pytest.raises(RolloutError, match="third call broke"):
         run(ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=50), monkeypatch, world_size)
     assert not producers()
+
+
+def test_a_producer_that_hangs_does_not_hide_what_ended_the_run(
+    servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner fails while a call is in flight that closing the backend does not end: the first error is raised."""
+    servers.open.clear()
+    monkeypatch.setattr(trainer_world.FakeBackend, "close", lambda self: None)
+    monkeypatch.setattr("learner.steps.ahead.CLOSE_S", 0.01)
+    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=3)
+
+    def fail(row: PackedRow) -> None:
+        raise ZeroDivisionError
+
+    def train() -> None:
+        with trainer(config, Ranks(), monkeypatch, Seen()) as made:
+            made.policy.backward = fail  # type: ignore[assignment, method-assign]
+            made.run()
+
+    try:
+        with pytest.raises(ZeroDivisionError):
+            train()
+    finally:
+        servers.open.set()
 
 
 def producers() -> list[threading.Thread]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,12 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data.batches import MicroBatch, WindowRepeater, WindowStep
-from learner.records import PackedRow, Segment, VisionInputs
+from learner.data.batches import MicroBatch, Upcoming, WindowRepeater, WindowStep
+from learner.policy.parallel import Ranks
+from learner.records import EncodedPrompt, PackedRow, Sample, Segment, VisionInputs
 from learner.run.log import PhaseClock
-from learner.steps.buffered import RolloutBuffer, copy_row
+from learner.steps.buffered import BufferedSteps, copy_row
+from learner.steps.packing import RowMaker
+from learner.steps.segments import SegmentSource
 from shared.errors import WindowMismatchError
-from tests.unit.learner.data.fakes import make_samples
+from tests.unit.learner.data.fakes import CountingEncoder, make_samples
 
 SAMPLES = make_samples(12)
 
@@ -62,41 +64,47 @@ def spoil(rows: Sequence[PackedRow]) -> None:
         cast(dict[str, float], one.stats).clear()
 
 
-class Fresh:
-    """Rows of a micro-batch's own samples; `made` counts them, `carry` is what waits."""
+class Answers(SegmentSource):
+    """One segment per sample; `made` are the micro-steps that were asked for."""
 
     channel, needs_rollouts = "B", True
 
     def __init__(self) -> None:
         self.made: list[tuple[int, int]] = []
-        self.carry: list[str] = []
 
-    def rows(self, batch: MicroBatch, *, global_step: int, micro_step_idx: int, clock: PhaseClock) -> list[PackedRow]:
-        self.made.append((global_step, micro_step_idx))
-        self.carry = [f"carried after {batch.fingerprint[2]}"]
-        return [row(*(sample.sample_id for sample in batch.samples))]
+    def segments(self, samples: Sequence[Sample], prompts: Any, **place: Any) -> list[Segment]:
+        self.made.append((place["global_step"], place["micro_step_idx"]))
+        return [segment(sample.sample_id) for sample in samples]
 
-    def waiting(self) -> list[str]:
-        return self.carry
 
-    due_on_resume = waiting
+class OneRow(RowMaker):
+    """All of a micro-step's segments in one row; a name of the newest one waits, as if a segment did."""
 
-    def restore(self, sample_ids: Sequence[str]) -> None:
-        self.carry = list(sample_ids)
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
 
-    def metrics(self) -> dict[str, float]:
-        return {}
+    def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
+        self.waiting = [f"after {segments[-1].sample_id}"]
+        return [PackedRow(segments=tuple(segments), capacity=32)]
+
+    def carried(self) -> list[str]:
+        return self.waiting
 
 
 class Script:
-    """A dataloader that hands out what it is told to: (window, m_step, first sample)."""
+    """A dataloader that hands out what it is told to: (window, m_step, first sample), `gas` of them a step."""
 
-    def __init__(self, *steps: tuple[int, int, int]) -> None:
-        self._batches = [
+    def __init__(self, *steps: tuple[int, int, int], gas: int = 2) -> None:
+        self._batches: list[MicroBatch] = []
+        self.then(*steps, gas=gas)
+
+    def then(self, *steps: tuple[int, int, int], gas: int = 2, epoch: int = 0) -> None:
+        self._gas = gas
+        self._batches += [
             MicroBatch(
                 samples=tuple(SAMPLES[first : first + 2]),
-                prompts=(),
-                epoch=0,
+                prompts=(EncodedPrompt(token_ids=(1,), vision=None),) * 2,
+                epoch=epoch,
                 micro_batch=first // 2,
                 first_req_idx=0,
                 ends_epoch=False,
@@ -105,9 +113,15 @@ class Script:
             for window, m_step, first in steps
         ]
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        while self._batches:
-            yield self._batches.pop(0)
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> MicroBatch:
+        return self._batches.pop(0)
+
+    def upcoming(self, number: int) -> list[Upcoming]:
+        window = self._batches[: min(number, self._gas)]
+        return [Upcoming(samples=batch.samples, first_req_idx=0) for batch in window]
 
     @property
     def next_step(self) -> WindowStep:
@@ -115,21 +129,44 @@ class Script:
         assert step is not None
         return step
 
+    def state(self) -> dict[str, Any]:
+        return {}
 
-def make(script: Script) -> tuple[RolloutBuffer, Fresh]:
-    fresh = Fresh()
-    return RolloutBuffer(cast(Any, fresh), cast(WindowRepeater, script)), fresh
+    def restore(self, state: Any) -> None: ...
 
 
-def learn(buffer: RolloutBuffer, script: Script, *, gas: int = 2, first_step: int = 0) -> list[Any]:
-    """Every row that the script's micro-batches give; each is spoilt as soon as it was read."""
-    seen = []
-    for i, batch in enumerate(script):
-        step, micro_step_idx = divmod(i, gas)
-        rows = buffer.rows(batch, global_step=first_step + step, micro_step_idx=micro_step_idx, clock=PhaseClock())
-        seen += numbers(rows)
-        spoil(rows)
+def make(script: Script) -> tuple[BufferedSteps, Answers]:
+    answers = Answers()
+    buffer = BufferedSteps(
+        cast(WindowRepeater, script),
+        answers,
+        OneRow(),
+        gradient_accumulation_steps=9,
+        ranks=Ranks(),
+        samples=SAMPLES,
+        encoder=CountingEncoder(),
+        clock=PhaseClock(),
+    )
+    return buffer, answers
+
+
+def learn(buffer: BufferedSteps, script: Script, *, first_step: int = 0) -> list[Any]:
+    """Every row of the script's micro-batches; each is spoilt as soon as it was read."""
+    seen, step = [], first_step
+    while script:
+        buffer.begin(step)
+        for micro_step in buffer.micro_steps():
+            rows = list(micro_step)
+            seen += numbers(rows)
+            spoil(rows)
+        step += 1
     return seen
+
+
+def carried(buffer: BufferedSteps) -> list[str]:
+    """What a resume from here would owe."""
+    (own,) = buffer.state()["carried"]
+    return own
 
 
 TWO_WINDOWS = ((0, 0, 0), (0, 0, 2), (0, 1, 0), (0, 1, 2), (1, 0, 4), (1, 0, 6), (1, 1, 4), (1, 1, 6))
@@ -138,11 +175,11 @@ TWO_WINDOWS = ((0, 0, 0), (0, 0, 2), (0, 1, 0), (0, 1, 2), (1, 0, 4), (1, 0, 6),
 def test_the_same_rows_in_the_same_order_whatever_became_of_their_copies() -> None:
     """R18: immutability. The E-step's own rows are copies, too."""
     script = Script(*TWO_WINDOWS)
-    buffer, fresh = make(script)
+    buffer, answers = make(script)
     seen = learn(buffer, script)
     first, second = numbers([row("s0", "s1"), row("s2", "s3")]), numbers([row("s4", "s5"), row("s6", "s7")])
     assert seen == first * 2 + second * 2
-    assert fresh.made == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    assert answers.made == [(0, 0), (0, 1), (2, 0), (2, 1)]
 
 
 def test_a_copy_shares_nothing() -> None:
@@ -158,19 +195,19 @@ def test_a_copy_shares_nothing() -> None:
 def test_rollouts_are_needed_at_a_window_s_beginning_and_after_a_resume(
     m_steps: int, gas: int, windows: int, data: st.DataObject
 ) -> None:
-    """R18: `needs_rollouts` is right before the step's first micro-batch is there, wherever a run begins."""
+    """R18: `wants_sync` is right before the step's first micro-batch is there, wherever a run begins."""
     steps = [(w, m) for w in range(windows) for m in range(m_steps)]
     begin = data.draw(st.integers(0, len(steps) - 1))
-    script = Script(*((w, m, 2 * g) for w, m in steps[begin:] for g in range(gas)))
-    buffer, fresh = make(script)
+    script = Script(*((w, m, 2 * g) for w, m in steps[begin:] for g in range(gas)), gas=gas)
+    buffer, answers = make(script)
     for step, (window, m_step) in enumerate(steps[begin:], start=begin):
         needs = m_step == 0 or step == begin
-        assert buffer.needs_rollouts == needs
-        made = len(fresh.made)
-        for micro_step_idx in range(gas):
-            batch = next(iter(script))
-            buffer.rows(batch, global_step=step, micro_step_idx=micro_step_idx, clock=PhaseClock())
-        assert len(fresh.made) - made == (gas if needs else 0)
+        assert buffer.wants_sync(step) == needs
+        made = len(answers.made)
+        buffer.begin(step)
+        for micro_step in buffer.micro_steps():
+            list(micro_step)
+        assert len(answers.made) - made == (gas if needs else 0)
         age = step - max(begin, step - m_step)
         assert list(buffer.metrics().values()) == [window, m_step, age]
 
@@ -179,26 +216,29 @@ def test_in_the_middle_of_a_window_a_resume_owes_what_was_carried_into_it() -> N
     """R12: the data begins the window anew, so its own samples, carried or not, come with it."""
     script = Script(*TWO_WINDOWS)
     buffer, _ = make(script)
-    buffer.restore(["old"])
-    assert buffer.due_on_resume() == ["old"]
-    for i, batch in zip(range(3), script, strict=False):
-        buffer.rows(batch, global_step=i // 2, micro_step_idx=i % 2, clock=PhaseClock())
-        assert buffer.due_on_resume() == ["old"], f"after micro-step {i}"
-        assert buffer.waiting() != ["old"]
-    buffer.rows(next(iter(script)), global_step=1, micro_step_idx=1, clock=PhaseClock())
-    assert buffer.due_on_resume() == buffer.waiting() == ["carried after ('s2', 's3')"]
+    buffer.restore({"batches": {}, "carried": [["s9"]]})
+    assert carried(buffer) == ["s9"]
+    for step in range(2):
+        buffer.begin(step)
+        for micro_step in buffer.micro_steps():
+            list(micro_step)
+            if script.next_step.window == 0:
+                assert carried(buffer) == ["s9"]
+                assert buffer.waiting() != ["s9"]
+    assert carried(buffer) == buffer.waiting() == ["after s3"]
 
 
 def test_a_restored_buffer_is_empty() -> None:
     script = Script(*TWO_WINDOWS)
-    buffer, fresh = make(script)
-    for i in range(2):
-        buffer.rows(next(iter(script)), global_step=0, micro_step_idx=i, clock=PhaseClock())
-    assert not buffer.needs_rollouts
-    buffer.restore([])
-    assert buffer.needs_rollouts
+    buffer, answers = make(script)
+    buffer.begin(0)
+    for micro_step in buffer.micro_steps():
+        list(micro_step)
+    assert not buffer.wants_sync(1)
+    buffer.restore({"batches": {}, "carried": [[]]})
+    assert buffer.wants_sync(1)
     learn(buffer, script, first_step=1)
-    assert fresh.made[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert answers.made[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 OUT_OF_STEP = {
@@ -214,21 +254,22 @@ OUT_OF_STEP = {
 def test_data_that_goes_out_of_step_is_an_error(case: str) -> None:
     """R18: fingerprints. Nothing is learned from the micro-batch that differs."""
     gas, steps = OUT_OF_STEP[case]
-    begin = Script((0, 0, 0), (0, 0, 2))
-    buffer, fresh = make(begin)
-    learn(buffer, begin)
+    script = Script((0, 0, 0), (0, 0, 2))
+    buffer, answers = make(script)
+    learn(buffer, script)
+    script.then(*steps, gas=gas)
     with pytest.raises(
         WindowMismatchError, match=r"another micro-batch.*found window \d: micro-batch.*wanted window 0"
     ):
-        learn(buffer, Script(*steps), gas=gas, first_step=1)
-    assert fresh.made == [(0, 0), (0, 1)]
+        learn(buffer, script, first_step=1)
+    assert answers.made == [(0, 0), (0, 1)]
 
 
 def test_an_equal_micro_batch_of_another_epoch_is_another_one() -> None:
     """Epochs of few samples have equal micro-batches; only their places tell them apart."""
-    begin = Script((0, 0, 0))
-    buffer, _ = make(begin)
-    learn(buffer, begin, gas=1)
-    (again,) = list(Script((0, 1, 0)))
+    script = Script((0, 0, 0))
+    buffer, _ = make(script)
+    learn(buffer, script)
+    script.then((0, 1, 0), epoch=1)
     with pytest.raises(WindowMismatchError, match="of epoch 1"):
-        buffer.rows(replace(again, epoch=1), global_step=1, micro_step_idx=0, clock=PhaseClock())
+        learn(buffer, script, first_step=1)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from learner.data.batches import Batches, DistributedSampler, WindowRepeater
+from learner.data.batches import DistributedSampler, WindowRepeater
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow
-from learner.steps.source import FreshRows
+from learner.steps.source import FreshSteps
 from shared.errors import WindowMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import Generate, Seen, make_config, run, trainer
@@ -117,8 +117,7 @@ def test_m_steps_leave_the_packing_buffer_alone(train: Train, tmp_path: Path, wo
 def test_one_m_step_is_no_buffer(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", m_steps=1, max_steps=1)
     with trainer(config, Ranks(), monkeypatch, Seen()) as made:
-        assert isinstance(made.batches, Batches)
-        assert isinstance(made.rows, FreshRows)
+        assert type(made.source) is FreshSteps
 
 
 # ---- resume --------------------------------------------------------------------------------------------------------

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.ahead import RepeatedBatch, SleepingServer
+from bench.ahead import GroundTruth, RepeatedBatch, SleepingServer
 from learner.data.batches import Batches
+from learner.policy.parallel import Ranks
 from learner.records import Segment
 from learner.run.log import PhaseClock
-from learner.steps.in_step import TRY_AGAIN_AFTER, CallSize, OverlappedB, sizes
+from learner.steps.in_step import TRY_AGAIN_AFTER, CallSize, Stage2InStep, sizes
 from learner.steps.packing import CompleteRows
+from learner.steps.stage2 import Stage2Parts
 
 SHARE = 16
 
@@ -83,15 +85,24 @@ def test_a_server_as_slow_for_few_as_for_many_gets_all_at_once(monkeypatch: pyte
             now += 1.0
             return super().segments(samples, prompts, **place)
 
-    channel = OverlappedB(
-        cast(Batches, RepeatedBatch(SHARE)), Server(0.0), CompleteRows(capacity=16), capacity=SHARE, deadline_s=30.0
+    parts = Stage2Parts(
+        b_ratio=1.0,
+        packs_per_step=1,
+        ranks=Ranks(),
+        batches=cast(Batches, RepeatedBatch(SHARE)),
+        ground_truth=GroundTruth(),
+        rollouts=Server(0.0),
+        row_maker=CompleteRows(capacity=16),
+        clock=PhaseClock(),
     )
-    with channel.fence() as fence:
+    source = Stage2InStep(parts, capacity=SHARE, deadline_s=30.0)
+    with source.fence() as fence:
         fence.synced(0)
     monkeypatch.setattr("learner.steps.in_step.time.perf_counter", lambda: now)
     calls = []
     for step in range(7):
-        rows = list(channel.rows(step, PhaseClock()))
+        source.begin(step)
+        rows = [row for micro_step in source.micro_steps() for row in micro_step]
         assert sum(len(row.segments) for row in rows) == SHARE
-        calls.append(channel.metrics().means["stage2_ab/calls"])
+        calls.append(source.metrics()["stage2_ab/calls"])
     assert calls == [4, 4, 2, 1, 1, 1, 1]

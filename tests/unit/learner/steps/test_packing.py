@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.records import Segment
-from learner.steps.packing import PackingBuffer, fifo, fullest_with_first, pack_all, pack_lengths
+from learner.steps.packing import CarriedRows, fifo, fullest_with_first, pack_all, pack_lengths
 from shared.errors import ConfigError, DataError
 
 CAPACITY = 20
@@ -85,15 +85,13 @@ def test_of_equal_fills_the_older_segments_leave_first() -> None:
 @given(st.lists(st.lists(st.integers(1, CAPACITY), max_size=3), min_size=1, max_size=12))
 def test_buffer_loses_nothing_and_takes_the_oldest_every_time(arrivals: list[list[int]]) -> None:
     def run() -> list[list[str]]:
-        buffer = PackingBuffer(capacity=CAPACITY, max_segments=99, min_fill_ratio=0.5)
+        buffer = CarriedRows(CAPACITY, max_segments=99)
         waiting: list[Segment] = []
-        rows, number, underfilled = [], itertools.count(), 0
+        rows, number = [], itertools.count()
         for lengths in arrivals:
             new = [segment(n, str(next(number))) for n in lengths]
-            buffer.add(new)
             waiting += new
-            row = buffer.next_row()
-            underfilled += bool(waiting) and row.fill < 0.5
+            (row,) = buffer.rows(new)
             assert bool(row.segments) == bool(waiting)
             if waiting:
                 assert row.segments[0] is waiting[0]
@@ -102,11 +100,10 @@ def test_buffer_loses_nothing_and_takes_the_oldest_every_time(arrivals: list[lis
             assert row.num_tokens <= CAPACITY
             taken = {id(s) for s in row.segments}
             waiting = [s for s in waiting if id(s) not in taken]
-            assert len(buffer) == len(waiting)
+            assert buffer.carried() == [s.sample_id for s in waiting]
             rows.append([s.sample_id for s in row.segments])
-        assert buffer.underfilled == underfilled
         rows += [[s.sample_id for s in row.segments] for row in buffer.drain()]
-        assert len(buffer) == 0
+        assert buffer.carried() == []
         assert sorted(itertools.chain(*rows), key=int) == [str(i) for i in range(next(number))]
         assert all(row == sorted(row, key=int) for row in rows)
         return rows
@@ -116,30 +113,29 @@ def test_buffer_loses_nothing_and_takes_the_oldest_every_time(arrivals: list[lis
 
 def test_oversized_segment_fails_at_insertion() -> None:
     """R36: the sample, its length, the cap and the key to raise are named; nothing of the batch is taken."""
-    buffer = PackingBuffer(capacity=CAPACITY, max_segments=9, min_fill_ratio=0.5)
-    for insert in (buffer.add, lambda segments: pack_all(segments, CAPACITY)):
+    buffer = CarriedRows(CAPACITY, max_segments=9)
+    for insert in (buffer.rows, lambda segments: pack_all(segments, CAPACITY)):
         with pytest.raises(DataError) as error:
             insert([segment(3), segment(21, "scene-4")])
         assert "scene-4" in error.value.what
         assert "21" in error.value.found
         assert "20" in error.value.wanted
         assert "global_max_length" in error.value.remedy
-    assert len(buffer) == 0
+    assert buffer.carried() == []
 
 
 def test_more_arrivals_than_rows_can_take_fail_before_the_buffer_outgrows_its_cap() -> None:
     """D6: `training.packing_buffer` bounds what is carried."""
-    buffer = PackingBuffer(capacity=CAPACITY, max_segments=2, min_fill_ratio=0.5)
-    buffer.add([segment(20), segment(19), segment(18)])
-    assert buffer.next_row().num_tokens == 20
-    buffer.add([segment(20), segment(19)])
+    buffer = CarriedRows(CAPACITY, max_segments=2)
+    (row,) = buffer.rows([segment(20), segment(19), segment(18)])
+    assert row.num_tokens == 20
     with pytest.raises(ConfigError, match="packing_buffer") as error:
-        buffer.next_row()
+        buffer.rows([segment(20), segment(19)])
     assert "3 segments" in error.value.found
 
 
 def test_empty_input_makes_no_rows_and_an_empty_buffer_an_empty_row() -> None:
     assert pack_all([], CAPACITY) == []
-    row = PackingBuffer(capacity=CAPACITY, max_segments=2, min_fill_ratio=0.5).next_row()
+    (row,) = CarriedRows(CAPACITY, max_segments=2).rows([])
     assert row.segments == ()
     assert row.capacity == CAPACITY

@@ -8,7 +8,7 @@ import pytest
 
 from learner.config.schema import AsyncActorLearnerConfig
 from learner.records import PackedRow, Segment
-from learner.steps.pipeline import Work, WorkItem, make_rows
+from learner.steps.pipeline import CallSamples, ProducerStages, make_rows
 from learner.steps.protocol import Bounds, Call
 from shared.errors import ConfigError, RolloutError
 from tests.unit.learner.steps.fakes import load, pack_by, segment
@@ -16,7 +16,7 @@ from tests.unit.learner.steps.fakes import load, pack_by, segment
 CALL = Call(index=4, positions=(7, 2, 9), ver=5)
 
 
-def segments_of(item: WorkItem) -> list[Segment]:
+def segments_of(item: CallSamples) -> list[Segment]:
     return [segment(s.sample_id, 5) for s in item.samples]
 
 
@@ -26,9 +26,9 @@ def reversed_pairs(segments: list[Segment]) -> list[PackedRow]:
 
 def test_rows_know_their_stream_positions() -> None:
     """Also where the packer reorders, and where two positions hold the same sample."""
-    made = make_rows(CALL, Work(load=load, make_segments=segments_of, pack=reversed_pairs))
+    made = make_rows(CALL, ProducerStages(load=load, make_segments=segments_of, pack=reversed_pairs))
     assert [row.positions for row in made] == [(9, 2), (7,)]
-    same = Work(load=lambda p: load([0] * len(p)), make_segments=segments_of, pack=reversed_pairs)
+    same = ProducerStages(load=lambda p: load([0] * len(p)), make_segments=segments_of, pack=reversed_pairs)
     assert [row.positions for row in make_rows(CALL, same)] == [(9, 2), (7,)]
 
 
@@ -43,10 +43,12 @@ def test_rows_know_their_stream_positions() -> None:
     ],
     ids=["missing", "reordered", "two versions", "another version", "no version"],
 )
-def test_segments_that_do_not_answer_the_call(make_segments: Callable[[WorkItem], list[Segment]], words: str) -> None:
+def test_segments_that_do_not_answer_the_call(
+    make_segments: Callable[[CallSamples], list[Segment]], words: str
+) -> None:
     """R25: version-pure and of the permitted version; R12: no sample skipped."""
     with pytest.raises(RolloutError, match=words):
-        make_rows(CALL, Work(load=load, make_segments=make_segments, pack=pack_by(2)))
+        make_rows(CALL, ProducerStages(load=load, make_segments=make_segments, pack=pack_by(2)))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_segments_that_do_not_answer_the_call(make_segments: Callable[[WorkItem]
 def test_a_packer_that_changes_the_segments(pack: Callable[[list[Segment]], list[PackedRow]]) -> None:
     """R12, R36: every segment in exactly one row."""
     with pytest.raises(RolloutError, match="packing changed the segments"):
-        make_rows(CALL, Work(load=load, make_segments=segments_of, pack=pack))
+        make_rows(CALL, ProducerStages(load=load, make_segments=segments_of, pack=pack))
 
 
 def test_bounds_of_the_configuration() -> None:

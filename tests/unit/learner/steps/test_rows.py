@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.records import PackedRow, Segment
-from learner.steps.packing import CarriedRows, CompleteRows, PackingBuffer, RowMaker, SingleRows
-from learner.steps.source import in_lockstep
+from learner.run.log import PhaseClock
+from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
+from learner.steps.source import in_lockstep, padded
 from shared.errors import DataError
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -20,7 +22,7 @@ MICRO_STEPS = st.lists(st.lists(st.integers(2, CAPACITY), max_size=4), min_size=
 
 
 def carried_rows() -> CarriedRows:
-    return CarriedRows(PackingBuffer(capacity=CAPACITY, max_segments=64, min_fill_ratio=0.5))
+    return CarriedRows(CAPACITY, max_segments=64)
 
 
 MAKERS = {"carried": carried_rows, "complete": lambda: CompleteRows(CAPACITY), "single": lambda: SingleRows(CAPACITY)}
@@ -52,6 +54,10 @@ def test_each_segment_is_in_one_row_or_waits(kind: str, micro_steps: list[list[i
             assert maker.carried() == []
         if kind == "single":
             assert [len(row.segments) for row in rows] == [1] * len(segments)
+    rest = maker.drain()
+    assert all(0 < row.num_tokens <= CAPACITY for row in rest)
+    assert sorted(learned + [s.sample_id for row in rest for s in row.segments]) == sorted(arrived)
+    assert maker.carried() == maker.drain() == []
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -63,19 +69,21 @@ def test_a_segment_longer_than_a_row_is_named_and_nothing_is_taken(kind: str) ->
     assert maker.carried() == []
 
 
+@pytest.mark.parametrize("evened", [padded, in_lockstep])
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=3))
 @settings(deadline=None)
-def test_ranks_in_lockstep_run_as_many_rows(counts: list[int]) -> None:
-    """D5, R24: each rank its own rows in their order, then empty ones; none runs ahead of the others by a row."""
+def test_ranks_run_as_many_rows(evened: Any, counts: list[int]) -> None:
+    """D5, R24: each rank its own rows in their order, then empty ones; in lockstep, none runs ahead of the others by a
+    row."""
     meeting, passes = Meeting(len(counts)), [0] * len(counts)
 
     def rank_main(rank: int) -> list[int]:
         ranks = ThreadRanks(rank=rank, world_size=len(counts), meeting=meeting)
         own = (PackedRow(segments=(segment(str(i), 2),), capacity=CAPACITY) for i in range(counts[rank]))
         seen = []
-        for row in in_lockstep(own, ranks, CAPACITY):
+        for row in evened(own, ranks, CAPACITY, PhaseClock()):
             passes[rank] += 1
-            assert max(passes) - min(passes) <= 1
+            assert evened is padded or max(passes) - min(passes) <= 1
             seen += [int(one.sample_id) for one in row.segments] or [-1]
         return seen
 
