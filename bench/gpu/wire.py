@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from shared.addresses import free_port
-from shared.sync.group import Communicator, join
+from shared.sync.group import Communicator, start_join
 
 _TIMEOUT_S = 120.0
 
@@ -26,7 +26,7 @@ def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[flo
     num_buckets = -(-num_bytes // bucket_bytes)
     peer = context.Process(target=_receive, args=(port, num_buckets, bucket_bytes, passes, there), daemon=True)
     peer.start()
-    group = join("nccl", "127.0.0.1", port, 1, 2, _TIMEOUT_S, "cuda:0", group="raw")
+    group = start_join("nccl", "127.0.0.1", port, 1, 2, _TIMEOUT_S, "cuda:0", group="raw").result()
     seconds = []
     for _ in range(passes):
         assert here.recv() == "ready"
@@ -39,7 +39,7 @@ def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[flo
 
 
 def _receive(port: int, num_buckets: int, bucket_bytes: int, passes: int, parent: Connection) -> None:
-    group = join("nccl", "127.0.0.1", port, 0, 2, _TIMEOUT_S, "cuda:1", group="raw")
+    group = start_join("nccl", "127.0.0.1", port, 0, 2, _TIMEOUT_S, "cuda:1", group="raw").result()
     for _ in range(passes):
         parent.send("ready")
         _pass(group, num_buckets, bucket_bytes)
