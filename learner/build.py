@@ -42,7 +42,7 @@ from learner.steps.protocol import Bounds
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.steps.source import FreshRows, RowSource
 from learner.steps.stage2 import ChannelB, Stage2Driver
-from learner.sync.receipts import Sync
+from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer

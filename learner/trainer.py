@@ -35,7 +35,7 @@ from learner.run.stopping import Stopped, StopRequest
 from learner.steps.pipeline import Fence
 from learner.steps.source import RowSource, empty_rows, in_lockstep
 from learner.steps.stage2 import Stage2Driver
-from learner.sync.receipts import Sync
+from learner.sync.sync import Sync
 from learner.tasks.task import Task
 from shared.errors import CheckpointError, ProjectError
 

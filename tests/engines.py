@@ -22,8 +22,9 @@ from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
 from learner.rollout.colocate import ColocatedEngine
 from learner.run import environment as vllm_environment
-from learner.sync.canary import CanaryItem
-from learner.sync.colocated import ColocateSync
+from learner.sync.canary import Canary, CanaryItem
+from learner.sync.colocated import EngineDelivery
+from learner.sync.sync import Sync
 
 ONE_RANK = Ranks()  # on CPU
 
@@ -73,14 +74,11 @@ def colocate_sync(
     config: RolloutMatchingConfig,
     ranks: Ranks = ONE_RANK,
     adapter: AdapterWeights | None = None,
-) -> ColocateSync:
-    return ColocateSync(
-        engine,
-        policy,
-        policy.encoder,
-        adapter=adapter,
-        config=config.vllm,
-        canary=[item],
+) -> Sync:
+    canary = Canary(
+        items=[item],
         learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids)]),
-        ranks=ranks,
+        tolerance=config.vllm.sync.canary_tolerance,
     )
+    delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks)
+    return Sync(delivery, policy, adapter=adapter, fallback_to_full=config.vllm.sync.fallback_to_full)

@@ -30,8 +30,9 @@ from learner.policy.parallel import Ranks
 from learner.policy.repeated import RepeatedLogprobs
 from learner.records import Sample, SyncReceipt
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import CanaryItem
-from learner.sync.weight_sync import WeightSync
+from learner.sync.canary import Canary, CanaryItem
+from learner.sync.servers import ServerDelivery
+from learner.sync.sync import Sync
 from shared.addresses import free_ports
 from shared.config.parse import write_yaml
 
@@ -114,21 +115,17 @@ def _sync(policy: Policy, urls: Sequence[str]) -> list[SyncReceipt]:
     }
     backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)
     backend.connect()
-    canary = [_canary(policy, i) for i in range(backend.config.vllm.sync.canary_samples)]
-    sync = WeightSync(
-        backend,
-        policy,
-        config=backend.config.vllm,
-        canary=canary,
-        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
-        fence=Ranks(),
-        device=policy.device,
-    )
+    vllm = backend.config.vllm
+    items = [_canary(policy, i) for i in range(vllm.sync.canary_samples)]
+    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in items])
+    canary = Canary(items=items, learner_logprobs=answers, tolerance=vllm.sync.canary_tolerance)
+    sync = Sync(ServerDelivery(backend, vllm, canary=canary, ranks=Ranks(), device=policy.device), policy)
+    receipts = []
     try:
         for _ in range(WARM_UP + ROUNDS):
             _change(policy)
-            sync.sync()
-        return sync.receipts[WARM_UP:]
+            receipts.append(sync.sync())
+        return receipts[WARM_UP:]
     finally:
         sync.close()
         backend.close()
