@@ -50,6 +50,7 @@ class Communicator(ABC):
         self._pending: list[Operation[None]] = []
         self._issued = threading.Event()  # the last broadcast that was started is in its place in the group's order
         self._issued.set()
+        self._aborted = False
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> None:
         """Fill `tensor` (contiguous, on `device`) with rank `src`'s; returns when the bytes are there.
@@ -76,15 +77,17 @@ class Communicator(ABC):
 
         operation = Operation(in_turn, limit_s + _GRACE_S, what, on_failure=self.abort)
         self._pending = [other for other in self._pending if not other.future.done()] + [operation]
+        if self._aborted:  # before, or on another thread just now, which may have missed this one
+            self.abort()
         return operation
 
     def abort(self) -> None:
         """End what is pending and leave the group at once, without the others. May be called again."""
+        self._aborted = True
         pending, self._pending = self._pending, []
         for operation in pending:
-            operation.cancel(
-                CommunicatorError(f"{operation.what} was broken off", remedy="sync again with a new group")
-            )
+            what = f"{operation.what} was broken off: the group was left"
+            operation.cancel(CommunicatorError(what, remedy="sync again with a new group"))
         self.close()
 
     @abstractmethod

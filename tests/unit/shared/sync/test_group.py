@@ -97,6 +97,21 @@ def test_a_broadcast_that_nobody_polls_ends_too() -> None:
         operation.result()
 
 
+class AbortedMeanwhile(Stuck):
+    """A group that another thread aborts while a broadcast is being started, and whose broadcasts do not notice."""
+
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+        self.abort()
+        return lambda issued: threading.Event().wait(5) and None
+
+
+def test_a_broadcast_that_is_started_during_an_abort_ends_too() -> None:
+    cpu = torch.device("cpu")
+    member = Membership(host="", port=0, rank=1, world_size=2, timeout_s=30.0, device=cpu, group="a")
+    with pytest.raises(CommunicatorError, match="was left"):
+        assert AbortedMeanwhile(member).start_broadcast(torch.zeros(1), src=0).done(2.0)
+
+
 def test_rank_0_listens_on_its_own_address_only() -> None:
     port = free_port()
     joining = start_join("gloo", "127.0.0.1", port, 0, 2, 10.0, group="a")
