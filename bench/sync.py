@@ -36,12 +36,13 @@ from learner.policy.parallel import Ranks
 from learner.records import Sample, SyncReceipt
 from learner.rollout.connect import connect_sync
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import CanaryItem
-from learner.sync.weight_sync import WeightSync
+from learner.sync.canary import Canary, CanaryItem
+from learner.sync.servers import ServerDelivery
+from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
-from shared.sync.group import Communicator, join
+from shared.sync.group import Communicator, start_join
 
 WANTED_S = 0.050
 WANTED_AGAINST_TRL = 1.8
@@ -92,21 +93,17 @@ def _full_syncs(policy: Policy, servers: Sequence[Server]) -> list[SyncReceipt]:
     vllm["server"]["timeout_s"] = 120.0
     backend = ServerBackend(RolloutMatchingConfig.model_validate({"vllm": vllm}), run_seed=0)
     backend.connect()
-    canary = [_canary(policy, i) for i in range(backend.config.vllm.sync.canary_samples)]
-    sync = WeightSync(
-        backend,
-        policy,
-        config=backend.config.vllm,
-        canary=canary,
-        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in canary]),
-        fence=Ranks(),
-        device=policy.device,
-    )
+    config = backend.config.vllm
+    items = [_canary(policy, i) for i in range(config.sync.canary_samples)]
+    scorer = CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in items])
+    canary = Canary(items=items, scorer=scorer, tolerance=config.sync.canary_tolerance)
+    sync = Sync(ServerDelivery(backend, config, canary=canary, ranks=Ranks(), device=policy.device), policy)
+    receipts = []
     try:
         for _ in range(WARM_UP + ROUNDS):
             _change_all(policy)
-            sync.sync()
-        return sync.receipts[WARM_UP:]
+            receipts.append(sync.sync())
+        return receipts[WARM_UP:]
     finally:
         sync.close()
         backend.close()
@@ -181,7 +178,7 @@ def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[flo
     num_buckets = -(-num_bytes // bucket_bytes)
     peer = context.Process(target=_receive, args=(port, num_buckets, bucket_bytes, passes, there), daemon=True)
     peer.start()
-    group = join("nccl", "127.0.0.1", port, 1, 2, _JOIN_TIMEOUT_S, "cuda:0", group="raw")
+    group = start_join("nccl", "127.0.0.1", port, 1, 2, _JOIN_TIMEOUT_S, "cuda:0", group="raw").result()
     seconds = []
     for _ in range(passes):
         assert here.recv() == "ready"
@@ -194,7 +191,7 @@ def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[flo
 
 
 def _receive(port: int, num_buckets: int, bucket_bytes: int, passes: int, parent: Connection) -> None:
-    group = join("nccl", "127.0.0.1", port, 0, 2, _JOIN_TIMEOUT_S, "cuda:1", group="raw")
+    group = start_join("nccl", "127.0.0.1", port, 0, 2, _JOIN_TIMEOUT_S, "cuda:1", group="raw").result()
     for _ in range(passes):
         parent.send("ready")
         _broadcast(group, num_buckets, bucket_bytes)

@@ -41,7 +41,7 @@ from learner.steps.protocol import Bounds
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.steps.source import FreshSteps, StepSource
 from learner.steps.stage2 import Stage2Parts
-from learner.sync.receipts import Sync
+from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer

@@ -15,15 +15,16 @@ import pytest
 import torch
 
 from learner.config.schema import RolloutMatchingConfig
-from learner.policy.canary_scores import RepeatedLogprobs
+from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.rollout.colocate import ColocatedEngine
 from learner.run import environment as vllm_environment
-from learner.sync.canary import CanaryItem
-from learner.sync.colocated import ColocateSync
+from learner.sync.canary import Canary, CanaryItem
+from learner.sync.colocated import EngineDelivery
+from learner.sync.sync import Sync
 
 ONE_RANK = Ranks()  # on CPU
 
@@ -73,14 +74,11 @@ def colocate_sync(
     config: RolloutMatchingConfig,
     ranks: Ranks = ONE_RANK,
     adapter: AdapterWeights | None = None,
-) -> ColocateSync:
-    return ColocateSync(
-        engine,
-        policy,
-        policy.encoder,
-        adapter=adapter,
-        config=config.vllm,
-        canary=[item],
-        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids)]),
-        ranks=ranks,
+) -> Sync:
+    canary = Canary(
+        items=[item],
+        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)]),
+        tolerance=config.vllm.sync.canary_tolerance,
     )
+    delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks)
+    return Sync(delivery, policy, adapter=adapter, fallback_to_full=config.vllm.sync.fallback_to_full)

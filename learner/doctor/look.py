@@ -6,7 +6,6 @@ and only where no one else uses it. Every call has a deadline.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,9 +19,8 @@ from learner.doctor.finding import Finding, SeenServer, Situation, failed, ok, s
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.servers import LoopThread
 from learner.sync.canary import CanaryItem, score_items
-from learner.sync.groups import ServerGroup, ServerLink, await_all, of_one_machine, open_groups
+from learner.sync.groups import ServerLink, await_all, open_groups
 from shared.errors import ProjectError
-from shared.sync import group as communicator
 from shared.wire import ScoreCall, ServerStatus
 
 LOOK_TIMEOUT_S = 10.0
@@ -76,8 +74,7 @@ class Servers:
             if why := reason_not_to_join(status):
                 left_alone.append(f"{entry.base_url} {why}")
                 continue
-            port, size = entry.group_port, status.world_size
-            idle.append((ServerLink(client, loop=self.loop, group_port=port, world_size=size), status))
+            idle.append((ServerLink(client, self.loop, entry.group_port, status.world_size), status))
         if not idle:
             return skipped("; ".join(left_alone))
         try:
@@ -109,14 +106,6 @@ def reason_not_to_join(status: ServerStatus) -> str:
 def _join_and_leave(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> str:
     """The groups, as a sync would have them."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    groups = [
-        ServerGroup(members, device=device, timeout_s=JOIN_TIMEOUT_S, start_join=communicator.start_join)
-        for members in of_one_machine(links, statuses)
-    ]
-    incarnation = uuid.uuid4().hex
-    open_groups(groups, incarnation)
-    for group in groups:
-        group.leave(abort=False)
-    goodbyes = {link: link.post_close(incarnation) for link in links}
-    await_all(goodbyes, goodbyes)
-    return "; ".join(f"{group.name} (one group)" if len(group.links) > 1 else group.name for group in groups)
+    joined = open_groups(links, statuses, device=device, timeout_s=JOIN_TIMEOUT_S)
+    await_all([], joined.leave(abort=False))
+    return "; ".join(f"{group.name} (one group)" if len(group.links) > 1 else group.name for group in joined.groups)

@@ -10,6 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ from packaging.specifiers import SpecifierSet
 from learner.config.rules import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
 from learner.rollout.client import is_loopback
-from learner.sync.groups import in_thread
 from shared.addresses import free_port
 from shared.config.parse import load_yaml
 from shared.errors import ProjectError
-from shared.sync import group as communicator
+from shared.sync.calls import Operation
+from shared.sync.group import start_join
 
 DISTRIBUTION = "rollout-matching"
 MIN_OPEN_FILES = 4096
@@ -170,26 +171,25 @@ def local_broadcast(situation: Situation) -> Finding:
     received = torch.zeros_like(sent)
 
     def take_part(rank: int, tensor: torch.Tensor) -> None:
-        group = communicator.join("gloo", "127.0.0.1", port, rank, 2, BROADCAST_TIMEOUT_S, group="doctor")
+        group = start_join("gloo", "127.0.0.1", port, rank, 2, BROADCAST_TIMEOUT_S, group="doctor").result()
         try:
             group.broadcast(tensor, 1)
         finally:
             group.close()
 
-    parts = [in_thread(f"broadcast {rank}", _part(take_part, rank, t)) for rank, t in enumerate((received, sent))]
+    sides = [
+        Operation(partial(take_part, rank, tensor), 3 * BROADCAST_TIMEOUT_S, f"broadcast on rank {rank}")
+        for rank, tensor in enumerate((received, sent))
+    ]
     try:
-        for part in parts:
-            part.result(3 * BROADCAST_TIMEOUT_S)
-    except (ProjectError, TimeoutError) as error:
+        for side in sides:
+            side.result()
+    except ProjectError as error:
         remedy = "see whether a firewall or GLOO_SOCKET_IFNAME keeps 127.0.0.1 from itself"
-        return fail(f"gloo: {error or 'no end in time'}", remedy)
+        return fail(f"gloo: {error}", remedy)
     if not torch.equal(sent, received):
         return fail("gloo delivered other bytes", "reinstall torch: make setup")
     return ok("1 MB through gloo, every byte right")
-
-
-def _part(work: Any, rank: int, tensor: torch.Tensor) -> Any:
-    return lambda: work(rank, tensor)
 
 
 def _sections(launch: Any) -> list[tuple[str, dict[str, Any]]]:

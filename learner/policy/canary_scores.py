@@ -42,7 +42,7 @@ class CanaryScorer:
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], RepeatedLogprobs] = {}
 
-    def __call__(self, dtype: torch.dtype | None, *, merged: bool) -> CanaryScores:
+    def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
         """Under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one weight per layer;
         otherwise the adapter travels by itself."""
         model = self._policy.model

@@ -1,13 +1,14 @@
 """From a configuration to who generates and how weights get there: the backend, and its weight sync.
 
-Both reach the servers, or have started the colocated engine, before they are given out, so that what is wrong there is
-told before the first step. Called by `learner.build`, which closes them.
+Both have reached the servers, or started the colocated engine, before they are returned. So what is wrong there is
+reported before the first step. Whoever calls closes them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -26,13 +27,11 @@ from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.run.log import MetricsLog, Timeline
-from learner.sync.canary import CanaryItem, Scorer
-from learner.sync.colocated import ColocateSync
-from learner.sync.receipts import Sync
-from learner.sync.servers import check_servers
-from learner.sync.sharded import Team
-from learner.sync.source import AdapterSource, WeightSource, check_specs
-from learner.sync.weight_sync import Fence, WeightSync
+from learner.sync.canary import Canary, CanaryItem
+from learner.sync.colocated import EngineDelivery
+from learner.sync.servers import ServerDelivery, check_servers
+from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
+from learner.sync.sync import Delivery, Sync
 from learner.target.target import ground_truth_target
 from learner.tasks.task import Task
 from shared.checkpoint import signature
@@ -83,58 +82,30 @@ def connect_sync(
     task: Task,
     samples: list[Sample],
 ) -> Sync:
-    """Into the colocated engine, or joined with every server, which was found to serve the same model and to render the
-    same prompts. Adapters are synced where the configuration says so. Raises ServerError or SyncError."""
-    num_canaries = config.rollout_matching.vllm.sync.canary_samples
-    canary = [_canary_item(sample, policy, task) for sample in samples[:num_canaries]]
-
-    asked = canary if ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend) else []
-    scorer = CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in asked])
-    if isinstance(backend, ColocateBackend):
-        return ColocateSync(
-            backend.engine,
-            policy,
-            policy.encoder,
-            adapter=_synced_adapter(config, policy),
-            config=config.rollout_matching.vllm,
-            canary=canary,
-            scorer=scorer,
-            ranks=ranks,
-        )
-    check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=canary[0], ranks=ranks)
-    sync = _server_sync(config, ranks, policy, backend, canary, scorer)
-    sync.connect()
-    return sync
-
-
-def _server_sync(
-    config: RunConfig,
-    ranks: Ranks,
-    policy: Policy,
-    backend: ServerBackend,
-    canary: list[CanaryItem],
-    scorer: Scorer,
-) -> WeightSync:
-    """With a sharded model, all ranks do what rank 0 needs of the weights."""
+    """Into the colocated engine, or to every server. Servers are joined, and were found to serve the same model and to
+    render the same prompts. Adapters are synced if the configuration says so. Raises ServerError or SyncError."""
     vllm = config.rollout_matching.vllm
+    items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
+    is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
+    answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
+    canary = Canary(items=items, scorer=CanaryScorer(policy, answers), tolerance=vllm.sync.canary_tolerance)
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)
-    fence: Fence = ranks
-    if policy.is_sharded:
-        check_specs(policy.weight_specs())  # at once, not when the first step's rollouts wait for it
-        fence = team = Team(ranks, scorer=scorer, bucket_bytes=vllm.sync.bucket_bytes)
-        weights, scorer = team.source(policy), team.score
-        adapter = team.adapter_source(adapter) if adapter else None
-    return WeightSync(
-        backend,
-        weights,
-        adapter=adapter,
-        config=vllm,
-        canary=canary,
-        scorer=scorer,
-        fence=fence,
-        device=ranks.device,
-    )
+    delivery: Delivery
+    if isinstance(backend, ColocateBackend):
+        delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
+    else:
+        check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=items[0], ranks=ranks)
+        sync_ranks: SyncRanks = ranks
+        if policy.is_sharded:  # all ranks do what rank 0 needs of the weights
+            sync_ranks = sharded = ShardedRanks(ranks, bucket_bytes=vllm.sync.bucket_bytes)
+            weights = ShardedSource(policy, sharded)
+            adapter = ShardedAdapter(adapter, sharded) if adapter else None
+            canary = replace(canary, scorer=sharded.shared(canary.scorer))
+        delivery = ServerDelivery(backend, vllm, canary=canary, ranks=sync_ranks, device=ranks.device)
+    sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=vllm.sync.fallback_to_full)
+    sync.connect()
+    return sync
 
 
 def _colocate(

@@ -1,15 +1,14 @@
-"""The check after a sync: the served model must give a fixed answer the probabilities that the learner gives it.
+"""The check after a sync: the served model must give fixed answers the probabilities that the learner gives them.
 
-In: canary items with the learner's own log-probabilities, and a server's scores. Out: the gap, or a
-CanaryError. A sync that returned 200 with wrong tokens behind it is the worst failure this system can have; bytes and
-coverage are checked by the server, this is the check of the whole. Pure. Called by `fleet.py`.
+In: samples with an answer each, the learner's log-probabilities of these answers, and a generator's scores. Out: the
+gap, or a CanaryError. A sync that returned 200 with wrong tokens behind it is the worst failure this system can have.
+Whoever loads the weights checks bytes and coverage; this is the check of the whole. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +19,10 @@ from learner.records import EncodedPrompt, Sample
 from learner.rollout.requests import infer_request
 from shared.errors import CanaryError, RolloutError
 from shared.wire import ScoreItem, ScoreReply
+
+Logprobs = Sequence[Sequence[float]]  # natural, one sequence per answer
+# The answers' scores under the weights as they travel: in this dtype (None: as trained), merged or not.
+Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,64 +42,64 @@ class CanaryGap:
     max: float
 
 
-class Scorer(Protocol):
-    """The learner's half of the canary; `learner.policy.canary_scores.CanaryScorer` is one."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Canary:
+    """`scorer` scores the answers under the learner's weights as they are sent now (D14). `tolerance`: the largest mean
+    gap, nats per token."""
 
-    def __call__(self, dtype: torch.dtype | None, *, merged: bool) -> CanaryScores: ...
+    items: Sequence[CanaryItem]
+    scorer: Scorer
+    tolerance: float
+
+    def __post_init__(self) -> None:
+        assert self.items, "a sync without a canary is not checked"
+
+    def compare(self, learner: Logprobs, reply: ScoreReply, who: str) -> CanaryGap:
+        """The gap between both sides; `who` is the generator that gave `reply`.
+
+        Raises CanaryError if the gap is above the tolerance or not a number, PromptMismatchError if the prompts differ,
+        RolloutError if the reply has another shape.
+        """
+        wanted = [len(item.response_token_ids) for item in self.items]
+        found = [len(logprobs) for logprobs in reply.logprobs]
+        if found != wanted or len(reply.prompt_token_ids) != len(self.items):
+            raise RolloutError(
+                f"{who}: malformed answer at /score/: logprobs",
+                found=f"lengths {found} and {len(reply.prompt_token_ids)} prompts",
+                wanted=f"lengths {wanted}",
+                remedy="run the same version of this project on both sides",
+            )
+        for item, served_ids in zip(self.items, reply.prompt_token_ids, strict=True):
+            check_prompt_prefix(item.prompt.token_ids, served_ids, item.sample.sample_id)
+        gaps = np.abs(np.concatenate(learner) - np.concatenate(reply.logprobs))
+        gap = CanaryGap(mean=float(gaps.mean()), max=float(gaps.max()))
+        if not gap.mean <= self.tolerance:  # also if it is nan
+            raise self._error(learner, reply, gaps, who)
+        return gap
+
+    def _error(self, learner: Logprobs, reply: ScoreReply, gaps: np.ndarray, who: str) -> CanaryError:
+        worst = int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))
+        owner = [(item.sample.sample_id, j) for item in self.items for j in range(len(item.response_token_ids))]
+        sample_id, position = owner[worst]
+        here, there = np.concatenate(learner)[worst], np.concatenate(reply.logprobs)[worst]
+        return CanaryError(
+            f"{who}: after the sync to ver {reply.ver} the served model is not the learner's",
+            found=f"mean gap {gaps.mean():.4f} nats per token over {len(gaps)} tokens; worst at token {position} of "
+            f"sample {sample_id!r}: learner {here:.4f}, server {there:.4f}",
+            wanted=f"at most {self.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
+            remedy="check that both sides run the same model configuration and a precision that fits the tolerance; do "
+            "not train on this server's rollouts",
+        )
+
+
+def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
+    """Of several generators."""
+    return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 
 
 def score_items(items: Sequence[CanaryItem]) -> list[ScoreItem]:
+    """The items for the wire."""
     return [
         ScoreItem(request=infer_request(item.sample), response_token_ids=list(item.response_token_ids))
         for item in items
     ]
-
-
-def compare(
-    items: Sequence[CanaryItem],
-    learner_logprobs: Sequence[Sequence[float]],
-    reply: ScoreReply,
-    *,
-    tolerance: float,
-    base_url: str,
-) -> CanaryGap:
-    """The gap between both sides. Raises CanaryError above `tolerance` (mean, nats per token) or where it is not a
-    number, PromptMismatchError where the prompts differ, RolloutError where the reply has another shape."""
-    wanted = [len(item.response_token_ids) for item in items]
-    found = [len(logprobs) for logprobs in reply.logprobs]
-    if found != wanted or len(reply.prompt_token_ids) != len(items):
-        raise RolloutError(
-            f"{base_url}: malformed answer at /score/: logprobs",
-            found=f"lengths {found} and {len(reply.prompt_token_ids)} prompts",
-            wanted=f"lengths {wanted}",
-            remedy="run the same version of this project on both sides",
-        )
-    for item, served_ids in zip(items, reply.prompt_token_ids, strict=True):
-        check_prompt_prefix(item.prompt.token_ids, served_ids, item.sample.sample_id)
-    gaps = np.abs(np.concatenate(learner_logprobs) - np.concatenate(reply.logprobs))
-    gap = CanaryGap(mean=float(gaps.mean()), max=float(gaps.max()))
-    if not gap.mean <= tolerance:  # also where it is nan
-        raise _canary_error(items, learner_logprobs, reply, gaps, tolerance, base_url)
-    return gap
-
-
-def _canary_error(
-    items: Sequence[CanaryItem],
-    learner_logprobs: Sequence[Sequence[float]],
-    reply: ScoreReply,
-    gaps: np.ndarray,
-    tolerance: float,
-    base_url: str,
-) -> CanaryError:
-    worst = int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))
-    owner = [(item.sample.sample_id, j) for item in items for j in range(len(item.response_token_ids))]
-    sample_id, position = owner[worst]
-    here, there = np.concatenate(learner_logprobs)[worst], np.concatenate(reply.logprobs)[worst]
-    return CanaryError(
-        f"{base_url}: after the sync to ver {reply.ver} the served model is not the learner's",
-        found=f"mean gap {gaps.mean():.4f} nats per token over {len(gaps)} tokens; worst at token {position} of sample "
-        f"{sample_id!r}: learner {here:.4f}, server {there:.4f}",
-        wanted=f"at most {tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
-        remedy="check that both sides run the same model configuration and a precision that fits the tolerance; do not "
-        "train on this server's rollouts",
-    )

@@ -1,33 +1,44 @@
-"""Where the weights come from, and how they become buckets (R09).
+"""Where the weights come from, whole or sharded over ranks, and how they become buckets (R09).
 
-In: a `WeightSource` (the policy). Out: sealed buckets, one at a time, so that the sender decides how many are in memory
-beside the model. Called by `fleet.py`.
+In: a `WeightSource` (the policy, or its adapter). Out: sealed buckets, one at a time, so that the sender decides how
+many are in memory beside the model.
+
+If the model is sharded, only rank 0 talks to servers, but tensors are gathered, and the canary is scored, by all ranks
+together. `ShardedRanks` arranges that: rank 0 announces such a call, and the other ranks, which wait for the outcome of
+rank 0's sync, make the call with it. Invariants: no rank begins a collective that rank 0 has not announced, so if rank
+0 fails anywhere, the next thing the others hear is its failure. A bucket is gathered when it is about to be packed; the
+other ranks keep nothing of it. Every wait is bounded by `training.collective_timeout_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from learner.policy.parallel import Ranks
 from shared.errors import SyncError
-from shared.sync.buckets import pack, seal
+from shared.sync.buckets import pack, plan_buckets, seal
 from shared.wire import TensorSpec
+
+T = TypeVar("T")
+NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
     """Merged full weights under checkpoint names; both methods in the same order, floating-point tensors in `dtype`
     (None: as trained)."""
 
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights: ...
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]: ...
 
 
 class AdapterSource(WeightSource, Protocol):
-    """Only an adapter: of each adapted layer `lora_A` and `lora_B`, which has the scaling in it."""
+    """Only an adapter: `lora_A` and `lora_B` of each adapted layer. `lora_B` has the scaling in it."""
 
     @property
     def base(self) -> WeightSource:
@@ -38,11 +49,11 @@ class AdapterSource(WeightSource, Protocol):
 
     @property
     def obstacle(self) -> str:
-        """Why no server can apply it; empty where that is not known."""
+        """Why no engine can apply it; empty if no reason is known."""
 
 
 def check_specs(specs: Sequence[TensorSpec]) -> None:
-    """Raises SyncError where there is nothing to send, or a name comes twice."""
+    """Raises SyncError if there is nothing to send, or a name comes twice."""
     names = [spec.name for spec in specs]
     if not names or len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -64,7 +75,7 @@ def sealed_buckets(
 ) -> Iterator[torch.Tensor]:
     """Each bucket of `plan` as uint8 `[bytes]` on `device`; the plan must be cut from the source's own specs.
 
-    Raises SyncError where the weights are not those of the plan.
+    Raises SyncError if the weights are not those of the plan.
     """
     weights = source.named_weights(dtype)
     for index, specs in enumerate(plan):
@@ -79,3 +90,95 @@ def sealed_buckets(
             wanted="the tensors of weight_specs(), in its order",
             remedy="this is an error of the policy's named_weights()",
         )
+
+
+class SyncRanks(Protocol):
+    """What the ranks agree through in a sync to servers: `Ranks`, or `ShardedRanks` for a sharded model."""
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def barrier(self) -> None: ...
+
+    def broadcast_object(self, value: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A shared call that every rank is to make now."""
+
+    index: int
+    arguments: tuple[Any, ...]
+
+
+class ShardedRanks:
+    """`bucket_bytes`: as the sync has it, so that what is gathered at once is what is packed at once. Every rank makes
+    the same sources and shared calls, in the same order."""
+
+    def __init__(self, ranks: Ranks, *, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._ranks = ranks
+        self._calls: list[Callable[..., Any]] = []
+        self._walk: NamedWeights = iter(())  # through the source that is being sent
+
+    @property
+    def is_main(self) -> bool:
+        return self._ranks.is_main
+
+    def barrier(self) -> None:
+        self._ranks.barrier()
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. A rank that waits for it takes part in the shared calls that rank 0 makes
+        before. Raises CollectiveError."""
+        while isinstance(found := self._ranks.broadcast_object(value), _Call):
+            self._calls[found.index](*found.arguments)
+        self._walk = iter(())
+        return found
+
+    def shared(self, call: Callable[..., T]) -> Callable[..., T]:
+        """`call` for rank 0 to make: every rank makes it then, with the same arguments."""
+        index = len(self._calls)
+        self._calls.append(call)
+
+        def on_all_ranks(*arguments: Any) -> T:
+            self._ranks.broadcast_object(_Call(index, arguments))
+            return call(*arguments)
+
+        return on_all_ranks
+
+    def take(self, source: WeightSource, dtype: torch.dtype | None, is_first: bool, count: int) -> list[Any]:
+        """The next `count` tensors of `source`, from its first one on if `is_first`; nothing on other ranks than 0.
+        Collective."""
+        if is_first:
+            self._walk = source.named_weights(dtype)
+        taken = islice(self._walk, count)
+        if self.is_main:
+            return list(taken)
+        for _ in taken:
+            pass  # rank 0 packs it; here it was only given
+        return []
+
+
+class ShardedSource:
+    """A sharded model's weights, for rank 0 to walk through: a bucket's tensors are gathered at a time."""
+
+    def __init__(self, source: WeightSource, ranks: ShardedRanks) -> None:
+        self.weight_specs = source.weight_specs
+        self._bucket_bytes = ranks.bucket_bytes
+        self._take = ranks.shared(lambda *arguments: ranks.take(source, *arguments))
+        self._counts: dict[torch.dtype | None, list[int]] = {}  # tensors per bucket, the same in every sync
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
+        if dtype not in self._counts:
+            self._counts[dtype] = [len(part) for part in plan_buckets(self.weight_specs(dtype), self._bucket_bytes)]
+        for number, count in enumerate(self._counts[dtype]):
+            yield from self._take(dtype, number == 0, count)
+
+
+class ShardedAdapter(ShardedSource):
+    """A sharded model's adapter, and the weights below it."""
+
+    def __init__(self, adapter: AdapterSource, ranks: ShardedRanks) -> None:
+        super().__init__(adapter, ranks)
+        self.base, self.rank, self.obstacle = ShardedSource(adapter.base, ranks), adapter.rank, adapter.obstacle

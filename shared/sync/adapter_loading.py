@@ -1,9 +1,9 @@
 """A LoRA adapter into the model that a vLLM worker serves: from memory, with an account of every tensor (R08, R09).
 
-`AdapterLoad` takes the adapter's tensors and replaces the served adapter by them. `BaseWeightLoad` is a full update of
-a model that takes adapters: the layers below vLLM's LoRA wrappers are loaded, and the served adapter is forgotten.
-Invariants: nothing is replaced before every tensor has found its place; `lora_B` comes multiplied with the adapter's
-scaling, so none is applied here. Called where the model is, as `loading.py`, while nothing is generated.
+`AdapterLoad` takes the adapter's tensors and replaces the served adapter with them. `BaseWeightLoad` is a full update
+of a model that takes adapters: it loads the layers below vLLM's LoRA wrappers and removes the served adapter. Both are
+used like `loading.WeightLoad`, while nothing is generated. Invariants: nothing is replaced before every tensor has
+found its layer; `lora_B` comes multiplied with the adapter's scaling, so no scaling is applied here.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 def adapt_linear_layers_only() -> None:
-    """Let this process's engine adapt no embedding and no output head. Before the model is loaded.
+    """Let this process's engine adapt no embedding and no output head. Call it before the model is loaded.
 
-    vLLM's adapted head takes its rows for one per request. With `prompt_logprobs` (`/score/`) they are a prompt's
-    tokens, and two such requests in a batch end the engine on CPU.
+    vLLM's adapted head expects one row per request. With `prompt_logprobs` (`/score/`) the rows are a prompt's tokens,
+    and two such requests in a batch end the engine on CPU.
     """
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -43,8 +43,8 @@ def adapt_linear_layers_only() -> None:
 
 
 def adapter_request(name: str) -> Any:
-    """What makes vLLM answer a request with the adapter that it was given last. A new name for each adapter: vLLM's
-    cached prefixes belong to a name."""
+    """What makes vLLM answer a request with the adapter that it was given last. Each adapter needs a new name, because
+    vLLM's cached prefixes belong to a name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, _ADAPTER_ID, "in the worker's memory")
@@ -63,7 +63,7 @@ class AdapterLoad:
         return False
 
     def open(self) -> None:
-        """Nothing is touched before all is there."""
+        """Nothing is touched before all tensors are there."""
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         # Copies: the bucket ends, and vLLM keeps what it is given.
@@ -96,17 +96,17 @@ class AdapterLoad:
         """Nothing is half done at any time."""
 
     def _pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Both halves by the name of the served layer. Raises CoverageError where one has no place or no partner."""
+        """Both halves by the name of the served layer. Raises CoverageError if one has no layer or no partner."""
         modules = sorted({name.removesuffix(half) for name in self._tensors for half in _HALVES if name.endswith(half)})
         paired = {module + half for module in modules for half in _HALVES}
         if alone := paired ^ self._tensors.keys():
             raise uncovered(f"{len(alone)} tensors without the other half", alone, "lora_A and lora_B of every layer")
         served = dict(zip(modules, self._served_names(modules), strict=True))
-        places = self._places()
-        if homeless := {module for module in modules if served[module] not in places}:
+        adaptable = self._adaptable_layers()
+        if unknown := {module for module in modules if served[module] not in adaptable}:
             raise uncovered(
-                f"{len(homeless)} adapted layers that the engine can't adapt",
-                homeless,
+                f"{len(unknown)} adapted layers that the engine can't adapt",
+                unknown,
                 "adapters on the language model's linear layers only (model.lora.target_modules)",
             )
         return {served[m]: (self._tensors[m + _HALVES[0]], self._tensors[m + _HALVES[1]]) for m in modules}
@@ -120,14 +120,14 @@ class AdapterLoad:
             name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
         ]
 
-    def _places(self) -> set[str]:
+    def _adaptable_layers(self) -> set[str]:
         """The layers that can be adapted, fused ones by their parts."""
         packed = self._manager.packed_modules
         return {part for name in self._manager.modules for part in packed.get(name, [name])}
 
 
 class BaseWeightLoad(WeightLoad):
-    """While it is open, the model is as if no layer could be adapted, so that names and layers are the checkpoint's."""
+    """While it is open, the model looks as if no layer could be adapted, so names and layers are the checkpoint's."""
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory, loras: Any) -> None:
         super().__init__(model, vllm_config, device, memory)

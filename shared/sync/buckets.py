@@ -2,9 +2,9 @@
 
 In: named tensors. Out: contiguous byte buffers (`pack`), views back into them (`unpack`). The layout follows from the
 specs alone, so only specs travel beside the bytes: tensors in order, each at the next multiple of 16 bytes. The last 16
-bytes are the seal: the digest (`digest.py`) of all bytes before it, salted with the version and the bucket's place, so
-that a bucket of another update or another place is as wrong as one with a changed byte. Both sides compute it on the
-device where the bytes are. Called by the learner's sync and the server's worker.
+bytes are the seal: the digest (`digest.py`) of all bytes before it, salted with the version and the bucket's index. So
+a bucket of another update or another index is as wrong as one with a changed byte. Both sides compute the seal on the
+device where the bytes are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-    """What travels about a tensor; `dtype` is the one it travels in, where that is not its own."""
+    """What the other side must know of a tensor; `dtype` is the one that it travels in, if that is not its own."""
     return TensorSpec(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
 
 
@@ -49,7 +49,7 @@ def num_tensor_bytes(spec: TensorSpec) -> int:
 
 
 def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of these tensors in a buffer, gaps included and the seal not."""
+    """Bytes of these tensors in a buffer, with the gaps and without the seal."""
     end = 0
     for spec in specs:
         end = _aligned(end) + num_tensor_bytes(spec)
@@ -74,7 +74,7 @@ def pack(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], devic
     """The bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`, tensors
     cast to the specs' dtypes.
 
-    Raises SyncError where a tensor is missing or has another shape than its spec.
+    Raises SyncError if a tensor is missing or has another shape than its spec.
     """
     size = num_bucket_bytes(specs) + SEAL_BYTES
     buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -102,7 +102,7 @@ def _fitting(spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor:
 def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
     """The bucket's tensors by name, in order, as views into `buffer` (uint8, 1-D, contiguous).
 
-    Raises SyncError where the buffer's size is not that of the specs.
+    Raises SyncError if the buffer's size is not that of the specs.
     """
     if buffer.numel() != num_bucket_bytes(specs) + SEAL_BYTES:
         raise SyncError(

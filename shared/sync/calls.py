@@ -1,97 +1,123 @@
 """A call that may never come back, on a thread of its own, so that whoever waits for it can give it up.
 
-Invariants: a wait ends with the call's result, with its error, with the error it was cancelled with, or, when the
-deadline has passed, with a DeadlineError that names the call. A call that was given up keeps its thread until it ends
-by itself; the thread is a daemon, so it never keeps the process. Used around collectives, which a lost peer may block.
+Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
+cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if nobody asks.
+A call that was given up keeps its thread until it ends by itself. The thread is a daemon, so it never keeps the process
+alive. Collectives run this way, because a lost peer may block them.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, NoReturn, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
 
-from shared.errors import DeadlineError, ProjectError
+from shared.errors import DeadlineError
 
 T = TypeVar("T")
 
 
 class Operation(Generic[T]):
-    """Starts `call` at once. `on_failure` runs once, before a wait raises."""
+    """Starts `call` at once. After a failure `on_failure` runs once, on any thread, before anyone hears of the failure.
+    `future` is for those who wait for several at once; only the operation may end it."""
 
     def __init__(
         self, call: Callable[[], T], timeout_s: float, what: str, on_failure: Callable[[], None] | None = None
     ) -> None:
         self.what = what
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
-        self._on_failure = on_failure
-        self._outcome: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
-        self._settled: Callable[[], T] | None = None
-        self.ended = False  # the call itself is over, waited for or not
-
-        def target() -> None:
-            try:
-                outcome = _returning(call())
-            except BaseException as error:
-                outcome = _raising(error)
-            self.ended = True
-            self._outcome.put(outcome)
-
-        threading.Thread(target=target, name=what, daemon=True).start()
+        self.future: Future[T] = Future()
+        self.future.set_running_or_notify_cancel()
+        self.deadline = time.monotonic() + timeout_s
+        self._timeout_s, self._on_failure = timeout_s, on_failure
+        self._unended = threading.Lock()  # whoever gets it may end the operation
+        _end_in_time(self)
+        threading.Thread(target=self._run, args=(call,), name=what, daemon=True).start()
 
     def done(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for the end; False where there is none yet. Raises what `result` raises."""
-        if self._settled is None:
-            left_s = self._deadline - time.monotonic()
-            try:
-                self._settle(self._outcome.get(timeout=max(0.0, min(wait_s, left_s))))
-            except queue.Empty:
-                if wait_s < left_s:
-                    return False
-                self._settle(_raising(self.late()))
+        """Wait up to `wait_s` for the end; False if it has not come yet. Raises what `result` raises."""
+        if not wait([self.future], wait_s).done:
+            return False
         self.result()
         return True
 
     def result(self) -> T:
-        """Wait until the end or the deadline. Raises the call's error, or DeadlineError."""
-        while self._settled is None:
-            self.done(self._timeout_s)
-        return self._settled()
+        """Wait for the end. Raises the call's error, the one it was cancelled with, or DeadlineError."""
+        return self.future.result()
 
-    def cancel(self, error: ProjectError) -> None:
-        """Let whoever waits, on any thread, go on with `error`; the call itself is given up."""
-        self._outcome.put(_raising(error))
-
-    def _settle(self, outcome: Callable[[], T]) -> None:
-        self._settled = outcome
+    def cancel(self, error: BaseException) -> None:
+        """End with `error`, unless it has ended before; the call itself is given up."""
+        if not self._unended.acquire(blocking=False):
+            return
         try:
-            outcome()
-        except BaseException:
             if self._on_failure is not None:
                 self._on_failure()
+        finally:
+            self.future.set_exception(error)
 
-    @property
-    def overdue(self) -> bool:
-        return not self.ended and time.monotonic() > self._deadline
-
-    def late(self) -> DeadlineError:
-        return DeadlineError(
-            f"{self.what} did not end in time",
-            found=f"{self._timeout_s:.1f} s without an end",
-            wanted="an end within the deadline",
-            remedy="look for a process that died or can't be reached, or raise the timeout",
+    def expire(self) -> None:
+        """End as one whose deadline has passed."""
+        self.cancel(
+            DeadlineError(
+                f"{self.what} did not end in time",
+                found=f"{self._timeout_s:.1f} s without an end",
+                wanted="an end within the deadline",
+                remedy="look for a process that died or can't be reached, or raise the timeout",
+            )
         )
 
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            result = call()
+        except BaseException as error:  # for whoever waits
+            self.cancel(error)
+            return
+        if self._unended.acquire(blocking=False):
+            self.future.set_result(result)
 
-def _returning(result: T) -> Callable[[], T]:
-    return lambda: result
+
+# One thread ends what is overdue. Those who wait can't be relied on for that: on CUDA the caller may itself wait for
+# the device (to allocate memory, say), which a broadcast without its peer holds up.
+_under_way: set[Operation[Any]] = set()
+_changed = threading.Condition()
+_watcher: threading.Thread | None = None
 
 
-def _raising(error: BaseException) -> Callable[[], NoReturn]:
-    def call() -> NoReturn:
-        raise error
+def _end_in_time(operation: Operation[Any]) -> None:
+    global _watcher
+    with _changed:
+        _under_way.add(operation)
+        if _watcher is None or not _watcher.is_alive():
+            _watcher = threading.Thread(target=_watch, name="watching deadlines", daemon=True)
+            _watcher.start()
+        _changed.notify()
+    operation.future.add_done_callback(lambda _: _forget(operation))
 
-    return call
+
+def _forget(operation: Operation[Any]) -> None:
+    with _changed:
+        _under_way.discard(operation)
+
+
+def _watch() -> None:
+    while True:
+        with _changed:
+            overdue = _overdue()
+            if not overdue:
+                _changed.wait(_until_next_s())
+        while overdue:  # keeps nothing that has ended
+            overdue.pop().expire()
+
+
+def _overdue() -> list[Operation[Any]]:
+    now = time.monotonic()
+    found = [operation for operation in _under_way if operation.deadline <= now]
+    _under_way.difference_update(found)
+    return found
+
+
+def _until_next_s() -> float | None:
+    """None: nothing is under way."""
+    deadlines = [operation.deadline for operation in _under_way]
+    return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None

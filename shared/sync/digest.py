@@ -1,19 +1,15 @@
-"""A digest of bytes where they are: 128 bits, the same on every device, at the speed at which the memory is read.
+"""A digest of bytes where they are: 128 bits, the same on every device, as fast as the memory can be read.
 
 In: a 1-D uint8 tensor and a salt. Out: an int64 tensor `[2]` on the same device; nothing waits for the device. Equal
-bytes, length and salt give equal digests; other bytes give another one but for a chance of about 2^-126. It is meant
-for accidents, not against an adversary, who can compute it too. Called by `weights.py`.
+bytes, length and salt give equal digests; other bytes give another digest, except with a chance of about 2^-126. It is
+made for accidents, not against an adversary, who can compute it too.
 
 Multilinear hashing with fixed odd keys (Carter and Wegman), as a tree. The bytes are read as signed 32-bit words, in
-blocks of ROWS x COLUMNS, the last one filled up with zeros. A block's sum in lane j is that of
+blocks of ROWS x COLUMNS; the last block is filled with zeros. A block's sum in lane j is the sum of
 `word[r, c] * MULTIPLIERS[j] ** (ROWS - 1 - r) * column_key[j, c]`, wrapping in 64 bits. The sums `[blocks, 2]` are
-bytes again, and so on until one block is left; length and salt are mixed into its two sums. One changed word, or two in
-one column that change by as much, always change their block's sums, for keys are odd and MULTIPLIERS are 5 modulo 8.
-
-`digest.py`'s sums of blocks on CUDA, in one pass over the bytes.
-
-In: int32 words on a GPU and the column keys. Out: int64 `[blocks, 2]`, launched and not waited for. A program sums one
-block: Horner's rule down the columns, so that no keys but one per column are read. Called by `digest.py`.
+bytes again, and so on until one block is left; length and salt are mixed into its two sums. If one word changes, or two
+words of one column change by the same amount, their block's sums always change: keys are odd and MULTIPLIERS are 5
+modulo 8. On CUDA one kernel makes the sums (`digest_cuda.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +17,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 
 ROWS, COLUMNS = 16, 1024
 BLOCK_WORDS = ROWS * COLUMNS
 MULTIPLIERS = (0x5851F42D4C957F2D, 0x14057B7EF767814D)
 
 _BLOCKS_AT_ONCE = 64  # on CPU: the temporaries are twice the words
+_MASK = (1 << 64) - 1
 
 
 def digest(buffer: torch.Tensor, salt: int = 0) -> torch.Tensor:
@@ -44,6 +39,8 @@ def digest(buffer: torch.Tensor, salt: int = 0) -> torch.Tensor:
 def _block_sums(data: torch.Tensor) -> torch.Tensor:
     words = _words(data)
     if words.is_cuda:
+        from shared.sync.digest_cuda import block_sums  # triton takes a second to import, and CPU builds may lack it
+
         return block_sums(words, _column_keys(words.device))
     num_full, block = len(words) // BLOCK_WORDS, BLOCK_WORDS
     parts = [*words[: num_full * block].view(num_full, block).split(_BLOCKS_AT_ONCE)]
@@ -55,7 +52,7 @@ def _block_sums(data: torch.Tensor) -> torch.Tensor:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """As int32, the last word filled up with zeros; a copy only where a view is not possible."""
+    """As int32, the last word filled with zeros; a copy only if a view is not possible."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     aligned = data if data.is_contiguous() and data.storage_offset() % 4 == 0 else data.clone()
@@ -87,41 +84,3 @@ def mixed(value: int) -> int:
 def signed(value: int) -> int:
     """The int64 of the same 64 bits."""
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_MASK = (1 << 64) - 1
-
-
-def block_sums(words: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
-    """Of at least one block; the last one may be cut short."""
-    num_blocks = max(1, -(-len(words) // (ROWS * COLUMNS)))
-    sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=words.device)
-    first, second = map(signed, MULTIPLIERS)
-    with torch.cuda.device(words.device):
-        _sum_block[(num_blocks,)](words, column_keys, sums, len(words), first, second, ROWS, COLUMNS, num_warps=8)
-    return sums
-
-
-@triton.jit
-def _sum_block(  # type: ignore[no-untyped-def]
-    words: torch.Tensor,
-    column_keys: torch.Tensor,
-    sums: torch.Tensor,
-    num_words,
-    first,
-    second,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    block = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    start = block * ROWS * COLUMNS + column
-    a = tl.zeros([COLUMNS], tl.int64)
-    b = tl.zeros([COLUMNS], tl.int64)
-    for row in tl.static_range(ROWS):
-        at = start + row * COLUMNS
-        word = tl.load(words + at, mask=at < num_words, other=0).to(tl.int64)
-        a = a * first + word
-        b = b * second + word
-    tl.store(sums + 2 * block, tl.sum(a * tl.load(column_keys + column)))
-    tl.store(sums + 2 * block + 1, tl.sum(b * tl.load(column_keys + COLUMNS + column)))

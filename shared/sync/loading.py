@@ -1,18 +1,18 @@
 """Checkpoint tensors into the model that a vLLM worker serves, with an account of every parameter (R09).
 
-Two ways: in place, where the served tensors are the checkpoint's (unquantized dense layers on CUDA); layer by layer
-through vLLM's reload elsewhere (the CPU backend repacks linear weights and drops the originals). What vLLM accepts is
-not yet proof: a loader takes one of three fused tensors and reports the fused parameter as loaded. So coverage is
-checked twice: every tensor of the model's checkpoint has come, and every served parameter was written or shares memory
-with one that was. Called where the model is: in the server's workers, and in a learner whose job the engine is in.
+Runs where the model is: in the server's workers, and in a learner that has the engine inside. There are two ways. In
+place, if the served tensors are laid out as the checkpoint's (unquantized dense layers on CUDA). Layer by layer through
+vLLM's reload otherwise: the CPU backend repacks linear weights and drops the originals.
 
-What a model's loader copies where, remembered, so that the next update needs no loader (R09).
+vLLM accepting a tensor proves little: a loader takes one of three fused tensors and reports the fused parameter as
+loaded. So coverage is checked twice: every tensor of the model's checkpoint has come, and every served parameter was
+written or shares memory with one that was.
 
-vLLM's loaders take some 80 microseconds of Python per tensor, longer than the tensor's own way over NVLink. Which bytes
-of a bucket go to which bytes of the model is the same in every update: a loader is watched the first time, and its
-copies are repeated in one launch per bucket after that. Invariants: only what was seen whole is repeated: every tensor
-of the bucket was copied, out of the bucket itself, and nothing else was written; a model whose parameters have moved is
-loaded by its loader again. Used by `loading.py`, for models that are loaded in place.
+vLLM's loaders take some 80 microseconds of Python per tensor, longer than the tensor's own way over NVLink. In place,
+which bytes of a bucket go to which bytes of the model is the same in every update. So a loader is watched the first
+time, and afterwards its copies are repeated in one launch per bucket (`CopyMemory`). Only what was seen whole is
+repeated: every tensor of the bucket was copied, out of the bucket itself, and nothing else was written. A model whose
+parameters have moved is loaded by its loader again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared.errors import CoverageError
 
 Named = Sequence[tuple[str, torch.Tensor]]
+_NAMES_SHOWN = 5  # in an error
+# What pads a parameter: it is still there the next time.
+_CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ class CopyMemory:
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget all where a parameter of the model has moved."""
+        """Forget everything if a parameter of the model has moved."""
         addresses = tuple(parameter.data_ptr() for parameter in parameters)
         if addresses != self._addresses:
             self._addresses = addresses
@@ -89,10 +92,6 @@ class CopyMemory:
         return written
 
 
-# What pads a parameter: it is still there the next time.
-_CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
-
-
 class _Watcher(TorchDispatchMode):
     """Sees every operation below it: `pairs` are (target, source) of copies; `others`: something else was written."""
 
@@ -110,7 +109,7 @@ class _Watcher(TorchDispatchMode):
 
 
 def _copies(watcher: _Watcher, tensors: Named) -> tuple[Copy, ...] | None:
-    """None where the copies do not account for all of `tensors`."""
+    """None if the copies do not account for all of `tensors`."""
     copies = []
     for target, source in watcher.pairs:
         index = next((i for i, (_, tensor) in enumerate(tensors) if _lies_in(source, tensor)), None)
@@ -130,9 +129,6 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return whole.storage_offset() <= part.storage_offset() < whole.storage_offset() + max(1, whole.numel())
 
 
-_SHOWN = 5
-
-
 class WeightLoad:
     """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
 
@@ -148,7 +144,7 @@ class WeightLoad:
 
     @property
     def runs_meanwhile(self) -> bool:
-        """Whether the model can run while it is loaded; with what weights, nobody knows."""
+        """Whether the model can run while it is loaded, with weights of any state in between."""
         return self.in_place
 
     def open(self) -> None:
@@ -225,7 +221,7 @@ class WeightLoad:
 
 
 def uncovered(found: str, names: Set[str], wanted: str) -> CoverageError:
-    shown = ", ".join(sorted(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    shown = ", ".join(sorted(names)[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     return CoverageError(
         "the update does not cover the served model",
         found=f"{found}: {shown}",
@@ -243,7 +239,7 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
 
 
 def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """Whether the served tensors are laid out as the checkpoint's, so that loading again overwrites them rightly."""
+    """Whether the served tensors are laid out as the checkpoint's, so that loading again overwrites them correctly."""
     if vllm_config.model_config.quantization is not None:
         return False
     kinds = {type(module).__name__ for module in model.modules()}
@@ -264,7 +260,7 @@ def _missing(model_path: str, received: frozenset[str], model_class: type, tied:
 
 @functools.lru_cache(maxsize=2)
 def _checkpoint_names(model_path: str) -> frozenset[str]:
-    """Names in the headers of a folder's safetensors files; none where the checkpoint is of another kind."""
+    """Names in the headers of a folder's safetensors files; none if the checkpoint is of another kind."""
     names: set[str] = set()
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with file.open("rb") as stream:

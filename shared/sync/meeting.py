@@ -1,18 +1,18 @@
 """How the ranks of a group meet: at one TCP address, within a deadline, and with nobody else's group.
 
-In: a `Place`. Out: the group's key-value store, once all ranks are connected to it. Invariants: rank 0 listens, on the
-address that it was given and on no other; whoever waits ends by the deadline, or soon after it was given up, and leaves
-the port free. Called by `communicator.py`.
+In: a `Membership`. Out: the group's key-value store, once all ranks are connected to it. Invariants: rank 0 listens, on
+the address that it was given and on no other; every wait ends by the deadline, or soon after it was given up, and then
+the port is free.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import socket
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 
@@ -26,8 +26,8 @@ _OPEN_S = 2.0  # rank 0 opens its group at once, if it is there
 _PORT_PATIENCE_S = 10.0  # a group that was just left, on the same port, takes a moment to go
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+@dataclass(frozen=True, kw_only=True)
+class Membership:
     """Where a group meets, and who this process is in it."""
 
     host: str
@@ -35,75 +35,75 @@ class Place:
     rank: int
     world_size: int
     timeout_s: float  # for joining, and the default of every later operation
-    device: torch.device
-    group: str  # a name that no other group at this address has or had; who says another is not met
+    device: torch.device  # where the tensors are that this rank sends or receives
+    group: str  # a name that no other group at this address has or had; ranks of other groups are not met
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
 
 
-def meet(place: Place, given_up: threading.Event) -> dist.Store:
+def meet(member: Membership, given_up: threading.Event) -> dist.Store:
     """The group's key-value store, once all ranks are connected to it.
 
-    What lies in it is trusted by those who join: `host` must come from a configuration, never from a request.
+    Those who join trust what lies in it: `host` must come from a configuration, never from a request.
     """
-    deadline = time.monotonic() + place.timeout_s
+    deadline = time.monotonic() + member.timeout_s
     while True:
         listening = None
-        if place.rank == 0:
-            listening = _listen(place)
+        if member.rank == 0:
+            listening = _listen(member)
         else:
-            _wait_for_listener(place, given_up)
+            _wait_for_listener(member, given_up)
         store = dist.TCPStore(
-            host_name=place.host,
-            port=place.port,
-            world_size=place.world_size,
-            is_master=place.rank == 0,
-            timeout=timedelta(seconds=place.timeout_s),
+            host_name=member.host,
+            port=member.port,
+            world_size=member.world_size,
+            is_master=member.rank == 0,
+            timeout=timedelta(seconds=member.timeout_s),
             wait_for_workers=False,  # it would hold the port until the deadline, given up or not
             master_listen_fd=listening,
         )
-        own = dist.PrefixStore(f"meeting {place.group}", store)
-        outcome = (_gather if place.rank == 0 else _come)(own, place, deadline, given_up)
+        meeting = dist.PrefixStore(f"meeting {member.group}", store)
+        outcome = (_open if member.rank == 0 else _attend)(meeting, member, deadline, given_up)
         if outcome is None:
             return dist.PrefixStore("group", store)
-        del store, own  # a traceback that names them would keep the port
+        del store, meeting  # a traceback that names them would keep the port
         if isinstance(outcome, ProjectError):
             raise outcome
 
 
 # A port that was just left may still be answered by the old group's store, in which nobody has opened this group. A
-# rank that does not find it open connects again.
+# rank that does not find its group open connects again.
 
 
-def _gather(store: dist.Store, place: Place, deadline: float, given_up: threading.Event) -> ProjectError | None:
+def _open(meeting: dist.Store, member: Membership, deadline: float, given_up: threading.Event) -> ProjectError | None:
     """Rank 0: open the group, and wait for the others."""
-    store.set("open", "1")
-    missing = list(range(1, place.world_size))
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+    meeting.set("open", "1")
+    missing = list(range(1, member.world_size))
+    while missing := [rank for rank in missing if not meeting.check([f"here/{rank}"])]:
         if given_up.wait(_POLL_S):
-            return CommunicatorError(f"joining {place} was given up")
+            return _given_up(member)
         if time.monotonic() > deadline:
-            return late(f"joining {place}", f"no sign of rank {', '.join(map(str, missing))}")
-    store.set("complete", "1")
+            return late(f"joining {member}", f"no sign of rank {', '.join(map(str, missing))}")
+    meeting.set("complete", "1")
     return None
 
 
-def _come(
-    store: dist.Store, place: Place, deadline: float, given_up: threading.Event
+def _attend(
+    meeting: dist.Store, member: Membership, deadline: float, given_up: threading.Event
 ) -> ProjectError | Literal["connect again"] | None:
     """Another rank: make sure that this is where the group meets, then wait for the rest."""
     met = False
     patience = min(deadline, time.monotonic() + _OPEN_S)
     try:
-        while not (met and store.check(["complete"])):
-            if not met and store.check(["open"]):
-                store.set(f"here/{place.rank}", "1")
+        while not (met and meeting.check(["complete"])):
+            if not met and meeting.check(["open"]):
+                meeting.set(f"here/{member.rank}", "1")
                 met = True
             if given_up.wait(_POLL_S):
-                return CommunicatorError(f"joining {place} was given up")
+                return _given_up(member)
             if time.monotonic() > deadline:
-                return late(f"joining {place}", "rank 0 there, others missing" if met else "no sign of rank 0")
+                return late(f"joining {member}", "rank 0 there, others missing" if met else "no sign of rank 0")
             if not met and time.monotonic() > patience:
                 return "connect again"
     except RuntimeError:  # the old store went while we were connected to it
@@ -113,15 +113,15 @@ def _come(
     return None
 
 
-def _listen(place: Place) -> int:
-    """A listening socket, which the store closes: one that torch opened would listen on every interface."""
-    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0][0]
-    patience = time.monotonic() + min(_PORT_PATIENCE_S, place.timeout_s)
+def _listen(member: Membership) -> int:
+    """A listening socket, which the store closes. One that torch opened would listen on every interface."""
+    family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)[0][0]
+    patience = time.monotonic() + min(_PORT_PATIENCE_S, member.timeout_s)
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         while True:
             try:
-                listener.bind((place.host, place.port))
+                listener.bind((member.host, member.port))
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
@@ -131,25 +131,25 @@ def _listen(place: Place) -> int:
         return listener.detach()
 
 
-def _wait_for_listener(place: Place, given_up: threading.Event) -> None:
-    """Here and not in torch, whose wait can't be given up, and aborts a process that ends meanwhile."""
-    deadline = time.monotonic() + place.timeout_s
+def _wait_for_listener(member: Membership, given_up: threading.Event) -> None:
+    """Wait here and not in torch, whose wait can't be given up and aborts a process that ends meanwhile."""
+    deadline = time.monotonic() + member.timeout_s
     while not given_up.wait(_POLL_S):
         with contextlib.suppress(ConnectionError, TimeoutError):
-            socket.create_connection((place.host, place.port), timeout=1.0).close()
+            socket.create_connection((member.host, member.port), timeout=1.0).close()
             return
         if time.monotonic() > deadline:
-            raise late(f"joining {place}", "nobody listening")
-    raise CommunicatorError(f"joining {place} was given up")
+            raise late(f"joining {member}", "nobody listening")
+    raise _given_up(member)
 
 
-def local_address(place: Place) -> str:
+def local_address(member: Membership) -> str:
     """The address of this machine at which the others, who can reach the meeting place, can reach this rank."""
-    if place.rank == 0:
-        return place.host
-    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0][0]
+    if member.rank == 0:
+        return member.host
+    family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((place.host, place.port))  # datagram: nothing is sent, the kernel only picks the route
+        probe.connect((member.host, member.port))  # datagram: nothing is sent, the kernel only picks the route
         return str(probe.getsockname()[0])
 
 
@@ -160,3 +160,7 @@ def late(what: str, found: str) -> DeadlineError:
         wanted="all ranks there and alive within the deadline",
         remedy="look for a process that died or can't be reached, or raise the timeout",
     )
+
+
+def _given_up(member: Membership) -> CommunicatorError:
+    return CommunicatorError(f"joining {member} was given up")

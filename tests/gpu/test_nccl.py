@@ -17,7 +17,7 @@ import torch
 from shared.addresses import free_ports
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync.buckets import is_sealed, pack, seal, spec_of
-from shared.sync.group import Communicator, join, start_join
+from shared.sync.group import Communicator, start_join
 from tests.gpu.devices import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
@@ -44,7 +44,7 @@ class Peer:
 
 def _serve(ports: list[int], device: str, parent: Connection) -> None:
     try:
-        groups = [join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device, group="a") for port in ports]
+        groups = [start_join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device, group="a").result() for port in ports]
     except CommunicatorError as error:
         parent.send(str(error))
         return

@@ -14,15 +14,15 @@ from deploy.demo.model import build
 from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
-from learner.policy.parallel import Ranks
 from learner.records import Sample
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.weight_sync import WeightSync
+from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CommunicatorError
 from tests.gpu.devices import needs_gpus
 from tests.servers import RunningServer, running_server
+from tests.syncs import server_sync
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 SMALL = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2}
@@ -61,9 +61,7 @@ def samples(number: int = 4) -> list[Sample]:
 
 
 @contextmanager
-def learner(
-    servers: RunningServer | Sequence[RunningServer], policy: Policy
-) -> Iterator[tuple[ServerBackend, WeightSync]]:
+def learner(servers: RunningServer | Sequence[RunningServer], policy: Policy) -> Iterator[tuple[ServerBackend, Sync]]:
     servers = [servers] if isinstance(servers, RunningServer) else servers
     entries = [{"base_url": server.base_url, "group_port": free_port()} for server in servers]
     section: Mapping[str, Any] = {
@@ -81,15 +79,8 @@ def learner(
         CanaryItem(sample=s, prompt=policy.encoder.encode(s), response_token_ids=tuple(range(20, 60)))
         for s in samples(2)
     ]
-    sync = WeightSync(
-        backend,
-        policy,
-        config=backend.config.vllm,
-        canary=canary,
-        learner_logprobs=RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary]),
-        fence=Ranks(),
-        device=policy.device,
-    )
+    answers = RepeatedLogprobs(policy, [(item.prompt, item.response_token_ids) for item in canary])
+    sync = server_sync(backend, policy, canary, answers, device=policy.device)
     try:
         yield backend, sync
     finally:

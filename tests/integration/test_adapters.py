@@ -15,17 +15,17 @@ from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
-from learner.policy.parallel import Ranks
 from learner.records import Sample
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem, score_items
-from learner.sync.weight_sync import WeightSync
+from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CoverageError, ServerPoisonedError
 from shared.sync.adapter_loading import AdapterLoad
 from shared.wire import ScoreCall, TensorSpec
 from tests.integration.test_training import ROLLOUTS, World, learn
 from tests.servers import running_server
+from tests.syncs import server_sync
 
 pytestmark = pytest.mark.integration
 
@@ -89,22 +89,19 @@ def connect(place: Place) -> Iterator[Callable[..., ServerBackend]]:
 
 
 @pytest.fixture
-def start(sample: Sample) -> Iterator[Callable[..., WeightSync]]:
-    made: list[WeightSync] = []
+def start(sample: Sample) -> Iterator[Callable[..., Sync]]:
+    made: list[Sync] = []
 
-    def make(backend: ServerBackend, policy: Policy, weights: Any = None, **changes: Any) -> WeightSync:
+    def make(backend: ServerBackend, policy: Policy, weights: Any = None, **changes: Any) -> Sync:
         canary = CanaryItem(
             sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=tuple(range(20, 60))
         )
-        arguments: dict[str, Any] = {
-            "adapter": policy.adapter_weights(),
-            "config": backend.config.vllm,
-            "canary": [canary],
-            "learner_logprobs": lambda: policy.logprobs([(canary.prompt, canary.response_token_ids)]),
-            "fence": Ranks(),
-            "device": torch.device("cpu"),
-        }
-        made.append(WeightSync(backend, weights or policy, **(arguments | changes)))
+
+        def learner_logprobs() -> list[list[float]]:
+            return policy.logprobs([(canary.prompt, canary.response_token_ids)])
+
+        arguments = {"adapter": policy.adapter_weights()} | changes
+        made.append(server_sync(backend, weights or policy, [canary], learner_logprobs, **arguments))
         return made[-1]
 
     yield make
@@ -125,36 +122,32 @@ def answer(backend: ServerBackend, sample: Sample) -> tuple[int, ...]:
     return rollout.response_token_ids
 
 
-def gap(sync: WeightSync) -> float:
-    return sync.receipts[-1].canary_gap
-
-
 def test_only_the_adapter_travels_and_it_is_what_is_served(
     connect: Callable[..., ServerBackend],
-    start: Callable[..., WeightSync],
+    start: Callable[..., Sync],
     policy_of: Callable[..., Policy],
     sample: Sample,
 ) -> None:
     """R08, R09, R10: one adapter after the other under the same name, the prompt cached in between; answers change
     with each, and the served probabilities are the learner's."""
     policy, backend = policy_of(), connect()
-    sync, answers = start(backend, policy), []
+    sync, answers, receipts = start(backend, policy), [], []
     for seed in range(3):
         train(policy, seed)
-        receipt = sync.sync()
+        receipts.append(receipt := sync.sync())
         assert (receipt.mode, receipt.num_tensors, receipt.fallback) == ("adapter", 2 * NUM_LAYERS, "")
         assert receipt.canary_gap < 1e-3
         answers += [answer(backend, sample), answer(backend, sample)]
     assert answers[0::2] == answers[1::2]
     assert len(set(answers)) == 3
-    assert [receipt.ver - sync.receipts[0].ver for receipt in sync.receipts] == [0, 1, 2]
+    assert [receipt.ver - receipts[0].ver for receipt in receipts] == [0, 1, 2]
     full = sum(weight.numel() for _, weight in policy.named_weights()) * 4
-    assert sync.receipts[0].num_bytes < full / 4
+    assert receipts[0].num_bytes < full / 4
 
 
 def test_a_full_sync_takes_the_adapter_off_and_the_other_way_round(
     connect: Callable[..., ServerBackend],
-    start: Callable[..., WeightSync],
+    start: Callable[..., Sync],
     policy_of: Callable[..., Policy],
     sample: Sample,
 ) -> None:
@@ -165,17 +158,17 @@ def test_a_full_sync_takes_the_adapter_off_and_the_other_way_round(
     backend = connect()
     start(backend, policy).sync()
     adapted = answer(backend, sample)
-    merged = start(backend, policy, adapter=None)
-    assert (merged.sync().mode, gap(merged) < 1e-3) == ("full", True)
+    merged = start(backend, policy, adapter=None).sync()
+    assert (merged.mode, merged.canary_gap < 1e-3) == ("full", True)
     assert answer(backend, sample) == adapted
-    again = start(backend, policy)
-    assert (again.sync().mode, gap(again) < 1e-3) == ("adapter", True)
+    again = start(backend, policy).sync()
+    assert (again.mode, again.canary_gap < 1e-3) == ("adapter", True)
     assert answer(backend, sample) == adapted
 
 
 def test_several_answers_are_scored_at_once(
     connect: Callable[..., ServerBackend],
-    start: Callable[..., WeightSync],
+    start: Callable[..., Sync],
     policy_of: Callable[..., Policy],
     sample: Sample,
 ) -> None:
@@ -195,7 +188,7 @@ def test_several_answers_are_scored_at_once(
 
 def test_what_the_server_can_t_adapt_is_named_and_poisons(
     connect: Callable[..., ServerBackend],
-    start: Callable[..., WeightSync],
+    start: Callable[..., Sync],
     policy_of: Callable[..., Policy],
     sample: Sample,
 ) -> None:
@@ -224,38 +217,38 @@ class Incomplete:
 
 
 def test_layers_take_adapters_again_after_a_full_sync_that_failed(
-    connect: Callable[..., ServerBackend], start: Callable[..., WeightSync], policy_of: Callable[..., Policy]
+    connect: Callable[..., ServerBackend], start: Callable[..., Sync], policy_of: Callable[..., Policy]
 ) -> None:
     policy, backend = policy_of(), connect(fallback_to_full=False)
     train(policy, 6)
     incomplete = start(backend, policy, Incomplete(policy), adapter=None)
     with pytest.raises(CoverageError, match="does not cover"):
         incomplete.sync()
-    sync = start(backend, policy)
-    assert (sync.sync().mode, gap(sync) < 1e-3) == ("adapter", True)
+    receipt = start(backend, policy).sync()
+    assert (receipt.mode, receipt.canary_gap < 1e-3) == ("adapter", True)
 
 
 def test_falling_back_heals_at_once_and_stays(
     connect: Callable[..., ServerBackend],
-    start: Callable[..., WeightSync],
+    start: Callable[..., Sync],
     policy_of: Callable[..., Policy],
     sample: Sample,
 ) -> None:
     """R08: the same adapter; the first sync ends as a full one, which says why, and so do all after it."""
     policy, backend = policy_of("all-linear"), connect()
-    sync = start(backend, policy)
+    sync, receipts = start(backend, policy), []
     for seed in range(2):
         train(policy, seed)
-        assert sync.sync().mode == "full"
-        assert gap(sync) < 1e-3
+        receipts.append(receipt := sync.sync())
+        assert (receipt.mode, receipt.canary_gap < 1e-3) == ("full", True)
         assert answer(backend, sample)
-    first, second = sync.receipts
+    first, second = receipts
     assert "visual" in first.fallback
     assert (second.fallback, second.ver) == ("", first.ver + 1)
 
 
 def test_a_dora_goes_in_full_from_the_start(
-    connect: Callable[..., ServerBackend], start: Callable[..., WeightSync], policy_of: Callable[..., Policy]
+    connect: Callable[..., ServerBackend], start: Callable[..., Sync], policy_of: Callable[..., Policy]
 ) -> None:
     """R08, R09: no adapter is tried, no server poisoned; what is served is the merged DoRA."""
     policy = policy_of(kind="dora")
@@ -263,12 +256,12 @@ def test_a_dora_goes_in_full_from_the_start(
     sync = start(connect(), policy)
     sync.connect()
     receipt = sync.sync()
-    assert (receipt.mode, gap(sync) < 1e-3) == ("full", True)
+    assert (receipt.mode, receipt.canary_gap < 1e-3) == ("full", True)
     assert "DoRA" in receipt.fallback
 
 
 def test_a_frozen_vision_tower_needs_no_adapter(
-    connect: Callable[..., ServerBackend], start: Callable[..., WeightSync], policy_of: Callable[..., Policy]
+    connect: Callable[..., ServerBackend], start: Callable[..., Sync], policy_of: Callable[..., Policy]
 ) -> None:
     """`target_modules: all-linear` with `freeze: [model.visual.]`: the idle adapters there are not sent."""
     policy = policy_of("all-linear", freeze=["model.visual."])

@@ -30,12 +30,12 @@ from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.weight_sync import WeightSync
 from shared.addresses import free_port
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
 from tests.engines import colocate_sync, colocated_engine, start
 from tests.models import FAMILIES
 from tests.servers import RunningServer, descendants, running_server
+from tests.syncs import server_sync
 
 pytestmark = pytest.mark.integration
 
@@ -125,15 +125,8 @@ def server(world: World, config: RolloutMatchingConfig) -> Iterator[RolloutBacke
     backend = ServerBackend(config, run_seed=3)
     backend.connect()
     policy = world.policy
-    sync = WeightSync(
-        backend,
-        policy,
-        config=backend.config.vllm,
-        canary=[world.canary],
-        learner_logprobs=RepeatedLogprobs(policy, [(world.canary.prompt, world.canary.response_token_ids)]),
-        fence=Ranks(),
-        device=CPU,
-    )
+    answers = RepeatedLogprobs(policy, [(world.canary.prompt, world.canary.response_token_ids)])
+    sync = server_sync(backend, policy, [world.canary], answers)
     try:
         sync.connect()
         sync.sync()

@@ -20,7 +20,7 @@ from learner.records import Sample
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.colocated import ColocateSync
+from learner.sync.sync import Sync
 from shared.errors import CoverageError, SyncError
 from tests.engines import colocate_sync, colocated_engine
 from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS, train
@@ -50,7 +50,7 @@ class World:
     engine: ColocatedEngine
     samples: list[Sample]
 
-    def sync(self, policy: Policy, *, adapter: bool = True, fallback_to_full: bool = True) -> ColocateSync:
+    def sync(self, policy: Policy, *, adapter: bool = True, fallback_to_full: bool = True) -> Sync:
         item = CanaryItem(
             sample=self.samples[0],
             prompt=policy.encoder.encode(self.samples[0]),

@@ -20,11 +20,11 @@ from learner.policy.sharding import shard, whole
 from learner.policy.weights import CheckpointWeights
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.sharded import Team
-from learner.sync.weight_sync import WeightSync
+from learner.sync.source import ShardedAdapter, ShardedRanks, ShardedSource
 from shared.errors import ConfigError, CoverageError
 from tests.integration.test_fsdp import learn, make
 from tests.ranks import launch
+from tests.syncs import server_sync
 from tests.unit.learner.policy.rows import CPU, image, sample
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.sync.fakes import FakeServer, joiner
@@ -53,11 +53,7 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
     policy, optimizer = make(model, ranks, sharded=True)
     scene = sample([image(64, 64)])
     canary = [CanaryItem(sample=scene, prompt=policy.encoder.encode(scene), response_token_ids=(5, 6, 7))]
-    team = Team(
-        ranks,
-        learner_logprobs=lambda: policy.logprobs([(item.prompt, item.response_token_ids) for item in canary]),
-        bucket_bytes=200_000,
-    )
+    sharded = ShardedRanks(ranks, bucket_bytes=200_000)
     with respx.mock(assert_all_called=False) as router:
         wire = "nccl" if ranks.device.type == "cuda" else "gloo"
         server = PolicyServer(router, URL, PORT, world_size=1, backend=wire)
@@ -65,13 +61,13 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
         backend = ServerBackend(fakes.config([URL], first_port=PORT), run_seed=0)
         backend.connect()
         vllm = backend.config.vllm
-        sync = WeightSync(
+        sync = server_sync(
             backend,
-            team.source(policy),
+            ShardedSource(policy, sharded),
+            canary,
+            sharded.shared(lambda: policy.logprobs([(item.prompt, item.response_token_ids) for item in canary])),
             config=vllm.model_copy(update={"sync": vllm.sync.model_copy(update={"bucket_bytes": 200_000})}),
-            canary=canary,
-            learner_logprobs=team.learner_logprobs,
-            fence=team,
+            ranks=sharded,
             device=ranks.device,
             start_join=joiner([server]),
         )
@@ -106,15 +102,15 @@ def adapter_alone(model: Path, ranks: Ranks) -> None:
     assert adapter is not None
     assert wanted is not None
     assert adapter.obstacle == ""
-    team = Team(ranks, learner_logprobs=tuple, bucket_bytes=100_000)
-    shared = team.adapter_source(adapter)
+    sharded = ShardedRanks(ranks, bucket_bytes=100_000)
+    shared = ShardedAdapter(adapter, sharded)
     if ranks.is_main:
         for source, reference in ((shared, wanted), (shared.base, wanted.base)):
             found = dict(source.named_weights(torch.bfloat16))
             expected = dict(reference.named_weights(torch.bfloat16))
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert team.broadcast_object("done") == "done"
+    assert sharded.broadcast_object("done") == "done"
 
 
 def fused_experts(model: Path, ranks: Ranks) -> None:

@@ -18,15 +18,15 @@ from learner.config.schema import ModelConfig, RolloutMatchingConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
-from learner.policy.parallel import Ranks
 from learner.records import Sample
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
-from learner.sync.weight_sync import WeightSync
+from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CanaryError, CoverageError, MediaError, ServerPoisonedError
 from shared.wire import TensorSpec
 from tests.servers import RunningServer, running_server
+from tests.syncs import server_sync
 
 pytestmark = pytest.mark.integration
 
@@ -113,19 +113,12 @@ def connect(server: RunningServer, group_port: int, policy: Policy) -> Iterator[
 @pytest.fixture
 def start_sync(
     connect: Callable[..., ServerBackend], policy: Policy, samples: list[Sample]
-) -> Iterator[Callable[..., WeightSync]]:
-    made: list[WeightSync] = []
+) -> Iterator[Callable[..., Sync]]:
+    made: list[Sync] = []
 
-    def make(backend: ServerBackend, **changes: Any) -> WeightSync:
+    def make(backend: ServerBackend, weights: Any = policy, judge: Policy = policy) -> Sync:
         canary = canary_of(policy, samples)
-        arguments: dict[str, Any] = {
-            "config": backend.config.vllm,
-            "canary": canary,
-            "learner_logprobs": canary_logprobs(policy, canary),
-            "fence": Ranks(),
-            "device": CPU,
-        }
-        made.append(WeightSync(backend, changes.pop("weights", policy), **(arguments | changes)))
+        made.append(server_sync(backend, weights, canary, canary_logprobs(judge, canary)))
         return made[-1]
 
     yield make
@@ -196,7 +189,7 @@ def test_the_server_s_words_reach_the_learner(
 
 def test_syncs_change_what_is_served_and_are_checked(
     connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., WeightSync],
+    start_sync: Callable[..., Sync],
     policy: Policy,
     samples: list[Sample],
 ) -> None:
@@ -220,7 +213,7 @@ def test_syncs_change_what_is_served_and_are_checked(
 
 def test_the_canary_tells_a_model_that_is_not_the_learner_s(
     connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., WeightSync],
+    start_sync: Callable[..., Sync],
     policy: Policy,
     samples: list[Sample],
 ) -> None:
@@ -229,7 +222,7 @@ def test_the_canary_tells_a_model_that_is_not_the_learner_s(
     other = copy.deepcopy(policy)
     perturb(other, 0.5)
     with pytest.raises(CanaryError, match="not the learner's"):
-        start_sync(connect(), learner_logprobs=canary_logprobs(other, canary_of(policy, samples))).sync()
+        start_sync(connect(), judge=other).sync()
 
 
 class Misnamed:
@@ -248,7 +241,7 @@ class Misnamed:
 
 def test_an_incomplete_sync_poisons_and_a_new_learner_heals(
     connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., WeightSync],
+    start_sync: Callable[..., Sync],
     policy: Policy,
     samples: list[Sample],
 ) -> None:

@@ -121,12 +121,13 @@ class FakeGroup:
 
     def start_broadcast(self, tensor: torch.Tensor, src: int) -> Operation[None]:
         assert src == self.rank == self.world_size - 1, "the learner is the last rank, and the source"
-        if self.server.drops_the_wire:
-            raise CommunicatorError("peer closed the connection")
         taken = threading.Event()
-        self.inbox.put((tensor.clone(), taken))
+        if not self.server.drops_the_wire:
+            self.inbox.put((tensor.clone(), taken))
 
         def until_taken() -> None:
+            if self.server.drops_the_wire:
+                raise CommunicatorError("peer closed the connection")
             while not taken.wait(0.005):
                 if self.aborted.is_set():
                     raise CommunicatorError("aborted")

@@ -10,13 +10,14 @@ import respx
 import torch
 
 from learner.rollout.servers import ServerBackend
-from learner.sync.weight_sync import WeightSync
+from learner.sync.sync import Sync
 from shared.errors import CoverageError, ProjectError, ServerMismatchError, SyncError
+from tests.syncs import server_sync
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import Adapter, FakeServer, Merged, Weights, canary_items, joiner, logprobs
-from tests.unit.learner.sync.test_weight_sync import URLS, Alone
+from tests.unit.learner.sync.test_servers import URLS
 
-Build = Callable[..., WeightSync]
+Build = Callable[..., Sync]
 
 
 @pytest.fixture
@@ -37,21 +38,19 @@ def build(servers: list[FakeServer], adapter: Adapter) -> Iterator[Build]:
     def learner_logprobs() -> list[list[float]]:
         return [logprobs(adapter.merged.tensors, item.response_token_ids) for item in canary_items()]
 
-    def make(*, fallback_to_full: bool = True) -> WeightSync:
+    def make(*, fallback_to_full: bool = True) -> Sync:
         made.append(ServerBackend(config(URLS), run_seed=1))
         made[-1].connect()
         vllm = made[-1].config.vllm
-        return WeightSync(
+        return server_sync(
             made[-1],
             Merged(adapter),
+            canary_items(),
+            learner_logprobs,
             adapter=adapter,
             config=vllm.model_copy(
                 update={"sync": vllm.sync.model_copy(update={"fallback_to_full": fallback_to_full})}
             ),
-            canary=canary_items(),
-            learner_logprobs=learner_logprobs,
-            fence=Alone(),
-            device=torch.device("cpu"),
             start_join=joiner(servers),
         )
 
@@ -69,15 +68,15 @@ def test_the_weights_below_travel_once_and_then_the_adapter_alone(
 ) -> None:
     """R08, R10: on every server; a receipt counts what the adapter weighs."""
     sync = build()
-    for _ in range(3):
+    for ver in (2, 3, 4):
         adapter.step()
         receipt = sync.sync()
+        assert receipt.ver == ver
         assert (receipt.mode, receipt.num_tensors, receipt.num_bytes) == ("adapter", 2, 2 * 8 * 8 * 4)
         assert receipt.canary_gap == pytest.approx(0.0, abs=1e-4)
     for server in servers:
         assert modes(server) == [(1, "full"), (2, "adapter"), (3, "adapter"), (4, "adapter")]
         assert torch.equal(server.tensors["layer.weight"], adapter.base.tensors["layer.weight"])
-    assert [receipt.ver for receipt in sync.receipts] == [2, 3, 4]
 
 
 def without_adapters(servers: list[FakeServer], adapter: Adapter) -> None:
@@ -156,7 +155,7 @@ def test_without_falling_back_the_error_ends_the_sync_and_the_next_one_begins_an
     servers[0].refuses_adapter = CoverageError("layer has no place")
     with pytest.raises(CoverageError, match=URLS[0]):
         sync.sync()
-    assert (sync.ver, len(sync.receipts)) == (first.ver, 1)
+    assert sync.ver == first.ver
     servers[0].refuses_adapter = None
     assert sync.sync().mode == "adapter"
     assert [mode for _, mode in modes(servers[0])] == ["full", "adapter", "adapter", "full", "adapter"]

@@ -10,15 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.sync.canary import compare, score_items
+from learner.sync.canary import Canary, score_items
 from learner.sync.source import check_specs, sealed_buckets
 from shared.errors import CanaryError, PromptMismatchError, RolloutError, SyncError
 from shared.sync.buckets import plan_buckets, unpack
 from shared.wire import ScoreReply
+from tests.syncs import scorer_of
 from tests.unit.learner.sync.fakes import PROMPT_IDS, Weights, canary_items
 
 LOGPROBS = st.lists(st.floats(-50, 0), min_size=2, max_size=2)
 CPU = torch.device("cpu")
+
+
+def canary(tolerance: float = 1.0, num_items: int = 2) -> Canary:
+    return Canary(items=canary_items(num_items), scorer=scorer_of(tuple), tolerance=tolerance)
 
 
 def reply(logprobs: list[list[float]], prompts: int = 2) -> ScoreReply:
@@ -27,7 +32,7 @@ def reply(logprobs: list[list[float]], prompts: int = 2) -> ScoreReply:
 
 @given(st.lists(LOGPROBS, min_size=2, max_size=2), st.lists(LOGPROBS, min_size=2, max_size=2))
 def test_the_gap_is_the_mean_and_the_largest_difference(learner: list[list[float]], served: list[list[float]]) -> None:
-    found = compare(canary_items(), learner, reply(served), tolerance=1e9, base_url="u")
+    found = canary(1e9).compare(learner, reply(served), "u")
     gaps = [abs(a - b) for here, there in zip(learner, served, strict=True) for a, b in zip(here, there, strict=True)]
     assert found.mean == pytest.approx(sum(gaps) / 4)
     assert found.max == max(gaps)
@@ -37,9 +42,7 @@ def test_the_gap_is_the_mean_and_the_largest_difference(learner: list[list[float
 def test_above_the_tolerance_the_worst_token_is_named(worst: float) -> None:
     """Not a number is not within a tolerance."""
     with pytest.raises(CanaryError) as caught:
-        compare(
-            canary_items(), [[-1, -1], [-1, -1]], reply([[-1, -1], [-1, worst]]), tolerance=0.4, base_url="http://u"
-        )
+        canary(0.4).compare([[-1, -1], [-1, -1]], reply([[-1, -1], [-1, worst]]), "http://u")
     assert "http://u" in caught.value.what
     assert "token 1 of sample 's1'" in caught.value.found
 
@@ -48,14 +51,14 @@ def test_above_the_tolerance_the_worst_token_is_named(worst: float) -> None:
                                                     ([[-1.0, -1.0], [-1.0, -1.0]], 1)])  # fmt: skip
 def test_a_reply_of_another_shape(logprobs: list[list[float]], prompts: int) -> None:
     with pytest.raises(RolloutError, match="/score/"):
-        compare(canary_items(), [[-1, -1], [-1, -1]], reply(logprobs, prompts), tolerance=1.0, base_url="u")
+        canary().compare([[-1, -1], [-1, -1]], reply(logprobs, prompts), "u")
 
 
 def test_prompts_are_compared_too() -> None:
     """R03."""
     other = ScoreReply(ver=1, logprobs=[[-1.0, -1.0]], prompt_token_ids=[[5, 6, 8]])
     with pytest.raises(PromptMismatchError, match="s0"):
-        compare(canary_items(1), [[-1, -1]], other, tolerance=1.0, base_url="u")
+        canary(num_items=1).compare([[-1, -1]], other, "u")
 
 
 def test_a_canary_brings_its_images() -> None:

@@ -1,4 +1,4 @@
-"""The weight sync of colocated engines on two ranks that are threads, over engines that are dictionaries (R08, R09,
+"""Syncs into colocated engines on two ranks that are threads, over engines that are dictionaries (R08, R09,
 R24).
 
 Real engines: tests/integration/test_colocate.py.
@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from learner.config.schema import VllmConfig
 from learner.policy.parallel import Ranks
 from learner.records import SyncReceipt
-from learner.sync.colocated import ColocateSync
+from learner.sync.canary import Canary
+from learner.sync.colocated import EngineDelivery
+from learner.sync.sync import Sync
 from shared.errors import CanaryError, CoverageError, DigestError, ProjectError, SyncError
 from shared.generation import Scores
+from tests.syncs import scorer_of
 from tests.unit.learner.sync.fakes import PROMPT_IDS, Adapter, Merged, Weights, canary_items, logprobs
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -83,21 +85,16 @@ def sync_of(
     adapter: Adapter | None = None,
     *,
     fallback_to_full: bool = True,
-) -> ColocateSync:
+) -> Sync:
     def learner_logprobs() -> list[list[float]]:
         engine.events.append("learner")
         return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
-    return ColocateSync(
-        engine,  # type: ignore[arg-type]
-        weights,
-        Encoder(),  # type: ignore[arg-type]
-        adapter=adapter,
-        config=VllmConfig.model_validate({"sync": {"fallback_to_full": fallback_to_full}}),
-        canary=canary_items(),
-        learner_logprobs=learner_logprobs,
-        ranks=ranks,
-    )
+    canary = Canary(items=canary_items(), scorer=scorer_of(learner_logprobs), tolerance=0.1)
+    delivery = EngineDelivery(engine, Encoder(), canary=canary, ranks=ranks)  # type: ignore[arg-type]
+    sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=fallback_to_full)
+    sync.connect()
+    return sync
 
 
 class World:
@@ -109,12 +106,12 @@ class World:
         meeting = Meeting(num_ranks)
         self.syncs = [self._sync(i, meeting if num_ranks > 1 else None) for i in range(num_ranks)]
 
-    def _sync(self, rank: int, meeting: Meeting | None) -> ColocateSync:
+    def _sync(self, rank: int, meeting: Meeting | None) -> Sync:
         ranks = ThreadRanks(rank=rank, world_size=len(self.engines), meeting=meeting) if meeting else Ranks()
         return sync_of(self.engines[rank], self.weights[rank], ranks)
 
     def run(self) -> list[SyncReceipt | ProjectError]:
-        def outcome(sync: ColocateSync) -> SyncReceipt | ProjectError:
+        def outcome(sync: Sync) -> SyncReceipt | ProjectError:
             try:
                 return sync.sync()
             except ProjectError as error:
@@ -189,7 +186,7 @@ class AdapterWorld(World):
         self._fallback_to_full = fallback_to_full
         super().__init__(num_ranks)
 
-    def _sync(self, rank: int, meeting: Meeting | None) -> ColocateSync:
+    def _sync(self, rank: int, meeting: Meeting | None) -> Sync:
         ranks = ThreadRanks(rank=rank, world_size=len(self.engines), meeting=meeting) if meeting else Ranks()
         adapter = self.adapters[rank]
         return sync_of(self.engines[rank], Merged(adapter), ranks, adapter, fallback_to_full=self._fallback_to_full)

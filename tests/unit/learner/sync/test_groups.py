@@ -10,9 +10,9 @@ import pytest
 
 from learner.rollout.client import ServerClient
 from learner.rollout.servers import LoopThread
-from learner.sync import groups as waiting
-from learner.sync.groups import ServerLink, of_one_machine
-from shared.errors import CommunicatorError, CoverageError, DeadlineError, ProjectError, ServerError
+from learner.sync import groups as module
+from learner.sync.groups import ServerGroup, ServerLink, await_all, of_one_machine
+from shared.errors import CommunicatorError, CoverageError, DeadlineError, ProjectError, ServerError, SyncError
 from shared.wire import ServerStatus
 from tests.unit.learner.rollout import fakes
 
@@ -24,7 +24,7 @@ class Client:
 
 def link(host: str) -> ServerLink:
     client, loop = cast(ServerClient, Client(host)), cast(LoopThread, None)
-    return ServerLink(client, loop=loop, group_port=1, world_size=1)
+    return ServerLink(client, loop, 1, 1)
 
 
 def groups(*servers: tuple[str, str, list[str]]) -> list[list[int]]:
@@ -79,16 +79,31 @@ CAUSE = CoverageError("layer.bias was not written")
 def test_the_cause_is_told_not_what_came_of_it(
     monkeypatch: pytest.MonkeyPatch, wire: Any, posts: tuple[Any, Any], told: str
 ) -> None:
-    monkeypatch.setattr(waiting, "CAUSE_GRACE_S", 0.05)
-    links, shared = (link("a"), link("b")), future(wire)
+    monkeypatch.setattr(module, "CAUSE_GRACE_S", 0.05)
+    group = ServerGroup([link("a"), link("b")])
     with pytest.raises(ProjectError, match=told):
-        waiting.await_all(dict.fromkeys(links, shared), dict(zip(links, map(future, posts), strict=True)))
+        await_all([(group, future(wire))], dict(zip(group.links, map(future, posts), strict=True)))
+
+
+def test_what_the_wire_says_names_the_servers_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAUSE_GRACE_S", 0.05)
+    with pytest.raises(CommunicatorError, match="http://a, http://b: connection closed"):
+        await_all([(ServerGroup([link("a"), link("b")]), future(LOST))], {})
+
+
+def test_a_reply_before_the_last_bucket_is_an_error() -> None:
+    """It can't be about all of them; after the last bucket it is what everybody waits for."""
+    group = ServerGroup([link("a")])
+    sent, posts = [(group, future("sent"))], {group.links[0]: future("reply")}
+    await_all(sent, posts)
+    with pytest.raises(SyncError, match=r"http://a: .* before it had all buckets"):
+        await_all(sent, posts, replies=False)
 
 
 def test_the_cause_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last bucket too, when nothing but the replies is waited for."""
-    monkeypatch.setattr(waiting, "CAUSE_GRACE_S", 5.0)
+    monkeypatch.setattr(module, "CAUSE_GRACE_S", 5.0)
     posts = {link("a"): future(LOST), link("b"): future()}
     threading.Timer(0.05, lambda: posts[list(posts)[1]].set_exception(CAUSE)).start()
     with pytest.raises(CoverageError, match="was not written"):
-        waiting.await_all(posts, posts)
+        await_all([], posts)

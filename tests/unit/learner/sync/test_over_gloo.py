@@ -13,15 +13,14 @@ import respx
 import torch
 
 from learner.rollout.servers import ServerBackend
-from learner.sync.weight_sync import WeightSync
 from shared.addresses import free_ports
 from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError, ServerUnreachableError
 from shared.sync import group as communicator
 from shared.sync.buckets import SEAL_BYTES, is_sealed, unpack
 from shared.wire import InitCommunicatorCall, UpdateWeightsCall
+from tests.syncs import server_sync
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.sync.fakes import FakeServer, Weights, canary_items, logprobs
-from tests.unit.learner.sync.test_weight_sync import Alone
 
 URLS = ["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"]
 HOST = "127.0.0.1"
@@ -99,16 +98,12 @@ class World:
         sync = config.vllm.sync.model_copy(update={"bucket_bytes": 500})
         vllm = config.vllm.model_copy(update={"server": server, "sync": sync})
         self.backend = ServerBackend(config.model_copy(update={"vllm": vllm}), run_seed=0)
-        self.sync = WeightSync(
+        self.sync = server_sync(
             self.backend,
             self.weights,
+            canary_items(),
+            lambda: [logprobs(self.weights.tensors, item.response_token_ids) for item in canary_items()],
             config=vllm,
-            canary=canary_items(),
-            learner_logprobs=lambda: [
-                logprobs(self.weights.tensors, item.response_token_ids) for item in canary_items()
-            ],
-            fence=Alone(),
-            device=torch.device("cpu"),
         )
 
     def sync_and_compare(self) -> int:

@@ -46,3 +46,30 @@ def test_cancel_ends_a_wait_on_another_thread() -> None:
         operation.result()
     assert time.monotonic() - start < 2
     release.set()
+
+
+def test_ends_at_its_deadline_though_nobody_asks() -> None:
+    """A caller may itself be held up by what the call waits for."""
+    failed, release = threading.Event(), threading.Event()
+    late = Operation(lambda: release.wait(10), 30.0, "sleeping longer")
+    operation = Operation(lambda: release.wait(10), 0.2, "sleeping", on_failure=failed.set)
+    assert failed.wait(5.0)
+    with pytest.raises(DeadlineError, match="sleeping did not"):
+        operation.result()
+    assert not late.done(0.0)
+    release.set()
+    assert late.result()
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    """R09: one outcome for everyone who asks, and the first one."""
+    release = threading.Event()
+    failures: list[str] = []
+    operation = Operation(lambda: release.wait(10), 10.0, "sleeping", on_failure=lambda: failures.append("failed"))
+    operation.cancel(CommunicatorError("given up"))
+    operation.cancel(CommunicatorError("given up again"))
+    release.set()
+    for _ in range(2):
+        with pytest.raises(CommunicatorError, match=r"given up$"):
+            operation.result()
+    assert failures == ["failed"]

@@ -17,8 +17,8 @@ import torch
 
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError
-from shared.sync.group import Broadcast, Communicator, join, start_join
-from shared.sync.meeting import Place
+from shared.sync.group import Broadcast, Communicator, start_join
+from shared.sync.meeting import Membership
 
 
 def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:
@@ -26,7 +26,7 @@ def join_all(world_size: int, timeout_s: float = 10.0) -> list[Communicator]:
     joined: list[Communicator | None] = [None] * world_size
 
     def one(rank: int) -> None:
-        joined[rank] = join("gloo", "127.0.0.1", port, rank, world_size, timeout_s, group="a")
+        joined[rank] = start_join("gloo", "127.0.0.1", port, rank, world_size, timeout_s, group="a").result()
 
     on_threads([lambda rank=rank: one(rank) for rank in range(world_size)])
     return [communicator for communicator in joined if communicator is not None]
@@ -79,21 +79,37 @@ def test_an_abort_ends_all_that_are_under_way() -> None:
 class Stuck(Communicator):
     """A group whose broadcasts end only once it is left, as NCCL's without their peer."""
 
-    def _broadcast_call(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
         return lambda issued: self.released.wait(30) and None
 
-    def _leave(self) -> None:
+    def close(self) -> None:
         self.released.set()
 
     released = threading.Event()
 
 
 def test_a_broadcast_that_nobody_polls_ends_too() -> None:
-    place = Place(host="", port=0, rank=1, world_size=2, timeout_s=0.2, device=torch.device("cpu"), group="a")
-    operation = Stuck(place).start_broadcast(torch.zeros(1), src=0)
+    cpu = torch.device("cpu")
+    member = Membership(host="", port=0, rank=1, world_size=2, timeout_s=0.2, device=cpu, group="a")
+    operation = Stuck(member).start_broadcast(torch.zeros(1), src=0)
     assert Stuck.released.wait(10)
     with pytest.raises(DeadlineError):
         operation.result()
+
+
+class AbortedMeanwhile(Stuck):
+    """A group that another thread aborts while a broadcast is being started, and whose broadcasts do not notice."""
+
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+        self.abort()
+        return lambda issued: threading.Event().wait(5) and None
+
+
+def test_a_broadcast_that_is_started_during_an_abort_ends_too() -> None:
+    cpu = torch.device("cpu")
+    member = Membership(host="", port=0, rank=1, world_size=2, timeout_s=30.0, device=cpu, group="a")
+    with pytest.raises(CommunicatorError, match="was left"):
+        assert AbortedMeanwhile(member).start_broadcast(torch.zeros(1), src=0).done(2.0)
 
 
 def test_rank_0_listens_on_its_own_address_only() -> None:
@@ -139,7 +155,7 @@ def _joining_threads() -> list[threading.Thread]:
 def test_joining_alone_ends_at_the_deadline(rank: int) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=r"joining .*group"):
-        join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0, group="a")
+        start_join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0, group="a").result()
     assert time.monotonic() - start < 4
 
 
@@ -149,16 +165,16 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(CommunicatorError, match=rf"127.0.0.1:{port}.*in use"):
-            join("gloo", "127.0.0.1", port, 0, 2, 1.0, group="a")
+            start_join("gloo", "127.0.0.1", port, 0, 2, 1.0, group="a").result()
 
 
 def test_backend_and_device_must_fit() -> None:
     with pytest.raises(CommunicatorError, match="nccl can't send tensors on cpu"):
-        join("nccl", "127.0.0.1", free_port(), 0, 2, 1.0, "cpu", group="a")
+        start_join("nccl", "127.0.0.1", free_port(), 0, 2, 1.0, "cpu", group="a").result()
 
 
 def _peer(port: int, ready: Connection) -> None:
-    communicator = join("gloo", "127.0.0.1", port, 1, 2, 30.0, group="a")
+    communicator = start_join("gloo", "127.0.0.1", port, 1, 2, 30.0, group="a").result()
     ready.send("joined")
     ready.recv()
     communicator.close()
@@ -172,7 +188,7 @@ def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> N
     peer = context.Process(target=_peer, args=(port, far_end), daemon=True)
     peer.start()
     try:
-        communicator = join("gloo", "127.0.0.1", port, 0, 2, 30.0, group="a")
+        communicator = start_join("gloo", "127.0.0.1", port, 0, 2, 30.0, group="a").result()
         assert ready.poll(30)
         assert peer.pid is not None
         os.kill(peer.pid, sent)

@@ -1,4 +1,7 @@
-"""Weight sync against fake servers: versions, canary, failures, fences (R09, R10, R24)."""
+"""Syncs to fake servers: versions, canary, failures, ranks (R09, R10, R24).
+
+And what servers are asked before the first sync (R03, R16).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import respx
 import torch
 
 from learner.rollout.servers import ServerBackend
-from learner.sync.weight_sync import WeightSync
+from learner.sync.servers import check_architecture, check_prompt
+from learner.sync.sync import Sync
 from shared.errors import (
     CanaryError,
     CommunicatorError,
@@ -22,22 +26,14 @@ from shared.errors import (
     ServerBusyError,
     ServerMismatchError,
 )
+from shared.wire import ScoreReply, ServerStatus
+from tests.syncs import ONE_RANK, server_sync
+from tests.unit.learner.rollout import fakes
 from tests.unit.learner.rollout.fakes import config
-from tests.unit.learner.sync.fakes import FakeServer, Weights, canary_items, joiner, logprobs
+from tests.unit.learner.sync.fakes import PROMPT_IDS, FakeServer, Weights, canary_items, joiner, logprobs
 
 URLS = ["http://a.test/x", "http://b.test"]
-Build = Callable[..., WeightSync]
-
-
-class Alone:
-    """The fence of one rank."""
-
-    is_main = True
-
-    def barrier(self) -> None: ...
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
+Build = Callable[..., Sync]
 
 
 @pytest.fixture
@@ -64,20 +60,19 @@ def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Wei
     def learner_logprobs() -> list[list[float]]:
         return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
-    def make(*, fence: Any = None, **sync: Any) -> WeightSync:
+    def make(*, ranks: Any = ONE_RANK, **sync: Any) -> Sync:
         backend = ServerBackend(config(URLS, decode_batch_size=4), run_seed=1)
         backends.append(backend)
         backend.connect()
         vllm = backend.config.vllm
         section = vllm.sync.model_copy(update={"bucket_bytes": 400} | sync)
-        return WeightSync(
+        return server_sync(
             backend,
             weights,
+            canary_items(),
+            learner_logprobs,
             config=vllm.model_copy(update={"sync": section}),
-            canary=canary_items(),
-            learner_logprobs=learner_logprobs,
-            fence=fence or Alone(),
-            device=torch.device("cpu"),
+            ranks=ranks,
             start_join=joiner(servers),
         )
 
@@ -95,7 +90,6 @@ def test_every_server_gets_every_byte_and_the_version_rises_by_one(
     weights.step()
     second = sync.sync()
     assert (first.ver, second.ver, sync.ver, backends[0].expected_ver) == (1, 2, 2, 2)
-    assert sync.receipts == [first, second]
     for server in servers:
         assert server.log == ["init", "update 1", "update 2"]
         assert len(server.updates[0].buckets) > 1
@@ -157,7 +151,7 @@ def test_one_of_two_servers_fails(
         sync.sync()
     if wanted is not PromptMismatchError:
         assert URLS[1] in caught.value.what
-    assert (sync.ver, backends[0].expected_ver, len(sync.receipts)) == (1, 1, 1)
+    assert (sync.ver, backends[0].expected_ver) == (1, 1)
     assert all(server.groups[-1].aborted.is_set() for server in servers)
     for name, value in healthy.items():
         setattr(servers[1], name, value)
@@ -191,7 +185,7 @@ def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
     assert all(server.groups[0].closed for server in servers)
 
 
-class ThreadFence:
+class ThreadRanks:
     """Two ranks as threads."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, box: list[Any], log: list[str]) -> None:
@@ -211,9 +205,9 @@ class ThreadFence:
         return value
 
 
-def run_two_ranks(build: Build) -> tuple[list[Any], list[WeightSync], list[str]]:
+def run_two_ranks(build: Build) -> tuple[list[Any], list[Sync], list[str]]:
     barrier, box, log = threading.Barrier(2), [None], []
-    syncs = [build(fence=ThreadFence(rank, barrier, box, log)) for rank in range(2)]
+    syncs = [build(ranks=ThreadRanks(rank, barrier, box, log)) for rank in range(2)]
     outcomes: list[Any] = [None, None]
 
     def rank_main(rank: int) -> None:
@@ -228,7 +222,7 @@ def run_two_ranks(build: Build) -> tuple[list[Any], list[WeightSync], list[str]]
         thread.start()
     for thread in threads:
         thread.join(20)
-        assert not thread.is_alive(), "a rank hangs at a fence"
+        assert not thread.is_alive(), "a rank hangs"
     return outcomes, syncs, log
 
 
@@ -251,3 +245,22 @@ def test_a_failure_on_rank_0_is_everybody_s(build: Build, servers: list[FakeServ
     assert [type(outcome) for outcome in outcomes] == [DigestError, DigestError]
     assert str(outcomes[0]) == str(outcomes[1])
     assert [sync.ver for sync in syncs] == [0, 0]
+
+
+# ---- before the first sync -------------------------------------------------------------------------------------------
+
+
+def test_another_architecture_names_server_and_size() -> None:
+    sizes = {"model_type": "qwen3", "hidden_size": "64"}
+    status = ServerStatus(**fakes.status(model="some/model", architecture=sizes))
+    check_architecture(URLS[0], status, {"model_type": "qwen3", "num_heads": "4"})
+    with pytest.raises(ServerMismatchError, match=r"http://a\.test.*hidden_size 64, not 128.*some/model") as caught:
+        check_architecture(URLS[0], status, {"model_type": "qwen3", "hidden_size": "128"})
+    assert caught.value.exit_code == 2
+
+
+def test_another_prompt_names_server_and_sample() -> None:
+    (item,) = canary_items(1)
+    check_prompt(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[list(PROMPT_IDS)]))
+    with pytest.raises(PromptMismatchError, match=r"http://a\.test.*from token 1 on"):
+        check_prompt(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[[PROMPT_IDS[0], 99]]))

@@ -1,0 +1,199 @@
+"""Trained weights to whoever generates, in memory and checked (R08, R09, R10, R24).
+
+In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers (`servers.py`) or
+into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
+- `ver` rises with a completed sync and never otherwise; only rollouts of that version are accepted;
+- complete means: every generator has checked bytes and coverage, and its canary gap is within the tolerance;
+- after a failure the first cause is raised on every rank, and the next sync begins with new connections.
+
+An adapter sync sends the adapter alone. After a connection or a failure nothing is known of what a generator holds, so
+the next adapter sync sends the weights below the adapter first. If an adapter sync fails, adapter syncs end for the
+rest of the process: one warning, and full syncs from then on, the first one at once. With `fallback_to_full: false` the
+error is raised instead. A resumed run begins with adapters again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeVar
+
+from learner.records import SyncReceipt
+from learner.sync.canary import CanaryGap
+from learner.sync.source import AdapterSource, WeightSource, check_specs
+from shared.errors import ProjectError, SyncError
+
+T = TypeVar("T")
+Mode = Literal["full", "adapter"]
+log = logging.getLogger("learner.sync")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivered:
+    """An update that every generator has checked."""
+
+    mode: Mode
+    num_bytes: int
+    num_tensors: int
+    gap: CanaryGap  # the worst one over generators
+    merge_gap: float  # nats per token: what merging and rounding changed (D14)
+
+
+class Delivery(Protocol):
+    """One way from the policy to the generators."""
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on the ranks that have a part in it; its result, or its error, on every rank."""
+
+    def connect(self) -> int:
+        """Reach every generator; the highest version that one of them has seen."""
+
+    def check_adapter(self, adapter: AdapterSource) -> None:
+        """Raises SyncError or ServerMismatchError if a generator could not apply it."""
+
+    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[None]:
+        """Around all that is delivered in one sync; `modes`: those in which it may be."""
+
+    def deliver_base(self, source: WeightSource, ver: int) -> int:
+        """Load the weights below an adapter, over version `ver`; the version from which to count on."""
+
+    def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
+        """Load these weights as version `ver`, and check them. Raises SyncError, ServerError or DeadlineError."""
+
+    def accept(self, ver: int) -> None:
+        """Rollouts of version `ver`, and of no other, are wanted from now on."""
+
+    def leave(self, *, abort: bool) -> None:
+        """Leave the generators, after a failure (`abort`) or for good. Bounded in time; may be called again."""
+
+
+class Sync:
+    """`adapter`: sync it alone, as long as that works; None: full syncs. All public methods are for all ranks."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        weights: WeightSource,
+        *,
+        adapter: AdapterSource | None = None,
+        fallback_to_full: bool = True,
+    ) -> None:
+        check_specs(weights.weight_specs())
+        self.ver = 0  # completed syncs
+        self._delivery, self._weights, self._adapter = delivery, weights, adapter
+        self._fallback_to_full, self._fallback = fallback_to_full, ""
+        self._is_connected = self._base_is_loaded = False
+
+    def connect(self) -> None:
+        """Reach every generator; `sync` does it when needed.
+
+        Raises CommunicatorError, DeadlineError or the server's own error; without a fallback also SyncError or
+        ServerMismatchError if the adapter can't be served.
+        """
+        self.ver = self._delivery.together(self._connect)
+
+    def sync(self) -> SyncReceipt:
+        """Bring every generator to the policy's weights; returns, on all ranks, when all serve them.
+
+        Raises SyncError (Communicator, Digest, Coverage, Canary), ServerError or DeadlineError, on every rank.
+        """
+        receipt = self._delivery.together(self._sync)
+        self.ver = receipt.ver
+        self._delivery.accept(self.ver)
+        return receipt
+
+    def close(self) -> None:
+        """Leave the generators; bounded in time. A server that no longer answers is only logged."""
+        self._is_connected = False
+        self._delivery.leave(abort=False)
+
+    # ---- on the ranks that have a part in it -------------------------------------------------------------------------
+
+    def _connect(self) -> int:
+        # Above all versions that they have seen, so that no old rollout passes for a new one.
+        self.ver = max(self.ver, self._delivery.connect())
+        self._is_connected, self._base_is_loaded = True, False
+        if self._adapter is not None:
+            with self._falling_back():
+                self._check_adapter(self._adapter)
+        log.info("sync mode %s", "full" if self._adapter is None else "adapter")
+        return self.ver
+
+    def _sync(self) -> SyncReceipt:
+        if not self._is_connected:
+            self._connect()
+        begin = time.monotonic()
+        with self._leaving_on_failure(), self._delivery.updating(self._modes()):
+            delivered = self._update()
+        reason, self._fallback = self._fallback, ""  # reported once
+        receipt = SyncReceipt(
+            ver=self.ver + 1,
+            mode=delivered.mode,
+            seconds=time.monotonic() - begin,
+            num_bytes=delivered.num_bytes,
+            num_tensors=delivered.num_tensors,
+            canary_gap=delivered.gap.mean,
+            canary_gap_max=delivered.gap.max,
+            merge_gap=delivered.merge_gap,
+            fallback=reason,
+        )
+        log.info("weights synced: %s", receipt)
+        return receipt
+
+    def _modes(self) -> Sequence[Mode]:
+        return ("full",) if self._adapter is None else ("adapter", "full") if self._fallback_to_full else ("adapter",)
+
+    def _update(self) -> Delivered:
+        if self._adapter is not None:
+            with self._falling_back():
+                return self._update_adapter(self._adapter)
+        if not self._is_connected:
+            self._connect()
+        return self._delivery.deliver(self._weights, "full", self.ver + 1)
+
+    def _update_adapter(self, adapter: AdapterSource) -> Delivered:
+        base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
+        if not base_is_loaded:
+            self.ver = self._delivery.deliver_base(adapter.base, self.ver)
+            log.info("the weights below the adapter were loaded")
+        delivered = self._delivery.deliver(adapter, "adapter", self.ver + 1)
+        self._base_is_loaded = True
+        return delivered
+
+    def _check_adapter(self, adapter: AdapterSource) -> None:
+        if adapter.obstacle:
+            raise SyncError(
+                "the adapter can't be synced by itself",
+                found=adapter.obstacle,
+                wanted="plain LoRA on linear layers, and nothing else trained",
+                remedy="set sync.mode: full (merged weights)",
+            )
+        check_specs(adapter.weight_specs())
+        check_specs(adapter.base.weight_specs())
+        self._delivery.check_adapter(adapter)
+
+    @contextmanager
+    def _falling_back(self) -> Iterator[None]:
+        """Around everything at which an adapter sync can fail. After an error there is no adapter, and the caller goes
+        on with a full sync; without a fallback the error is raised."""
+        try:
+            with self._leaving_on_failure():
+                yield
+        except ProjectError as error:
+            if not self._fallback_to_full:
+                raise
+            self._adapter, self._fallback = None, str(error)
+            log.warning("adapter sync failed, full syncs from here on: %s", error)
+
+    @contextmanager
+    def _leaving_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._is_connected:
+                self._is_connected = False
+                self._delivery.leave(abort=True)
+            raise

@@ -1,0 +1,47 @@
+"""A `Sync` as tests want it: from a list of canary items, to the servers of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from learner.config.schema import VllmConfig
+from learner.policy.canary_scores import CanaryScores
+from learner.policy.parallel import Ranks
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import Canary, CanaryItem, Logprobs, Scorer
+from learner.sync.groups import StartJoin
+from learner.sync.servers import ServerDelivery
+from learner.sync.source import AdapterSource, SyncRanks, WeightSource
+from learner.sync.sync import Sync
+from shared.sync.group import start_join
+
+ONE_RANK = Ranks()
+
+
+def scorer_of(learner_logprobs: Callable[[], Logprobs]) -> Scorer:
+    """Scores of weights that nothing merges or rounds."""
+    return lambda dtype, merged: CanaryScores(logprobs=[list(one) for one in learner_logprobs()], merge_gap=0.0)
+
+
+CPU = torch.device("cpu")
+
+
+def server_sync(
+    backend: ServerBackend,
+    weights: WeightSource,
+    canary: Sequence[CanaryItem],
+    learner_logprobs: Callable[[], Logprobs],
+    *,
+    adapter: AdapterSource | None = None,
+    config: VllmConfig | None = None,
+    ranks: SyncRanks = ONE_RANK,
+    device: torch.device = CPU,
+    start_join: StartJoin = start_join,
+) -> Sync:
+    """`config`: the backend's, unless told otherwise."""
+    config = config or backend.config.vllm
+    checked = Canary(items=canary, scorer=scorer_of(learner_logprobs), tolerance=config.sync.canary_tolerance)
+    delivery = ServerDelivery(backend, config, canary=checked, ranks=ranks, device=device, start_join=start_join)
+    return Sync(delivery, weights, adapter=adapter, fallback_to_full=config.sync.fallback_to_full)
