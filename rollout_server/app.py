@@ -1,11 +1,7 @@
-"""The routes, and nothing else: parse, call, answer (R06).
+"""HTTP around the service: routes, errors as JSON, the bearer token, the limit on bodies (R06).
 
-Every endpoint answers at `/x/` and `/x`, below the configured prefix. Errors are `ErrorBody` JSON with the error's HTTP
-status. A caller that hangs up cancels what it asked for. Called by `__main__.py`, and by tests with a fake engine.
-
-HTTP around the routes: errors as JSON, the bearer token, the limit on bodies. Plain ASGI: nothing is buffered.
-
-Called by `app.py`.
+Every endpoint answers at `/x/` and `/x`, below the configured prefix. An error is an `ErrorBody` with the error's HTTP
+status. If the caller hangs up, its call is cancelled. The layers around the routes are plain ASGI and buffer nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_server.service import RolloutService
 from shared.errors import ProjectError, RequestError, UnauthorizedError
 from shared.wire import (
+    TOKEN_VARIABLE,
     CloseCommunicatorCall,
     ErrorBody,
     InferCall,
@@ -35,88 +32,16 @@ from shared.wire import (
     WorldSizeReply,
 )
 
-RETRY_AFTER_S = 1.0
-
-
-class BodyTooLargeError(RequestError):
-    http_status = 413
-
-
-def error_response(error: ProjectError) -> Response:
-    """The error as `ErrorBody`; its nearest name in the shared tree, so that the other side can rebuild it."""
-    body = ErrorBody.of(error)
-    if not type(error).__module__.startswith("shared."):
-        body = body.model_copy(update={"error": type(error).__mro__[1].__name__})
-    headers = {"Retry-After": str(math.ceil(RETRY_AFTER_S))} if error.http_status == 503 else {}
-    return Response(body.model_dump_json(), error.http_status, headers, media_type="application/json")
-
-
-class Guard:
-    """Lets a request through that brings the token, or asks for an open path."""
-
-    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...]) -> None:
-        self._app = app
-        self._wanted = None if token is None else f"Bearer {token}".encode()
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._wanted is not None and scope["path"].rstrip("/") not in self._open_paths:
-            found = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(found, self._wanted):
-                error = UnauthorizedError(
-                    "the bearer token is missing or wrong",
-                    found="another Authorization header" if found else "no Authorization header",
-                    wanted="Authorization: Bearer <token>",
-                    remedy="set ROLLOUT_SERVER_TOKEN to the server's token",
-                )
-                return await error_response(error)(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses a body as soon as its length, said or counted, passes the limit."""
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        said = Headers(scope=scope).get("content-length", "0")
-        if said.isdigit() and int(said) > self._max_body_bytes:
-            return await error_response(self._too_large(f"{said} bytes"))(scope, receive, send)
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large(f"more than {self._max_body_bytes} bytes")
-            return message
-
-        return await self._app(scope, counted, send)
-
-    def _too_large(self, found: str) -> BodyTooLargeError:
-        return BodyTooLargeError(
-            "the request's body is too large",
-            found=found,
-            wanted=f"at most {self._max_body_bytes} bytes",
-            remedy="send fewer requests per call, or raise the server's max_body_bytes",
-        )
-
-
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
-# Probes of launchers and orchestrators, which hold no token; they tell nothing but alive or ready.
-_OPEN = ("/health", "/ready")
+_OPEN = ("/health", "/ready")  # probes hold no token; these two say nothing but alive or ready
+_RETRY_AFTER_S = 1.0
 
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
-    """`token`: the bearer token that every call but the probes must bring; None: none."""
+    """`token`: the bearer token that every call but the probes must bring; None: no token."""
     app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     prefix = service.config.url_prefix
     router = APIRouter(prefix=prefix)
@@ -134,17 +59,17 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
 def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
     async def health(request: Request) -> Response:
         service.check_alive()
-        return _json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         service.check_ready()
-        return _json({"status": "ready"})
+        return JSONResponse({"status": "ready"})
 
     async def status(request: Request) -> Response:
-        return _model(service.status())
+        return _json(service.status())
 
     async def world_size(request: Request) -> Response:
-        return _model(WorldSizeReply(world_size=service.config.world_size))
+        return _json(WorldSizeReply(world_size=service.config.world_size))
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -155,23 +80,23 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
         return Response(b"[" + b",".join(rollouts) + b"]", media_type="application/json")
 
     async def score(request: Request) -> Response:
-        return _model(await _while_connected(request, service.score(await _body(request, ScoreCall))))
+        return _json(await _while_connected(request, service.score(await _body(request, ScoreCall))))
 
     async def reset_prefix_cache(request: Request) -> Response:
         await service.reset_prefix_cache()
-        return _json({"status": "reset"})
+        return JSONResponse({"status": "reset"})
 
     async def init_communicator(request: Request) -> Response:
-        await _while_connected(request, service.sync.open_group(await _body(request, InitCommunicatorCall)))
-        return _json({"status": "joined"})
+        await _while_connected(request, service.updates.open_group(await _body(request, InitCommunicatorCall)))
+        return JSONResponse({"status": "joined"})
 
     async def update_weights(request: Request) -> Response:
         call = await _body(request, UpdateWeightsCall)
-        return _model(await _while_connected(request, service.sync.update(call)))
+        return _json(await _while_connected(request, service.updates.update(call)))
 
     async def close_communicator(request: Request) -> Response:
-        await service.sync.close_group(await _body(request, CloseCommunicatorCall))
-        return _json({"status": "closed"})
+        await service.updates.close_group(await _body(request, CloseCommunicatorCall))
+        return JSONResponse({"status": "closed"})
 
     return [
         ("GET", "/health", health),
@@ -197,11 +122,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         remedy="check base_url",
     )
     wrong.http_status = error.status_code
-    return error_response(wrong)
+    return _error_response(wrong)
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return error_response(
+    return _error_response(
         ProjectError(
             f"{request.url.path} failed inside the server",
             found=f"{type(error).__name__}: {error}",
@@ -215,28 +140,30 @@ def _with_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ProjectError as error:
-            return error_response(error)
+            return _error_response(error)
 
     return route
 
 
 async def _body(request: Request, model: type[Body]) -> Body:
-    """Raises RequestError that names the wrong fields."""
+    """Raises RequestError, which names the wrong fields."""
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        wrong = "; ".join(f"{'.'.join(map(str, d['loc'])) or 'the body'}: {d['msg']}" for d in details[:5])
+        wrong = [
+            f"{'.'.join(map(str, detail['loc'])) or 'the body'}: {detail['msg']}"
+            for detail in error.errors(include_url=False)[:5]
+        ]
         raise RequestError(
             f"{request.url.path}: malformed body",
-            found=wrong,
+            found="; ".join(wrong),
             wanted=f"a {model.__name__}",
             remedy="run the same version of this project on both sides",
         ) from error
 
 
 async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
-    """`call`, cancelled when the client hangs up. The body must have been read."""
+    """`call`, cancelled if the client hangs up. The body must have been read before."""
     working = asyncio.create_task(call)
     watching = asyncio.create_task(_hung_up(request))
     try:
@@ -257,9 +184,69 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _json(body: dict[str, Any]) -> Response:
-    return JSONResponse(body)
-
-
-def _model(body: BaseModel) -> Response:
+def _json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
+
+
+def _error_response(error: ProjectError) -> Response:
+    headers = {"Retry-After": str(math.ceil(_RETRY_AFTER_S))} if error.http_status == 503 else {}
+    body = ErrorBody.of(error).model_dump_json()
+    return Response(body, error.http_status, headers, media_type="application/json")
+
+
+class Guard:
+    """Lets a request through if it brings the token or asks for an open path."""
+
+    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...]) -> None:
+        self._app = app
+        self._wanted = None if token is None else f"Bearer {token}".encode()
+        self._open_paths = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._wanted is not None and scope["path"].rstrip("/") not in self._open_paths:
+            found = Headers(scope=scope).get("authorization", "").encode()
+            if not hmac.compare_digest(found, self._wanted):
+                error = UnauthorizedError(
+                    "the bearer token is missing or wrong",
+                    found="another Authorization header" if found else "no Authorization header",
+                    wanted="Authorization: Bearer <token>",
+                    remedy=f"set {TOKEN_VARIABLE} to the server's token",
+                )
+                return await _error_response(error)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body as soon as its length, announced or counted, passes the limit."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdigit() and int(announced) > self._max_body_bytes:
+            return await _error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large(f"more than {self._max_body_bytes} bytes")
+            return message
+
+        return await self._app(scope, counted, send)
+
+    def _too_large(self, found: str) -> RequestError:
+        error = RequestError(
+            "the request's body is too large",
+            found=found,
+            wanted=f"at most {self._max_body_bytes} bytes",
+            remedy="send fewer requests per call, or raise the server's max_body_bytes",
+        )
+        error.http_status = 413
+        return error

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from rollout_server.engine import WorkerReply
 from shared.errors import ProjectError
 from shared.generation import Generation, Scores
 from shared.wire import RequestConfig, RolloutInferRequest
@@ -23,7 +24,7 @@ class FakeEngine:
         self.go = asyncio.Event()
         self.go.set()
         self.calls: list[tuple[Any, ...]] = []
-        self.replies: dict[str, Callable[[], dict[str, Any]]] = {}  # by worker method
+        self.replies: dict[str, Callable[[], WorkerReply]] = {}  # by worker method
         self.num_resets = 0
         self.adapter: str | None = None
 
@@ -47,11 +48,11 @@ class FakeEngine:
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         return Scores(prompt_token_ids=[1, 2], logprobs=[-0.5] * len(response_token_ids))
 
-    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+    async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         self.calls.append((method, *args))
         await asyncio.sleep(0)
         reply = self.replies.get(method)
-        return [reply() if reply else {"done": True, "runs_meanwhile": True, "num_tensors": 0}]
+        return [reply() if reply else WorkerReply(runs_meanwhile=True)]
 
     async def reset_caches(self) -> None:
         self.num_resets += 1

@@ -11,10 +11,11 @@ import pytest
 
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
+from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
 from shared.errors import DigestError
 from shared.seeds import SEED_MODULUS
-from shared.wire import ErrorBody, InferCall, RequestConfig, RolloutInferRequest, RolloutOutput
+from shared.wire import ErrorBody, InferCall, InitCommunicatorCall, RequestConfig, RolloutInferRequest, RolloutOutput
 from tests.unit.rollout_server.fakes import FakeEngine
 
 Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
@@ -167,7 +168,10 @@ def test_one_call_is_one_update() -> None:
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http, world_size=5)
-        assert engine.calls[-2] == ("sync_join", "a", "gloo", "10.0.0.7", 1234, 0, 5, 5)
+        method, call, host = engine.calls[-2]
+        joined = InitCommunicatorCall.model_validate_json(call)
+        assert (method, host) == ("sync_join", "10.0.0.7")
+        assert (joined.incarnation, joined.group_port, joined.first_rank, joined.world_size) == ("a", 1234, 0, 5)
         reply = await http.post("/update_weights/", json=update(ver=4))
         assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
         assert engine.called()[-2:] == ["sync_start", "sync_poll"]
@@ -209,7 +213,7 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
     """Only a full update says what all weights are."""
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        def fail() -> dict[str, Any]:
+        def fail() -> WorkerReply:
             raise DigestError("other bytes")
 
         await open_group(http)
@@ -227,7 +231,7 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
 
 def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        def fail() -> dict[str, Any]:
+        def fail() -> WorkerReply:
             raise DigestError("other bytes")
 
         await open_group(http)
@@ -250,7 +254,7 @@ def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
 def test_a_new_learner_ends_what_the_old_one_had_under_way() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        engine.replies["sync_poll"] = lambda: {"done": False}
+        engine.replies["sync_poll"] = lambda: WorkerReply(done=False)
         hanging = asyncio.create_task(http.post("/update_weights/", json=update()))
         while "sync_poll" not in engine.called():
             await asyncio.sleep(0)
