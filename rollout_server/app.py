@@ -25,6 +25,7 @@ from shared.wire import (
     TOKEN_VARIABLE,
     CloseCommunicatorCall,
     ErrorBody,
+    ExpectScoresCall,
     InferCall,
     InitCommunicatorCall,
     ScoreCall,
@@ -94,6 +95,10 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
         call = await _body(request, UpdateWeightsCall)
         return _json(await _while_connected(request, service.updates.update(call)))
 
+    async def expect_scores(request: Request) -> Response:
+        await service.updates.expect(await _body(request, ExpectScoresCall))
+        return JSONResponse({"status": "noted"})
+
     async def close_communicator(request: Request) -> Response:
         await service.updates.close_group(await _body(request, CloseCommunicatorCall))
         return JSONResponse({"status": "closed"})
@@ -109,6 +114,7 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
         ("POST", "/reset_prefix_cache", reset_prefix_cache),
         ("POST", "/init_communicator", init_communicator),
         ("POST", "/update_weights", update_weights),
+        ("POST", "/expect_scores", expect_scores),
         ("POST", "/close_communicator", close_communicator),
     ]
 

@@ -1,7 +1,8 @@
 """Who may run when: calls and weight updates take turns (R10).
 
     serving(ver) --begin_update--> draining --drained--> updating --complete--> serving(new ver)
-         any failure on the way, or after `begin_update`  --fail--> poisoned --begin_update(full)--> draining
+         draining, updating --fail--> poisoned --begin_update(full)--> draining
+         serving --poison--> poisoned        updating --complete_base--> poisoned --begin_update(adapter)--> draining
 
 `Gate` is the pure state machine: no clock, no asyncio, no engine. `WaitingGate` adds the waiting: calls wait for
 updates, updates wait for calls, both up to a deadline. It lives on one event loop.
@@ -10,6 +11,7 @@ Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
 - `updating` begins with no call in flight;
 - `poisoned` ends only with a complete full update, because weights are overwritten in place and nothing rolls back;
+  the weights below an adapter count as complete only together with the adapter, by the same learner;
 - an update belongs to the incarnation of the learner that opened the group;
 - a refused request changes nothing.
 """
@@ -47,16 +49,13 @@ class Gate:
         self.poisoned_because = ""
         self.update: Update | None = None
         self._incarnation_has_synced = False
+        self._awaits_adapter = False  # of this incarnation, on the base weights that it has sent
+        self._unsound = False  # the weights were found to be wrong while they were served
 
     def try_enter(self) -> bool:
         """Let a call in, or return False if it has to wait for an update. Raises ServerPoisonedError."""
         if self.state == "poisoned":
-            raise ServerPoisonedError(
-                "the served weights are not known to be right",
-                found=self.poisoned_because,
-                wanted="a complete full sync",
-                remedy="let the learner sync again, or restart the server",
-            )
+            raise self._poisoned()
         if self.state != "serving":
             return False
         self.in_flight += 1
@@ -67,10 +66,23 @@ class Gate:
         assert self.in_flight > 0, "more calls left than entered"
         self.in_flight -= 1
 
+    def poison(self, because: str) -> None:
+        """The served weights were found to be wrong. An update under way replaces them anyway."""
+        self._unsound = True
+        self.poisoned_because = self.poisoned_because or because
+        if self.state == "serving":
+            self.state = "poisoned"
+
+    def check_sound(self) -> None:
+        """Raises ServerPoisonedError if the weights were found to be wrong after the call was let in."""
+        if self._unsound:
+            raise self._poisoned()
+
     def open_group(self, incarnation: str) -> None:
         """A learner opened the group again; any other group is gone. Not during an update."""
         assert self.update is None, "fail the update before its group is replaced"
         self._incarnation_has_synced = self._incarnation_has_synced and incarnation == self.incarnation
+        self._awaits_adapter = False
         self.incarnation = incarnation
 
     def close_group(self) -> None:
@@ -89,7 +101,7 @@ class Gate:
             )
         if self._incarnation_has_synced and ver <= self.ver:
             raise _refused(f"version {ver}", f"a version above {self.ver}, the last of this learner")
-        if self.state == "poisoned" and mode != "full":
+        if self.state == "poisoned" and mode != "full" and not self._awaits_adapter:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 
     def begin_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
@@ -112,11 +124,26 @@ class Gate:
         self.ver = self.update.ver
         self.state, self.poisoned_because, self.update = "serving", "", None
         self._incarnation_has_synced = True
+        self._awaits_adapter = self._unsound = False
+
+    def complete_base(self) -> None:
+        """The weights below an adapter are there. Nothing is served before this learner's adapter is, too."""
+        self.fail("the weights below an adapter have come, and the adapter has not")
+        self._awaits_adapter = True
 
     def fail(self, because: str) -> None:
         """The update ended unchecked, so nobody knows what it has written."""
         assert self.update is not None, "no update under way"
         self.state, self.poisoned_because, self.update = "poisoned", because, None
+        self._awaits_adapter = False
+
+    def _poisoned(self) -> ServerPoisonedError:
+        return ServerPoisonedError(
+            "the served weights are not known to be right",
+            found=self.poisoned_because,
+            wanted="a complete full sync",
+            remedy="let the learner sync again, or restart the server",
+        )
 
 
 def _refused(found: str, wanted: str) -> SyncError:
@@ -150,9 +177,12 @@ class WaitingGate:
             self._notify()
 
     @asynccontextmanager
-    async def update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> AsyncIterator[None]:
-        """Hold the weights alone. The body runs when all calls have ended. If it returns, the new version is served; if
-        it raises, the server is poisoned. Raises SyncError if the gate refuses, DeadlineError if calls do not end."""
+    async def update(
+        self, incarnation: str, ver: int, mode: Literal["full", "adapter"], *, base_of_adapter: bool = False
+    ) -> AsyncIterator[None]:
+        """Hold the weights alone. The body runs when all calls have ended. If it returns, the new version is served, or
+        waits for its adapter; if it raises, the server is poisoned. Raises SyncError if the gate refuses, DeadlineError
+        if calls do not end."""
         self.gate.begin_update(incarnation, ver, mode)
         try:
             await self._drain()
@@ -161,7 +191,7 @@ class WaitingGate:
             self.gate.fail(str(error) or type(error).__name__)
             raise
         else:
-            self.gate.complete()
+            self.gate.complete_base() if base_of_adapter else self.gate.complete()
         finally:
             self._notify()
 

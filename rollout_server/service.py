@@ -26,7 +26,7 @@ from rollout_server.engine import Engine, score
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
 from rollout_server.updates import WeightUpdates
-from shared.errors import ProjectError, RequestError, ServerBusyError, ServerError
+from shared.errors import NotFiniteError, ProjectError, RequestError, ServerBusyError, ServerError
 from shared.gather import gather
 from shared.generation import Generation
 from shared.seeds import offset_seed
@@ -84,9 +84,13 @@ class RolloutService:
         return outputs
 
     async def score(self, call: ScoreCall) -> ScoreReply:
-        """Log-probabilities under the served weights, all of one version."""
+        """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
         async with self.waiting_gate.call() as ver:
-            return await score(self.engine, call.items, ver)
+            try:
+                return await score(self.engine, call.items, ver)
+            except NotFiniteError as error:
+                self.gate.poison(str(error))
+                raise
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and images. Does not wait: it fails if blocks are in use."""
@@ -131,6 +135,7 @@ class RolloutService:
     async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int) -> bytes:
         async def compute() -> bytes:
             generation = await self.engine.generate(request, config, seed)
+            self.gate.check_sound()
             self.metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
             self.metrics.response_tokens.inc(len(generation.response_token_ids))
             infos = RolloutInfos(ver=ver, seed=seed, server_id=self.server_id, uuid=request.uuid)

@@ -1,11 +1,13 @@
 """Weight updates as the server runs them: one call is one update (R09, R10).
 
-In: the bodies of `/init_communicator/`, `/update_weights/`, `/close_communicator/`. Out: replies, once the workers have
-loaded and checked everything and the canary was scored.
+In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/`, `/close_communicator/`. Out: replies; an
+update's comes once the workers have loaded and checked everything and the canary's scores are those that the learner
+expects.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends whatever the old one had under way;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
+- nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
 - caches are empty, and nothing else runs, when the canary is scored.
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -22,11 +25,12 @@ from typing import Any
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import WaitingGate
-from shared.errors import CommunicatorError, ProjectError, SyncError
+from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, SyncError
 from shared.gather import gather
 from shared.wire import (
     BUCKETS,
     CloseCommunicatorCall,
+    ExpectScoresCall,
     InitCommunicatorCall,
     ScoreReply,
     UpdateWeightsCall,
@@ -56,6 +60,8 @@ class WeightUpdates:
         self._config = config
         self._lock = asyncio.Lock()
         self._under_way: asyncio.Task[Any] | None = None
+        self._expected: ExpectScoresCall | None = None
+        self._expected_came = asyncio.Event()
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
         """Join the learner's group; returns when all have joined. Ends what another group had under way.
@@ -76,8 +82,8 @@ class WeightUpdates:
             self._gate.open_group(call.incarnation)
 
     async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
-        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError or
-        DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
+        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
+        CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
         self._gate.check_update(call.incarnation, call.ver, call.mode)
         if call.mode == "adapter" and not self._config.enable_lora:
             raise SyncError(
@@ -89,10 +95,14 @@ class WeightUpdates:
         async with self._alone():
             start = time.monotonic()
             try:
-                async with self._waiting_gate.update(call.incarnation, call.ver, call.mode):
+                async with self._waiting_gate.update(
+                    call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
+                ):
                     drained = time.monotonic()
                     try:
                         num_tensors, scores = await update_weights(self._engine, call)
+                        if call.await_verdict and not call.base_of_adapter:
+                            check_canary(await self._expectation(call, drained + call.timeout_s), scores)
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
                         await self._leave(str(error) or type(error).__name__)
@@ -100,6 +110,8 @@ class WeightUpdates:
             except BaseException:
                 self.totals.failed += 1
                 raise
+            finally:
+                self._expected = None
             end = time.monotonic()
         reply = UpdateWeightsReply(
             ver=call.ver,
@@ -115,6 +127,18 @@ class WeightUpdates:
         self.totals.seconds += reply.seconds
         self.totals.last_seconds = reply.seconds
         return reply
+
+    async def expect(self, call: ExpectScoresCall) -> None:
+        """Note what an update's canary must score. Raises SyncError if the group is not this learner's."""
+        if call.incarnation != self._gate.incarnation:
+            raise SyncError(
+                "the expected scores were refused",
+                found=f"incarnation {call.incarnation!r}",
+                wanted="the incarnation that opened the group",
+                remedy="open the group again with this learner",
+            )
+        self._expected = call
+        self._expected_came.set()
 
     async def close_group(self, call: CloseCommunicatorCall) -> None:
         """Leave the group if it is this learner's. Otherwise do nothing, so that a late call does no harm."""
@@ -133,6 +157,21 @@ class WeightUpdates:
                 wanted=f"{num_workers} ranks between the first one and the learner's",
                 remedy="let the learner ask /get_world_size/ again: restart it",
             )
+
+    async def _expectation(self, call: UpdateWeightsCall, deadline: float) -> ExpectScoresCall:
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                while self._expected is None or self._expected.ver != call.ver:
+                    self._expected_came.clear()
+                    await self._expected_came.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                "the learner did not say in time what the canary must score",
+                found=f"no /expect_scores/ for version {call.ver} within {call.timeout_s:g} s",
+                wanted="the learner's own log-probabilities, to compare the served model with",
+                remedy="see the learner's log, or raise its sync timeout",
+            ) from None
+        return self._expected
 
     async def _leave(self, because: str) -> None:
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
@@ -194,6 +233,30 @@ async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[int,
         loading.cancel()
         scoring.cancel()
         await asyncio.gather(loading, scoring, return_exceptions=True)
+
+
+def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:
+    """Raises CanaryError if the mean gap is above the tolerance, SyncError if the two do not fit together."""
+    wanted, found = [len(one) for one in expected.logprobs], [len(one) for one in scores.logprobs]
+    if wanted != found:
+        raise SyncError(
+            "the expected scores do not fit the canary",
+            found=f"{wanted} log-probabilities",
+            wanted=f"{found}, one per token of each answer",
+            remedy="run the same version of this project on both sides",
+        )
+    places = [(i, j) for i, length in enumerate(found) for j in range(length)]
+    gaps = {(i, j): abs(scores.logprobs[i][j] - expected.logprobs[i][j]) for i, j in places}
+    mean = math.fsum(gaps.values()) / len(gaps)
+    if not mean <= expected.tolerance:  # also if it is NaN
+        i, j = max(gaps, key=gaps.__getitem__)
+        raise CanaryError(
+            f"with the weights of version {expected.ver} the served model is not the learner's",
+            found=f"mean gap {mean:.4f} nats per token over {len(gaps)} tokens; worst at token {j} of item {i}: "
+            f"learner {expected.logprobs[i][j]:.4f}, server {scores.logprobs[i][j]:.4f}",
+            wanted=f"at most {expected.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
+            remedy="check that both sides run the same model configuration, in a precision that fits the tolerance",
+        )
 
 
 def _all_done(replies: list[WorkerReply]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid as uuid_module
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
 from shared.errors import ProjectError, error_classes
 
@@ -186,7 +186,30 @@ class UpdateWeightsCall(WireModel):
     mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
     buckets: list[Bucket]
     canary: list[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
+    # The call ends, and the new weights are served, only after `/expect_scores/` has brought the learner's own
+    # log-probabilities of the canary, and the server's are within the tolerance. False: the learner compares by itself.
+    await_verdict: bool = False
+    base_of_adapter: bool = False  # the weights below an adapter that comes next; they are not served alone
     timeout_s: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _can_be_judged(self) -> UpdateWeightsCall:
+        if self.base_of_adapter and (self.mode != "full" or self.canary):
+            raise ValueError("base_of_adapter: wanted mode full and no canary, which the adapter's update brings")
+        if self.await_verdict and not self.canary and not self.base_of_adapter:
+            raise ValueError("canary: found no items, wanted at least one to compare with the learner's scores")
+        return self
+
+
+class ExpectScoresCall(WireModel):
+    """What the canary of update `ver` must score, by the learner's own model. Sent while the update is under way, or
+    just before: the learner computes it while the buckets travel. The answer only says that it has arrived; the verdict
+    is the answer to `/update_weights/`."""
+
+    incarnation: str
+    ver: int = Field(ge=0)
+    logprobs: list[list[FiniteFloat]] = Field(min_length=1)  # as `ScoreReply.logprobs`
+    tolerance: FiniteFloat = Field(gt=0)  # mean |gap| over all tokens of all items, nats
 
 
 class UpdateWeightsReply(WireModel):

@@ -112,9 +112,11 @@ class Learner:
         *,
         wrong_seal: bool = False,
         stop_after: int | None = None,
+        expected: dict[str, Any] | None = None,
         **call: Any,
     ) -> httpx.Response:
-        """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more."""
+        """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more. `expected`: of an
+        `ExpectScoresCall`, sent after the last bucket."""
         specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
         buffers, buckets = [], []
         for bucket_specs in weights.plan_buckets(specs, 1 << 20):
@@ -139,6 +141,9 @@ class Learner:
                 self.communicator.broadcast(buffer, src, timeout_s=20.0)
                 assert all(operation.done(20.0) for operation in receiving)
                 assert all(torch.equal(copy, buffer) for _, copy in copies)
+        if expected is not None:
+            said = {"incarnation": self.incarnation, "ver": body["ver"], **expected}
+            assert self.http.post("/expect_scores/", json=said).status_code == 200
         calling.join(60)
         return replies[0]
 
@@ -320,6 +325,25 @@ def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, e
     assert learner.http.get("/status/").json()["gate"] == "poisoned"
     assert learner.join().status_code == 200  # a new incarnation replaces the old one
     assert learner.sync(tensors).status_code == 200
+    assert learner.ids(TEXT) == learner.generate(TEXT)
+
+
+def test_the_server_serves_what_gives_the_expected_scores(learner: Learner) -> None:
+    """R09, D14: other probabilities than the learner's poison the server."""
+    response = [5, 400, 1000]
+    judged = {"canary": [{"request": {"messages": TEXT}, "response_token_ids": response}], "await_verdict": True}
+    learner.randomize(seed=8)
+    right = {"logprobs": [learner.logprobs(TEXT, None, response)], "tolerance": 0.002}
+    wrong = {"logprobs": [[value + 0.1 for value in right["logprobs"][0]]], "tolerance": 0.05}
+    tensors = learner.tensors()
+    assert learner.join().status_code == 200
+    served = learner.sync(tensors, **judged, expected=right)
+    assert served.status_code == 200, served.text
+    refused = learner.sync(tensors, **judged, expected=wrong)
+    assert (refused.status_code, refused.json()["error"]) == (500, "CanaryError")
+    assert learner.http.get("/ready/").status_code == 503
+    assert learner.join().status_code == 200
+    assert learner.sync(tensors, **judged, expected=right).status_code == 200
     assert learner.ids(TEXT) == learner.generate(TEXT)
 
 

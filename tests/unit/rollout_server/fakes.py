@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_server.engine import WorkerReply
 from shared.errors import ProjectError
-from shared.generation import Generation, Scores
+from shared.generation import Generation, Scores, checked_scores
 from shared.wire import RequestConfig, RolloutInferRequest
 
 
@@ -26,6 +26,8 @@ class FakeEngine:
         self.calls: list[tuple[Any, ...]] = []
         self.replies: dict[str, Callable[[], WorkerReply]] = {}  # by worker method
         self.num_resets = 0
+        self.scored: list[list[int]] = []
+        self.logprob = -0.5
         self.adapter: str | None = None
 
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
@@ -46,7 +48,8 @@ class FakeEngine:
         )
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
-        return Scores(prompt_token_ids=[1, 2], logprobs=[-0.5] * len(response_token_ids))
+        self.scored.append(response_token_ids)
+        return checked_scores([1, 2], [self.logprob] * len(response_token_ids))
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         self.calls.append((method, *args))

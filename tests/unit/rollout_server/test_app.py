@@ -251,6 +251,151 @@ def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
     serve(check)
 
 
+# ---- the verdict: nothing is served before the learner's own log-probabilities were compared -----------------------
+
+CANARY = [{"request": request("canary"), "response_token_ids": [1, 2]}]  # the fake engine scores -0.5 each
+
+
+def judged_update(ver: int = 1, **fields: Any) -> dict[str, Any]:
+    return {**update(ver=ver), "canary": CANARY, "await_verdict": True, **fields}
+
+
+def expected(*logprobs: float, ver: int = 1, tolerance: float = 0.1, incarnation: str = "a") -> dict[str, Any]:
+    return {"incarnation": incarnation, "ver": ver, "logprobs": [logprobs], "tolerance": tolerance}
+
+
+async def until_scored(engine: FakeEngine) -> None:
+    while not engine.scored:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+
+
+def test_nobody_is_served_before_the_verdict() -> None:
+    """R09, R10: a call that comes meanwhile waits, and gets the new version."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        updating = asyncio.create_task(http.post("/update_weights/", json=judged_update()))
+        await until_scored(engine)
+        calling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("a")]}))
+        await asyncio.sleep(0.02)
+        assert (updating.done(), calling.done(), service.gate.state) == (False, False, "updating")
+        assert error(await http.get("/ready/")) == (503, "ServerBusyError")
+        wrong = await http.post("/expect_scores/", json=expected(-0.5, -0.5, incarnation="b"))
+        assert error(wrong) == (500, "SyncError")
+        assert (await http.post("/expect_scores/", json=expected(-0.45, -0.55))).status_code == 200
+        assert (await updating).status_code == 200
+        assert (await calling).json()[0]["rollout_infos"]["ver"] == 1
+
+    serve(check)
+
+
+def test_the_expected_scores_may_come_before_the_update() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        assert (await http.post("/expect_scores/", json=expected(-0.5, -0.5))).status_code == 200
+        assert (await http.post("/update_weights/", json=judged_update())).status_code == 200
+        # They count once: the next update needs its own.
+        late = await http.post("/update_weights/", json=judged_update(ver=2, timeout_s=0.05))
+        assert error(late) == (504, "DeadlineError")
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "status", "name"),
+    [((-0.5, -0.8), 500, "CanaryError"), ((-0.5,), 500, "SyncError"), (None, 504, "DeadlineError")],
+)
+def test_a_failed_canary_poisons(logprobs: tuple[float, ...] | None, status: int, name: str) -> None:
+    """R09: other probabilities, another number of them, or none in time."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        updating = asyncio.create_task(
+            http.post("/update_weights/", json=judged_update(timeout_s=5 if logprobs else 0.1))
+        )
+        await until_scored(engine)
+        if logprobs is not None:
+            await http.post("/expect_scores/", json=expected(*logprobs))
+        assert error(await updating) == (status, name)
+        assert service.gate.state == "poisoned"
+        assert error(await http.post("/infer/", json={"infer_requests": [request("a")]}))[0] == 503
+        assert engine.called()[-1] == "sync_leave"
+
+    serve(check)
+
+
+def test_leaving_without_a_verdict_poisons() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        updating = asyncio.create_task(http.post("/update_weights/", json=judged_update()))
+        await until_scored(engine)
+        assert (await http.post("/close_communicator/", json={"incarnation": "a"})).status_code == 200
+        assert error(await updating) == (500, "CommunicatorError")
+        assert (service.gate.state, service.gate.ver) == ("poisoned", 0)
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"canary": []}, {"mode": "adapter", "base_of_adapter": True}, {"base_of_adapter": True}]
+)
+def test_an_update_that_cannot_be_judged_is_refused(fields: dict[str, Any]) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        reply = await http.post("/update_weights/", json=judged_update(**fields))
+        assert error(reply) == (400, "RequestError")
+        assert "canary" in reply.json()["found"]
+        assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
+
+    serve(check)
+
+
+def test_the_weights_below_an_adapter_are_not_served_alone() -> None:
+    """R08, R09: only the adapter of the same learner makes them whole."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        base = judged_update(canary=[], base_of_adapter=True)
+        await open_group(http)
+        assert (await http.post("/update_weights/", json=base)).status_code == 200
+        assert error(await http.post("/infer/", json={"infer_requests": [request("a")]})) == (
+            503,
+            "ServerPoisonedError",
+        )
+        await http.post("/expect_scores/", json=expected(-0.5, -0.5, ver=2))
+        assert (await http.post("/update_weights/", json=judged_update(ver=2, mode="adapter"))).status_code == 200
+        assert (service.gate.state, service.gate.ver) == ("serving", 2)
+        assert (await http.post("/update_weights/", json={**base, "ver": 3})).status_code == 200
+        await open_group(http, "b")
+        other = judged_update(ver=4, mode="adapter", incarnation="b")
+        assert error(await http.post("/update_weights/", json=other)) == (500, "SyncError")
+
+    serve(check, enable_lora=True)
+
+
+def test_weights_that_give_no_finite_probabilities_poison_by_themselves() -> None:
+    """Also answers that are under way are not given."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.go.clear()
+        calling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("a", uuid="u")]}))
+        while not engine.generated:
+            await asyncio.sleep(0)
+        engine.logprob = float("nan")
+        assert error(await http.post("/score/", json={"items": CANARY})) == (502, "NotFiniteError")
+        assert service.gate.state == "poisoned"
+        engine.go.set()
+        assert error(await calling) == (503, "ServerPoisonedError")
+        await open_group(http)
+        engine.logprob = -0.5
+        await http.post("/expect_scores/", json=expected(-0.5, -0.5))
+        assert (await http.post("/update_weights/", json=judged_update())).status_code == 200
+        again = await http.post("/infer/", json={"infer_requests": [request("a", uuid="u")]})
+        assert again.json()[0]["rollout_infos"]["ver"] == 1  # a new rollout, not the one of the wrong weights
+
+    serve(check)
+
+
 def test_a_new_learner_ends_what_the_old_one_had_under_way() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
