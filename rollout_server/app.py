@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -20,6 +22,7 @@ from starlette.requests import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.service import RolloutService
+from shared.addresses import is_loopback
 from shared.errors import ProjectError, RequestError, UnauthorizedError
 from shared.wire import (
     TOKEN_VARIABLE,
@@ -53,7 +56,8 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
     app.add_middleware(BodyLimit, max_body_bytes=service.config.max_body_bytes)
-    app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN))
+    hosts = (service.config.host.lower(), service.config.group_host.lower())
+    app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN), hosts=hosts)
     return app
 
 
@@ -121,14 +125,9 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    wrong = RequestError(
-        f"{request.method} {request.url.path} is not served",
-        found=f"HTTP {error.status_code}: {error.detail}",
-        wanted="an endpoint of the rollout server, below its url_prefix",
-        remedy="check base_url",
-    )
-    wrong.http_status = error.status_code
-    return _error_response(wrong)
+    what, found = f"{request.method} {request.url.path} is not served", f"HTTP {error.status_code}: {error.detail}"
+    wanted = "an endpoint of the rollout server, below its url_prefix"
+    return _error_response(_refused(error.status_code, what, found, wanted, "check base_url"))
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
@@ -201,25 +200,72 @@ def _error_response(error: ProjectError) -> Response:
 
 
 class Guard:
-    """Lets a request through if it brings the token or asks for an open path."""
+    """Lets a request through if it brings the token or asks for an open path, and no web page can have made it.
 
-    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...]) -> None:
+    A page in a browser of this machine can send requests here, but not in the form of this API. The browser names the
+    page's `Origin`, and sends no JSON without asking first. If the page's own name was made to point here (DNS
+    rebinding), `Host` says that name; with a token that is harmless, and the server may have any name.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...], hosts: tuple[str, ...]) -> None:
         self._app = app
         self._wanted = None if token is None else f"Bearer {token}".encode()
         self._open_paths = open_paths
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._wanted is not None and scope["path"].rstrip("/") not in self._open_paths:
-            found = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(found, self._wanted):
-                error = UnauthorizedError(
-                    "the bearer token is missing or wrong",
-                    found="another Authorization header" if found else "no Authorization header",
-                    wanted="Authorization: Bearer <token>",
-                    remedy=f"set {TOKEN_VARIABLE} to the server's token",
-                )
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            error = self._refused_token(scope, headers) or self._refused_page(scope, headers)
+            if error is not None:
                 return await _error_response(error)(scope, receive, send)
         return await self._app(scope, receive, send)
+
+    def _refused_token(self, scope: Scope, headers: Headers) -> ProjectError | None:
+        found = headers.get("authorization", "").encode()
+        if self._wanted is None or scope["path"].rstrip("/") in self._open_paths:
+            return None
+        if hmac.compare_digest(found, self._wanted):
+            return None
+        return UnauthorizedError(
+            "the bearer token is missing or wrong",
+            found="another Authorization header" if found else "no Authorization header",
+            wanted="Authorization: Bearer <token>",
+            remedy=f"set {TOKEN_VARIABLE} to the server's token",
+        )
+
+    def _refused_page(self, scope: Scope, headers: Headers) -> ProjectError | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._wanted is None and host and not self._is_own(host):
+            found, wanted = f"Host: {host:.80}", "an IP address, localhost, or the server's host"
+            return _refused(403, "the request is for another name", found, wanted, "use the address in base_url")
+        if origin is not None and origin != f"{scope.get('scheme', 'http')}://{host}":
+            found, wanted = f"Origin: {origin:.80}", "a client that is no web page"
+            return _refused(403, "web pages may not call this server", found, wanted, "remove the Origin header")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and media_type != "application/json":
+            found = f"Content-Type: {media_type or 'none'}"
+            return _refused(415, "the body is not said to be JSON", found, "application/json", "set the header")
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if is_loopback(name) or name in self._hosts:
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+
+def _refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -> RequestError:
+    error = RequestError(what, found=found, wanted=wanted, remedy=remedy)
+    error.http_status = http_status
+    return error
 
 
 class BodyLimit:
@@ -248,11 +294,6 @@ class BodyLimit:
         return await self._app(scope, counted, send)
 
     def _too_large(self, found: str) -> RequestError:
-        error = RequestError(
-            "the request's body is too large",
-            found=found,
-            wanted=f"at most {self._max_body_bytes} bytes",
-            remedy="send fewer requests per call, or raise the server's max_body_bytes",
-        )
-        error.http_status = 413
-        return error
+        wanted = f"at most {self._max_body_bytes} bytes"
+        remedy = "send fewer requests per call, or raise the server's max_body_bytes"
+        return _refused(413, "the request's body is too large", found, wanted, remedy)

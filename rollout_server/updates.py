@@ -204,7 +204,7 @@ async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[int, 
     already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
     answers belong to some weights in between: they are thrown away and made again.
     """
-    rest = call.model_copy(update={"buckets": [], "canary": []})
+    rest = call.model_copy(update={"buckets": [], "canary": [], "await_verdict": False})  # what a worker needs
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     calls: list[Coroutine[Any, Any, Any]] = [
         engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),

@@ -271,7 +271,7 @@ def test_wrong_requests_are_told_what_is_wrong(learner: Learner) -> None:
     malformed = learner.http.post("/infer/", json={"infer_requests": [{"messages": []}], "typo": 1})
     assert (malformed.status_code, malformed.json()["error"]) == (400, "RequestError")
     assert "typo" in malformed.json()["found"]
-    assert learner.http.post("/infer/", content=b"x" * (9 << 20)).status_code == 413
+    assert learner.http.post("/infer/", json="x" * (9 << 20)).status_code == 413
 
 
 def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> None:

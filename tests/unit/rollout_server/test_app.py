@@ -27,7 +27,7 @@ def serve(check: Check, token: str | None = None, **settings: Any) -> None:
         service = RolloutService(engine, ServerConfig(model="fake", **settings))
         app = create_app(service, token)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             await asyncio.wait_for(check(http, engine, service), 10)
 
     asyncio.run(run())
@@ -35,6 +35,9 @@ def serve(check: Check, token: str | None = None, **settings: Any) -> None:
 
 def request(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+JSON = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
 
 
 def error(reply: httpx.Response) -> tuple[int, str]:
@@ -87,8 +90,61 @@ def test_token() -> None:
     serve(check, token="secret")
 
 
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_web_page_changes_nothing(token: str | None) -> None:
+    """Without a token too: a page in this machine's browser can send forms and text, under its own name only."""
+    body = InferCall(infer_requests=[RolloutInferRequest.model_validate(request("a"))]).model_dump_json()
+    right = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+            headers = {**right, "Content-Type": kind}
+            assert error(await http.post("/infer/", content=body, headers=headers)) == (415, "RequestError")
+        for origin in ("http://evil.test", "http://127.0.0.1:8000", "null"):
+            for path in ("/infer/", "/reset_prefix_cache/"):
+                assert error(await http.post(path, headers={**right, "Origin": origin})) == (403, "RequestError")
+        assert (engine.generated, engine.num_resets) == ([], 0)
+        for kind in ("application/json", "Application/JSON; charset=utf-8"):
+            headers = {**right, "Content-Type": kind, "Origin": "http://127.0.0.1"}
+            assert (await http.post("/infer/", content=body, headers=headers)).status_code == 200
+        assert (await http.post("/reset_prefix_cache/", headers=right)).status_code == 200
+
+    serve(check, token=token)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.test", 403),
+        ("evil.test:8000", 403),
+        ("127.0.0.1.evil.test", 403),
+        ("[::1", 403),
+        ("127.0.0.1:8000", 200),
+        ("localhost:8000", 200),
+        ("[::1]:8000", 200),
+        ("10.0.0.7", 200),
+    ],
+)
+def test_a_name_that_was_pointed_here_is_refused(host: str, status: int) -> None:
+    """DNS rebinding: a page's own name leads to this machine. With a token it could do nothing."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        assert (await http.get("/status/", headers={"Host": host})).status_code == status
+
+    serve(check)
+
+
+def test_with_a_token_the_server_has_any_name() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        headers = {"Host": "rollout-0.rollout:8000", "Authorization": "Bearer secret"}
+        assert (await http.get("/status/", headers=headers)).status_code == 200
+
+    serve(check, token="secret")
+
+
 def test_body_limit_and_malformed_bodies() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        http.headers["Content-Type"] = "application/json"
         assert error(await http.post("/infer/", content=b"x" * 1001)) == (413, "RequestError")
 
         async def chunks() -> Any:
@@ -133,7 +189,7 @@ def test_a_client_that_hangs_up_stops_its_generations() -> None:
             pass
 
         app = create_app(service, None)
-        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": JSON}
         calling = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         assert (engine.generated, service.gate.in_flight) == (["a"], 1)
