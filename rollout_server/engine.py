@@ -10,13 +10,14 @@ all of one version, if the caller holds the gate.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
@@ -38,9 +39,8 @@ from shared.generation import (
 from shared.sync.adapter_loading import adapter_request
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
-T = TypeVar("T")
-
 _WORKER_CALL_S = 60.0  # a worker that is silent for so long is gone; its own waits are far shorter
+_MAX_TOKENS = "request_config.max_tokens"
 
 
 class WorkerReply(WireModel):
@@ -74,12 +74,27 @@ class Engine(Protocol):
 
 async def score(engine: Engine, items: Sequence[ScoreItem], ver: int) -> ScoreReply:
     """Log-probabilities of given answers, for `/score/` and the canary. Raises what `Engine.score` raises."""
-    scores = await gather(engine.score(item.request, item.response_token_ids) for item in items)
+
+    async def one(i: int, item: ScoreItem) -> Scores:
+        with named(f"items.{i}"):
+            return await engine.score(item.request, item.response_token_ids)
+
+    scores = await gather(one(i, item) for i, item in enumerate(items))
     return ScoreReply(
         ver=ver,
         logprobs=[one.logprobs for one in scores],
         prompt_token_ids=[one.prompt_token_ids for one in scores],
     )
+
+
+@contextlib.contextmanager
+def named(field: str) -> Iterator[None]:
+    """A refused request says where in the call it stands."""
+    try:
+        yield
+    except RequestError as error:
+        what = f"{field}: {error.what}"
+        raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
 
 
 class VllmEngine:
@@ -110,17 +125,21 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
         """One response. Raises MediaError, RequestError, PromptTooLongError, ServerError."""
         prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids), config.max_tokens)
-        output = await self._run(prompt, sampling_params(config, seed))
-        self._check_length(len(output.prompt_token_ids), config.max_tokens)  # vLLM has widened the images by now
+        self._check_length(len(prompt.token_ids), _MAX_TOKENS, config.max_tokens)
+        with self._vllm_errors():
+            output = await self._run(prompt, sampling_params(config, seed))
+        self._check_length(
+            len(output.prompt_token_ids), _MAX_TOKENS, config.max_tokens
+        )  # images were widened
         return read_generation(output, self._stop_ids, self._renderer.text_of)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
         prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids) + len(response_token_ids), 1)
-        output = await self._run(*scoring(prompt, response_token_ids))
+        self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
+        with self._vllm_errors():
+            output = await self._run(*scoring(prompt, response_token_ids))
         return read_scores(output, len(response_token_ids))
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
@@ -145,9 +164,10 @@ class VllmEngine:
 
     async def reset_caches(self) -> None:
         """Forget what was computed with other weights. Raises SyncError if a request still uses it."""
-        prefix_reset, *_ = await self._alive(
-            asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache())
-        )
+        with self._vllm_errors():
+            prefix_reset, *_ = await asyncio.gather(
+                self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache()
+            )
         if not prefix_reset:
             raise SyncError(
                 "the prefix cache cannot be reset",
@@ -171,32 +191,36 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
 
     async def _run(self, prompt: Prompt, params: Any) -> Any:
-        async def last_output() -> Any:
-            answers = self._llm.generate(prompt.for_engine(), params, str(next(self._ids)), lora_request=self._adapter)
-            return [output async for output in answers][-1]
+        """The finished output."""
+        answers = self._llm.generate(prompt.for_engine(), params, str(next(self._ids)), lora_request=self._adapter)
+        return [output async for output in answers][-1]
 
-        return await self._alive(last_output())
-
-    async def _alive(self, call: Awaitable[T]) -> T:
-        """`call`, with vLLM's errors as ours."""
+    @contextlib.contextmanager
+    def _vllm_errors(self) -> Iterator[None]:
+        """vLLM's errors as ours."""
+        from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        # What a request is refused with; older versions raise ValueError only.
+        refused: type[Exception] = getattr(exceptions, "VLLMClientError", ValueError)
         try:
-            return await call
+            yield
         except (EngineDeadError, EngineGenerateError) as error:
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",
                 found=f"{type(error).__name__}: {error.__cause__ or error}",
                 remedy="see the server's log, and restart it",
             ) from error
-        except ValueError as error:  # vLLM raises it for a request that it refuses
+        except (ValueError, refused) as error:
             if says_too_long(error):
                 raise self._too_long(str(error)) from error
             raise RequestError("the engine refuses the request", found=str(error)[:500]) from error
 
     def _check_length(self, num_prompt: int, num_response: int) -> None:
         if num_prompt + num_response > self.max_model_len:
-            raise self._too_long(f"{num_prompt} prompt tokens and {num_response} for the answer")
+            raise self._too_long(
+                f"{num_prompt} tokens of messages and images, and request_config.max_tokens {num_response}"
+            )
 
     def _too_long(self, found: str) -> PromptTooLongError:
         return PromptTooLongError(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollout_server.config import ServerConfig
-from rollout_server.engine import Engine, score
+from rollout_server.engine import Engine, named, score
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
 from rollout_server.updates import WeightUpdates
@@ -72,7 +72,7 @@ class RolloutService:
             async with self.waiting_gate.call() as ver:
                 seed = call.request_config.seed
                 outputs = await gather(
-                    self._answer(request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
+                    self._answer(i, request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
                     for i, request in enumerate(call.infer_requests)
                 )
         except BaseException as error:
@@ -132,7 +132,9 @@ class RolloutService:
             versions=self._versions,
         )
 
-    async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int) -> bytes:
+    async def _answer(
+        self, i: int, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int
+    ) -> bytes:
         async def compute() -> bytes:
             generation = await self.engine.generate(request, config, seed)
             self.gate.check_sound()
@@ -141,7 +143,8 @@ class RolloutService:
             infos = RolloutInfos(ver=ver, seed=seed, server_id=self.server_id, uuid=request.uuid)
             return _output(generation, self.engine.model, infos).model_dump_json().encode()
 
-        return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
+        with named(f"infer_requests.{i}"):
+            return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
 
 
 @dataclass

@@ -123,6 +123,6 @@ def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids | {tokenizer.eos_token_id})
 
 
-def says_too_long(error: ValueError) -> bool:
+def says_too_long(error: Exception) -> bool:
     """Whether vLLM refuses a request for its length, for which it has no type."""
     return any(words in str(error) for words in ("model length", "max_model_len", "context length"))

@@ -8,7 +8,7 @@ retry after a lost reply never makes a second rollout.
 from __future__ import annotations
 
 import uuid as uuid_module
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
@@ -71,13 +71,13 @@ class RolloutInferRequest(WireModel):
 class RequestConfig(WireModel):
     """How to decode. `seed` is that of the call's first request; request `i` is seeded with `seed + i` mod 2**31-1."""
 
-    max_tokens: int = Field(default=512, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0)
+    max_tokens: int = Field(default=512, ge=1, le=2**31 - 1)
+    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0)  # vLLM takes no more
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)  # -1 and 0: off
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
-    seed: int | None = Field(default=None, ge=0)
-    stop: list[str] = []
+    top_k: int = Field(default=-1, ge=-1, le=2**31 - 1)  # -1 and 0: off
+    repetition_penalty: FiniteFloat = Field(default=1.0, gt=0.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
     n: Literal[1] = 1
 
 

@@ -267,7 +267,12 @@ def test_media_rules(learner: Learner, folder: Path) -> None:
 def test_wrong_requests_are_told_what_is_wrong(learner: Learner) -> None:
     too_long = learner.infer([{"messages": TEXT}], max_tokens=600)
     assert (too_long.status_code, too_long.json()["error"]) == (413, "PromptTooLongError")
-    assert "600 for the answer" in too_long.json()["found"]
+    assert "request_config.max_tokens 600" in too_long.json()["found"]
+    assert too_long.json()["what"].startswith("infer_requests.0: ")
+    # vLLM's own refusals are the request's, not the server's (R16).
+    ids = {"items": [{"request": {"messages": TEXT}, "response_token_ids": [1] * 600}]}
+    long_answer = learner.http.post("/score/", json=ids)
+    assert (long_answer.status_code, long_answer.json()["error"]) == (413, "PromptTooLongError")
     malformed = learner.http.post("/infer/", json={"infer_requests": [{"messages": []}], "typo": 1})
     assert (malformed.status_code, malformed.json()["error"]) == (400, "RequestError")
     assert "typo" in malformed.json()["found"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_server.engine import WorkerReply
-from shared.errors import ProjectError
+from shared.errors import ProjectError, PromptTooLongError
 from shared.generation import Generation, Scores, checked_scores
 from shared.wire import RequestConfig, RolloutInferRequest
 
@@ -38,6 +38,7 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.cancelled.append(text)
             raise
+        self._check(text)
         if text.startswith("fail"):
             raise ProjectError(text)
         return Generation(
@@ -48,8 +49,14 @@ class FakeEngine:
         )
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+        self._check(str(request.messages[0].content))
         self.scored.append(response_token_ids)
         return checked_scores([1, 2], [self.logprob] * len(response_token_ids))
+
+    @staticmethod
+    def _check(text: str) -> None:
+        if text == "refuse":
+            raise PromptTooLongError("the request is longer than the model's context")
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         self.calls.append((method, *args))

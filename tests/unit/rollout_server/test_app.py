@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -159,6 +160,44 @@ def test_body_limit_and_malformed_bodies() -> None:
         assert engine.generated == []
 
     serve(check, max_body_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.5),
+        ("temperature", float("inf")),
+        ("repetition_penalty", float("inf")),
+        ("top_k", 2**40),
+        ("seed", 2**70),
+        ("max_tokens", 2**40),
+        ("stop", [""]),
+        ("stop", ["x"] * 1000),
+    ],
+)
+def test_a_wrong_setting_is_named(field: str, value: object) -> None:
+    """R16: what vLLM, or its tensors, would refuse or die of."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        body = json.dumps({"infer_requests": [request("a")], "request_config": {field: value}})
+        reply = await http.post("/infer/", content=body, headers={"Content-Type": "application/json"})
+        assert (*error(reply), engine.generated) == (400, "RequestError", [])
+        assert f"request_config.{field}" in reply.json()["found"]
+
+    serve(check)
+
+
+def test_a_refused_request_is_named_by_its_place() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": [request("a"), request("refuse")]})
+        assert error(reply) == (413, "PromptTooLongError")
+        assert reply.json()["what"].startswith("infer_requests.1: ")
+        item = {"request": request("refuse"), "response_token_ids": [1]}
+        reply = await http.post("/score/", json={"items": [*CANARY, item]})
+        assert error(reply) == (413, "PromptTooLongError")
+        assert reply.json()["what"].startswith("items.1: ")
+
+    serve(check)
 
 
 def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:
