@@ -17,13 +17,15 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_server.config import ServerConfig
 from rollout_server.service import RolloutService
 from shared.addresses import is_loopback
-from shared.errors import ProjectError, RequestError, UnauthorizedError
+from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
 from shared.wire import (
     TOKEN_VARIABLE,
     CloseCommunicatorCall,
@@ -42,6 +44,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _OPEN = ("/health", "/ready")  # probes hold no token; these two say nothing but alive or ready
 _RETRY_AFTER_S = 1.0
+_MAX_FIELDS = 256  # of one JSON object; no right body has so many
+_MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
 
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
@@ -55,7 +59,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app.include_router(router)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    app.add_middleware(BodyLimit, max_body_bytes=service.config.max_body_bytes)
+    app.add_middleware(BodyLimit, config=service.config)
     hosts = (service.config.host.lower(), service.config.group_host.lower())
     app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN), hosts=hosts)
     return app
@@ -152,19 +156,41 @@ def _with_errors(handler: Handler) -> Handler:
 
 async def _body(request: Request, model: type[Body]) -> Body:
     """Raises RequestError, which names the wrong fields."""
+    content = b"".join([chunk async for chunk in request.stream()])
     try:
-        return model.model_validate_json(await request.body())
+        value = from_json(content)
+        _check_size(value)
+        return model.model_validate(value)
     except ValidationError as error:
         wrong = [
             f"{'.'.join(map(str, detail['loc'])) or 'the body'}: {detail['msg']}"
-            for detail in error.errors(include_url=False)[:5]
+            for detail in error.errors(include_url=False, include_input=False)[:5]
         ]
-        raise RequestError(
-            f"{request.url.path}: malformed body",
-            found="; ".join(wrong),
-            wanted=f"a {model.__name__}",
-            remedy="run the same version of this project on both sides",
-        ) from error
+        found = "; ".join(wrong)
+    except ValueError as error:
+        found = f"the body: {error}"
+    raise RequestError(
+        f"{request.url.path}: malformed body",
+        found=found,
+        wanted=f"a {model.__name__}",
+        remedy="run the same version of this project on both sides",
+    )
+
+
+def _check_size(value: Any) -> None:
+    """Raises ValueError if there is too much in it: an object or an unknown field costs far more than its bytes."""
+    todo, num_seen = [value], 0
+    while todo:
+        part = todo.pop()
+        num_seen += 1
+        if num_seen + len(todo) > _MAX_OBJECTS:
+            raise ValueError(f"more than {_MAX_OBJECTS} objects and lists")
+        if isinstance(part, dict):
+            if len(part) > _MAX_FIELDS:
+                raise ValueError(f"an object with {len(part)} fields, wanted at most {_MAX_FIELDS}")
+            todo += [inner for inner in part.values() if isinstance(inner, dict | list)]
+        elif isinstance(part, list):
+            todo += [inner for inner in part if isinstance(inner, dict | list)]
 
 
 async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
@@ -269,31 +295,64 @@ def _refused(http_status: int, what: str, found: str, wanted: str, remedy: str) 
 
 
 class BodyLimit:
-    """Refuses a body as soon as its length, announced or counted, passes the limit."""
+    """Refuses a body that is too large, too slow, or too much together with those of other calls under way.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    It refuses as soon as the length, announced or counted, passes a limit. A body counts until its call has ended,
+    because what was read of it stays in memory until then.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._max_body_bytes = max_body_bytes
+        self._config = config
+        self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._max_body_bytes:
+        if announced.isdigit() and int(announced) > self._config.max_body_bytes:
             return await _error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
-        num_bytes = 0
+        num_bytes, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._config.body_timeout_s
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large(f"more than {self._max_body_bytes} bytes")
+        async def limited() -> Message:
+            nonlocal num_bytes, complete
+            if complete:  # what comes now is the client's going
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow(num_bytes) from None
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._num_held_bytes += num_new
+            complete = not message.get("more_body", False)
+            if num_bytes > self._config.max_body_bytes:
+                raise self._too_large(f"more than {self._config.max_body_bytes} bytes")
+            if self._num_held_bytes > self._config.max_bodies_bytes:
+                raise self._too_many()
             return message
 
-        return await self._app(scope, counted, send)
+        try:
+            return await self._app(scope, limited, send)
+        finally:
+            self._num_held_bytes -= num_bytes
 
     def _too_large(self, found: str) -> RequestError:
-        wanted = f"at most {self._max_body_bytes} bytes"
+        wanted = f"at most {self._config.max_body_bytes} bytes"
         remedy = "send fewer requests per call, or raise the server's max_body_bytes"
         return _refused(413, "the request's body is too large", found, wanted, remedy)
+
+    def _too_slow(self, num_bytes: int) -> RequestError:
+        found = f"{num_bytes} bytes, and no end after {self._config.body_timeout_s:g} s"
+        remedy = "check the network, or raise the server's body_timeout_s"
+        return _refused(408, "the request's body did not arrive in time", found, "the whole body", remedy)
+
+    def _too_many(self) -> ServerBusyError:
+        return ServerBusyError(
+            "the calls under way hold too much memory",
+            found=f"bodies of {self._num_held_bytes} bytes together",
+            wanted=f"at most {self._config.max_bodies_bytes} bytes",
+            remedy="try again later, or raise the server's max_bodies_bytes",
+        )

@@ -84,6 +84,14 @@ class ServerConfig(Section):
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
     max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
     max_body_bytes: int = key("largest body of one HTTP call", 512 << 20, unit="bytes", ge=1)
+    max_bodies_bytes: int = key(
+        "largest sum of the bodies of all calls under way; calls beyond it are answered 503",
+        2 << 30,
+        unit="bytes",
+        ge=1,
+    )
+    body_timeout_s: float = key("longest time for sending one body", 60.0, unit="s", gt=0.0)
+    max_requests_per_call: int = key("most requests of one `/infer/` or `/score/` call", 4096, unit="requests", ge=1)
 
     queue_timeout_s: float = key("longest wait of a call for a weight update to end", 60.0, unit="s", gt=0.0)
     drain_timeout_s: float = key(

@@ -128,9 +128,7 @@ class VllmEngine:
         self._check_length(len(prompt.token_ids), _MAX_TOKENS, config.max_tokens)
         with self._vllm_errors():
             output = await self._run(prompt, sampling_params(config, seed))
-        self._check_length(
-            len(output.prompt_token_ids), _MAX_TOKENS, config.max_tokens
-        )  # images were widened
+        self._check_length(len(output.prompt_token_ids), _MAX_TOKENS, config.max_tokens)  # images were widened
         return read_generation(output, self._stop_ids, self._renderer.text_of)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
@@ -216,11 +214,9 @@ class VllmEngine:
                 raise self._too_long(str(error)) from error
             raise RequestError("the engine refuses the request", found=str(error)[:500]) from error
 
-    def _check_length(self, num_prompt: int, num_response: int) -> None:
+    def _check_length(self, num_prompt: int, field: str, num_response: int) -> None:
         if num_prompt + num_response > self.max_model_len:
-            raise self._too_long(
-                f"{num_prompt} tokens of messages and images, and request_config.max_tokens {num_response}"
-            )
+            raise self._too_long(f"{num_prompt} tokens of messages and images, and {field} {num_response}")
 
     def _too_long(self, found: str) -> PromptTooLongError:
         return PromptTooLongError(

@@ -67,6 +67,7 @@ class RolloutService:
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
+        self._check_number("infer_requests", len(call.infer_requests))
         start = time.monotonic()
         try:
             async with self.waiting_gate.call() as ver:
@@ -85,12 +86,24 @@ class RolloutService:
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
+        self._check_number("items", len(call.items))
         async with self.waiting_gate.call() as ver:
             try:
                 return await score(self.engine, call.items, ver)
             except NotFiniteError as error:
                 self.gate.poison(str(error))
                 raise
+
+    def _check_number(self, field: str, number: int) -> None:
+        if number > self.config.max_requests_per_call:
+            error = RequestError(
+                f"{field}: too many for one call",
+                found=str(number),
+                wanted=f"at most {self.config.max_requests_per_call}",
+                remedy="send several calls, or raise the server's max_requests_per_call",
+            )
+            error.http_status = 413
+            raise error
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and images. Does not wait: it fails if blocks are in use."""
