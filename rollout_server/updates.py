@@ -25,7 +25,7 @@ from typing import Any
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import WaitingGate
-from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, SyncError
+from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, RequestError, SyncError
 from shared.gather import gather
 from shared.wire import (
     BUCKETS,
@@ -84,6 +84,7 @@ class WeightUpdates:
     async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
         """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
         CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
+        _check_verdict(call)
         self._gate.check_update(call.incarnation, call.ver, call.mode)
         if call.mode == "adapter" and not self._config.enable_lora:
             raise SyncError(
@@ -204,7 +205,7 @@ async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[int, 
     already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
     answers belong to some weights in between: they are thrown away and made again.
     """
-    rest = call.model_copy(update={"buckets": [], "canary": [], "await_verdict": False})  # what a worker needs
+    rest = call.model_copy(update={"buckets": [], "canary": []})
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     calls: list[Coroutine[Any, Any, Any]] = [
         engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
@@ -233,6 +234,18 @@ async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[int,
         loading.cancel()
         scoring.cancel()
         await asyncio.gather(loading, scoring, return_exceptions=True)
+
+
+def _check_verdict(call: UpdateWeightsCall) -> None:
+    """Raises RequestError if nothing could tell whether the new weights are right."""
+    found = wanted = ""
+    if call.base_of_adapter and (call.mode != "full" or call.canary):
+        found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"
+    elif call.await_verdict and not call.canary and not call.base_of_adapter:
+        found, wanted = "canary: no items", "at least one, to compare with the learner's scores"
+    if found:
+        remedy = "send a canary with every update but that of the weights below an adapter"
+        raise RequestError("this update cannot be judged", found=found, wanted=wanted, remedy=remedy)
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid as uuid_module
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
@@ -199,14 +199,6 @@ class UpdateWeightsCall(WireModel):
     await_verdict: bool = False
     base_of_adapter: bool = False  # the weights below an adapter that comes next; they are not served alone
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
-
-    @model_validator(mode="after")
-    def _can_be_judged(self) -> UpdateWeightsCall:
-        if self.base_of_adapter and (self.mode != "full" or self.canary):
-            raise ValueError("base_of_adapter: wanted mode full and no canary, which the adapter's update brings")
-        if self.await_verdict and not self.canary and not self.base_of_adapter:
-            raise ValueError("canary: found no items, wanted at least one to compare with the learner's scores")
-        return self
 
 
 class ExpectScoresCall(WireModel):
