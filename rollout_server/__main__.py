@@ -1,8 +1,8 @@
 """`python -m rollout_server --config server.yaml [--check]`: serve until SIGTERM or Ctrl-C.
 
-The only place that reads the environment (ROLLOUT_SERVER_TOKEN) and writes it (what vLLM is told through variables,
-before vLLM is imported). Exit codes: 0 after a clean stop, 1 when the engine died, 2 for a mistake of the user's.
-`--check` prints the resolved configuration as one JSON object, and imports neither vLLM nor torch.
+Exit codes: 0 after a clean stop, 1 if the engine died, 2 for a user's mistake. `--check` prints the resolved
+configuration as one JSON object, and imports neither vLLM nor torch. Only this module reads the environment
+(ROLLOUT_SERVER_TOKEN) and writes it (vLLM's variables, before vLLM is imported).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from rollout_server.config import TOKEN_VARIABLE, ServerConfig, load_server_config
+from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
+from shared.wire import TOKEN_VARIABLE
 
 
 def main(
@@ -41,24 +42,24 @@ def main(
     except ProjectError as error:
         typer.echo(str(error), err=True)
         sys.exit(error.exit_code)
-    # The engine's processes are gone; vLLM's threads in this one would keep it for many seconds more.
+    # The engine's processes are gone. vLLM's threads would keep this one for many seconds more.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def resolved(config: ServerConfig) -> dict[str, Any]:
-    """Every key with its value, and what follows from them."""
-    follows = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
-    return {**config.model_dump(mode="json"), **follows}
+    """Every key with its value, and the values derived from them."""
+    derived = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
+    return {**config.model_dump(mode="json"), **derived}
 
 
 def _serve(config: ServerConfig, token: str | None) -> int:
-    listener = _bind(config)  # before the engine, which takes its time
-    os.register_at_fork(after_in_child=listener.close)  # the port is free when this process has gone
+    listener = _bind(config)  # before the engine, which takes long to start
+    os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
     _prepare_environment(config)
-    # Until uvicorn takes over: SystemExit lets vLLM's own clean-up run.
+    # Until uvicorn takes over. SystemExit lets vLLM clean up.
     signal.signal(signal.SIGTERM, _exit_on_signal)
 
     from rollout_server.engine import VllmEngine
@@ -75,13 +76,13 @@ def _serve(config: ServerConfig, token: str | None) -> int:
 def _bind(config: ServerConfig) -> socket.socket:
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        # The protocol is named, for asyncio switches Nagle's algorithm off only then; with it replies come 40 ms late.
+        # asyncio switches Nagle's algorithm off only if the protocol is named; with it replies come 40 ms late.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
     except OSError as error:
         raise ConfigError(
-            "host, port: can't listen there",
+            "host, port: cannot listen there",
             found=f"{config.host}:{config.port}: {error.strerror or error}",
             wanted="an address of this machine with a free port",
             remedy="stop what listens there, or choose another port",
@@ -90,7 +91,7 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 def _console(config: ServerConfig) -> TextIO:
-    """Where our own few lines go. With a log folder, all else (vLLM's processes included) goes into a file there."""
+    """Where our own few lines go. With a log folder, everything else, vLLM's processes included, goes into a file."""
     if config.log_dir is None:
         return sys.stderr
     config.log_dir.mkdir(parents=True, exist_ok=True)
@@ -102,12 +103,12 @@ def _console(config: ServerConfig) -> TextIO:
 
 
 def _prepare_environment(config: ServerConfig) -> None:
-    """vLLM takes these as variables only. What the user has set stays."""
+    """vLLM takes these as variables only. Variables that the user has set stay."""
     settings = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; then they are killed
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; they are killed then
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
     }
     if config.cpu_threads is not None:

@@ -1,33 +1,36 @@
-"""The routes, and nothing else: parse, call, answer (R06).
+"""HTTP around the service: routes, errors as JSON, the bearer token, the limit on bodies (R06).
 
-Every endpoint answers at `/x/` and `/x`, below the configured prefix. Errors are `ErrorBody` JSON with the error's HTTP
-status. A caller that hangs up cancels what it asked for. Called by `__main__.py`, and by tests with a fake engine.
-
-HTTP around the routes: errors as JSON, the bearer token, the limit on bodies. Plain ASGI: nothing is buffered.
-
-Called by `app.py`.
+Every endpoint answers at `/x/` and `/x`, below the configured prefix. An error is an `ErrorBody` with the error's HTTP
+status. If the caller hangs up, its call is cancelled. The layers around the routes are plain ASGI and buffer nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_server.config import ServerConfig
 from rollout_server.service import RolloutService
-from shared.errors import ProjectError, RequestError, UnauthorizedError
+from shared.addresses import is_loopback
+from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
 from shared.wire import (
+    TOKEN_VARIABLE,
     CloseCommunicatorCall,
     ErrorBody,
+    ExpectScoresCall,
     InferCall,
     InitCommunicatorCall,
     ScoreCall,
@@ -35,88 +38,18 @@ from shared.wire import (
     WorldSizeReply,
 )
 
-RETRY_AFTER_S = 1.0
-
-
-class BodyTooLargeError(RequestError):
-    http_status = 413
-
-
-def error_response(error: ProjectError) -> Response:
-    """The error as `ErrorBody`; its nearest name in the shared tree, so that the other side can rebuild it."""
-    body = ErrorBody.of(error)
-    if not type(error).__module__.startswith("shared."):
-        body = body.model_copy(update={"error": type(error).__mro__[1].__name__})
-    headers = {"Retry-After": str(math.ceil(RETRY_AFTER_S))} if error.http_status == 503 else {}
-    return Response(body.model_dump_json(), error.http_status, headers, media_type="application/json")
-
-
-class Guard:
-    """Lets a request through that brings the token, or asks for an open path."""
-
-    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...]) -> None:
-        self._app = app
-        self._wanted = None if token is None else f"Bearer {token}".encode()
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._wanted is not None and scope["path"].rstrip("/") not in self._open_paths:
-            found = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(found, self._wanted):
-                error = UnauthorizedError(
-                    "the bearer token is missing or wrong",
-                    found="another Authorization header" if found else "no Authorization header",
-                    wanted="Authorization: Bearer <token>",
-                    remedy="set ROLLOUT_SERVER_TOKEN to the server's token",
-                )
-                return await error_response(error)(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Refuses a body as soon as its length, said or counted, passes the limit."""
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
-        self._max_body_bytes = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        said = Headers(scope=scope).get("content-length", "0")
-        if said.isdigit() and int(said) > self._max_body_bytes:
-            return await error_response(self._too_large(f"{said} bytes"))(scope, receive, send)
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large(f"more than {self._max_body_bytes} bytes")
-            return message
-
-        return await self._app(scope, counted, send)
-
-    def _too_large(self, found: str) -> BodyTooLargeError:
-        return BodyTooLargeError(
-            "the request's body is too large",
-            found=found,
-            wanted=f"at most {self._max_body_bytes} bytes",
-            remedy="send fewer requests per call, or raise the server's max_body_bytes",
-        )
-
-
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
-# Probes of launchers and orchestrators, which hold no token; they tell nothing but alive or ready.
-_OPEN = ("/health", "/ready")
+_OPEN = ("/health", "/ready")  # probes hold no token; these two say nothing but alive or ready
+_RETRY_AFTER_S = 1.0
+_MAX_FIELDS = 256  # of one JSON object; no right body has so many
+_MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
 
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
-    """`token`: the bearer token that every call but the probes must bring; None: none."""
+    """`token`: the bearer token that every call but the probes must bring; None: no token."""
     app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     prefix = service.config.url_prefix
     router = APIRouter(prefix=prefix)
@@ -126,25 +59,26 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app.include_router(router)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    app.add_middleware(BodyLimit, max_body_bytes=service.config.max_body_bytes)
-    app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN))
+    app.add_middleware(BodyLimit, config=service.config)
+    hosts = (service.config.host.lower(), service.config.group_host.lower())
+    app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN), hosts=hosts)
     return app
 
 
 def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
     async def health(request: Request) -> Response:
         service.check_alive()
-        return _json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         service.check_ready()
-        return _json({"status": "ready"})
+        return JSONResponse({"status": "ready"})
 
     async def status(request: Request) -> Response:
-        return _model(service.status())
+        return _json(service.status())
 
     async def world_size(request: Request) -> Response:
-        return _model(WorldSizeReply(world_size=service.config.world_size))
+        return _json(WorldSizeReply(world_size=service.config.world_size))
 
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -155,23 +89,27 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
         return Response(b"[" + b",".join(rollouts) + b"]", media_type="application/json")
 
     async def score(request: Request) -> Response:
-        return _model(await _while_connected(request, service.score(await _body(request, ScoreCall))))
+        return _json(await _while_connected(request, service.score(await _body(request, ScoreCall))))
 
     async def reset_prefix_cache(request: Request) -> Response:
         await service.reset_prefix_cache()
-        return _json({"status": "reset"})
+        return JSONResponse({"status": "reset"})
 
     async def init_communicator(request: Request) -> Response:
-        await _while_connected(request, service.sync.open_group(await _body(request, InitCommunicatorCall)))
-        return _json({"status": "joined"})
+        await _while_connected(request, service.updates.open_group(await _body(request, InitCommunicatorCall)))
+        return JSONResponse({"status": "joined"})
 
     async def update_weights(request: Request) -> Response:
         call = await _body(request, UpdateWeightsCall)
-        return _model(await _while_connected(request, service.sync.update(call)))
+        return _json(await _while_connected(request, service.updates.update(call)))
+
+    async def expect_scores(request: Request) -> Response:
+        await service.updates.expect(await _body(request, ExpectScoresCall))
+        return JSONResponse({"status": "noted"})
 
     async def close_communicator(request: Request) -> Response:
-        await service.sync.close_group(await _body(request, CloseCommunicatorCall))
-        return _json({"status": "closed"})
+        await service.updates.close_group(await _body(request, CloseCommunicatorCall))
+        return JSONResponse({"status": "closed"})
 
     return [
         ("GET", "/health", health),
@@ -184,24 +122,20 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
         ("POST", "/reset_prefix_cache", reset_prefix_cache),
         ("POST", "/init_communicator", init_communicator),
         ("POST", "/update_weights", update_weights),
+        ("POST", "/expect_scores", expect_scores),
         ("POST", "/close_communicator", close_communicator),
     ]
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    wrong = RequestError(
-        f"{request.method} {request.url.path} is not served",
-        found=f"HTTP {error.status_code}: {error.detail}",
-        wanted="an endpoint of the rollout server, below its url_prefix",
-        remedy="check base_url",
-    )
-    wrong.http_status = error.status_code
-    return error_response(wrong)
+    what, found = f"{request.method} {request.url.path} is not served", f"HTTP {error.status_code}: {error.detail}"
+    wanted = "an endpoint of the rollout server, below its url_prefix"
+    return _error_response(_refused(error.status_code, what, found, wanted, "check base_url"))
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return error_response(
+    return _error_response(
         ProjectError(
             f"{request.url.path} failed inside the server",
             found=f"{type(error).__name__}: {error}",
@@ -215,28 +149,52 @@ def _with_errors(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except ProjectError as error:
-            return error_response(error)
+            return _error_response(error)
 
     return route
 
 
 async def _body(request: Request, model: type[Body]) -> Body:
-    """Raises RequestError that names the wrong fields."""
+    """Raises RequestError, which names the wrong fields."""
+    content = b"".join([chunk async for chunk in request.stream()])
     try:
-        return model.model_validate_json(await request.body())
+        value = from_json(content)
+        _check_size(value)
+        return model.model_validate(value)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        wrong = "; ".join(f"{'.'.join(map(str, d['loc'])) or 'the body'}: {d['msg']}" for d in details[:5])
-        raise RequestError(
-            f"{request.url.path}: malformed body",
-            found=wrong,
-            wanted=f"a {model.__name__}",
-            remedy="run the same version of this project on both sides",
-        ) from error
+        wrong = [
+            f"{'.'.join(map(str, detail['loc'])) or 'the body'}: {detail['msg']}"
+            for detail in error.errors(include_url=False, include_input=False)[:5]
+        ]
+        found = "; ".join(wrong)
+    except ValueError as error:
+        found = f"the body: {error}"
+    raise RequestError(
+        f"{request.url.path}: malformed body",
+        found=found,
+        wanted=f"a {model.__name__}",
+        remedy="run the same version of this project on both sides",
+    )
+
+
+def _check_size(value: Any) -> None:
+    """Raises ValueError if there is too much in it: an object or an unknown field costs far more than its bytes."""
+    todo, num_seen = [value], 0
+    while todo:
+        part = todo.pop()
+        num_seen += 1
+        if num_seen + len(todo) > _MAX_OBJECTS:
+            raise ValueError(f"more than {_MAX_OBJECTS} objects and lists")
+        if isinstance(part, dict):
+            if len(part) > _MAX_FIELDS:
+                raise ValueError(f"an object with {len(part)} fields, wanted at most {_MAX_FIELDS}")
+            todo += [inner for inner in part.values() if isinstance(inner, dict | list)]
+        elif isinstance(part, list):
+            todo += [inner for inner in part if isinstance(inner, dict | list)]
 
 
 async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
-    """`call`, cancelled when the client hangs up. The body must have been read."""
+    """`call`, cancelled if the client hangs up. The body must have been read before."""
     working = asyncio.create_task(call)
     watching = asyncio.create_task(_hung_up(request))
     try:
@@ -257,9 +215,144 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-def _json(body: dict[str, Any]) -> Response:
-    return JSONResponse(body)
-
-
-def _model(body: BaseModel) -> Response:
+def _json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
+
+
+def _error_response(error: ProjectError) -> Response:
+    headers = {"Retry-After": str(math.ceil(_RETRY_AFTER_S))} if error.http_status == 503 else {}
+    body = ErrorBody.of(error).model_dump_json()
+    return Response(body, error.http_status, headers, media_type="application/json")
+
+
+class Guard:
+    """Lets a request through if it brings the token or asks for an open path, and no web page can have made it.
+
+    A page in a browser of this machine can send requests here, but not in the form of this API. The browser names the
+    page's `Origin`, and sends no JSON without asking first. If the page's own name was made to point here (DNS
+    rebinding), `Host` says that name; with a token that is harmless, and the server may have any name.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...], hosts: tuple[str, ...]) -> None:
+        self._app = app
+        self._wanted = None if token is None else f"Bearer {token}".encode()
+        self._open_paths = open_paths
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            error = self._refused_token(scope, headers) or self._refused_page(scope, headers)
+            if error is not None:
+                return await _error_response(error)(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+    def _refused_token(self, scope: Scope, headers: Headers) -> ProjectError | None:
+        found = headers.get("authorization", "").encode()
+        if self._wanted is None or scope["path"].rstrip("/") in self._open_paths:
+            return None
+        if hmac.compare_digest(found, self._wanted):
+            return None
+        return UnauthorizedError(
+            "the bearer token is missing or wrong",
+            found="another Authorization header" if found else "no Authorization header",
+            wanted="Authorization: Bearer <token>",
+            remedy=f"set {TOKEN_VARIABLE} to the server's token",
+        )
+
+    def _refused_page(self, scope: Scope, headers: Headers) -> ProjectError | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._wanted is None and host and not self._is_own(host):
+            found, wanted = f"Host: {host:.80}", "an IP address, localhost, or the server's host"
+            return _refused(403, "the request is for another name", found, wanted, "use the address in base_url")
+        if origin is not None and origin != f"{scope.get('scheme', 'http')}://{host}":
+            found, wanted = f"Origin: {origin:.80}", "a client that is no web page"
+            return _refused(403, "web pages may not call this server", found, wanted, "remove the Origin header")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if has_body and media_type != "application/json":
+            found = f"Content-Type: {media_type or 'none'}"
+            return _refused(415, "the body is not said to be JSON", found, "application/json", "set the header")
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if is_loopback(name) or name in self._hosts:
+            return True
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+
+def _refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -> RequestError:
+    error = RequestError(what, found=found, wanted=wanted, remedy=remedy)
+    error.http_status = http_status
+    return error
+
+
+class BodyLimit:
+    """Refuses a body that is too large, too slow, or too much together with those of other calls under way.
+
+    It refuses as soon as the length, announced or counted, passes a limit. A body counts until its call has ended,
+    because what was read of it stays in memory until then.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._num_held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdigit() and int(announced) > self._config.max_body_bytes:
+            return await _error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
+        num_bytes, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._config.body_timeout_s
+
+        async def limited() -> Message:
+            nonlocal num_bytes, complete
+            if complete:  # what comes now is the client's going
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_slow(num_bytes) from None
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._num_held_bytes += num_new
+            complete = not message.get("more_body", False)
+            if num_bytes > self._config.max_body_bytes:
+                raise self._too_large(f"more than {self._config.max_body_bytes} bytes")
+            if self._num_held_bytes > self._config.max_bodies_bytes:
+                raise self._too_many()
+            return message
+
+        try:
+            return await self._app(scope, limited, send)
+        finally:
+            self._num_held_bytes -= num_bytes
+
+    def _too_large(self, found: str) -> RequestError:
+        wanted = f"at most {self._config.max_body_bytes} bytes"
+        remedy = "send fewer requests per call, or raise the server's max_body_bytes"
+        return _refused(413, "the request's body is too large", found, wanted, remedy)
+
+    def _too_slow(self, num_bytes: int) -> RequestError:
+        found = f"{num_bytes} bytes, and no end after {self._config.body_timeout_s:g} s"
+        remedy = "check the network, or raise the server's body_timeout_s"
+        return _refused(408, "the request's body did not arrive in time", found, "the whole body", remedy)
+
+    def _too_many(self) -> ServerBusyError:
+        return ServerBusyError(
+            "the calls under way hold too much memory",
+            found=f"bodies of {self._num_held_bytes} bytes together",
+            wanted=f"at most {self._config.max_bodies_bytes} bytes",
+            remedy="try again later, or raise the server's max_bodies_bytes",
+        )

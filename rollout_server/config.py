@@ -1,24 +1,24 @@
 """The rollout server's configuration: a YAML file in, a frozen `ServerConfig` out, or every mistake at once (R16).
 
-Called by `__main__.py` and by the launcher. The bearer token is no part of it: secrets do not belong into files.
+The bearer token is not part of it: secrets do not belong in files.
 """
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shared.addresses import is_loopback
 from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
+from shared.wire import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
-# What this configuration has a key for, or what the server must decide itself.
+# This configuration has a key for these, or the server decides them itself.
 RESERVED_ENGINE_ARGS = frozenset(
     {
         "data_parallel_size",
@@ -42,57 +42,67 @@ RESERVED_ENGINE_ARGS = frozenset(
 
 
 class ServerConfig(Section):
-    """One served model, on what it runs, where it listens, what requests may ask for and how long anything waits."""
+    """The served model, the devices it runs on, where the server listens, limits on requests, and deadlines."""
 
     model: str = key("a checkpoint's folder, or a name on the Hugging Face hub", min_length=1)
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key("dtype of the served weights", "auto")
-    seed: int = key("the engine's own; requests bring their seeds", 0)
-    max_model_len: int | None = key("longest prompt + answer; null: the model's own", None, unit="tokens", ge=1)
-    trust_remote_code: bool = key("run Python code that comes with the model", False)
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+        "dtype of the served weights; `auto`: the checkpoint's", "auto"
+    )
+    seed: int = key("the engine's own seed; requests bring theirs", 0)
+    max_model_len: int | None = key("longest prompt plus answer; null: the model's limit", None, unit="tokens", ge=1)
+    trust_remote_code: bool = key("run Python code from the checkpoint's folder", False)
 
-    tensor_parallel_size: int = key("devices that one replica is split over", 1, req="R23", ge=1)
+    tensor_parallel_size: int = key("devices per replica of the model", 1, req="R23", ge=1)
     data_parallel_size: int = key("replicas of the model", 1, req="R23", ge=1)
     gpu_memory_utilization: float = key("share of each device that vLLM may use", 0.9, unit="share", gt=0.0, le=1.0)
-    max_num_seqs: int = key("decoded at once by one replica, at most", 128, unit="sequences", ge=1)
-    enforce_eager: bool = key("no compilation, no CUDA graphs: starts sooner, decodes slower", False)
+    max_num_seqs: int = key("most sequences that one replica decodes at once", 128, unit="sequences", ge=1)
+    enforce_eager: bool = key("no compilation and no CUDA graphs: starts faster, decodes slower", False)
     enable_lora: bool = key(
-        "take adapters too (a learner's `sync.mode: adapter`); decodes a little slower", False, req="R08"
+        "accept adapters too (a learner's `sync.mode: adapter`); decodes slightly slower", False, req="R08"
     )
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] = key("rank of an adapter, at most", 16, req="R08")
-    cpu_kv_cache_gib: int = key("memory of the KV cache where there is no GPU", 1, unit="GiB", ge=1)
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] = key("highest rank of an adapter", 16, req="R08")
+    cpu_kv_cache_gib: int = key("memory of the KV cache without a GPU", 1, unit="GiB", ge=1)
     cpu_threads: int | None = key(
-        "where there is no GPU; null: one per core. With 1 the server starts in 60% of the time",
+        "CPU threads without a GPU; null: one per core. With 1 the server starts in 60% of the time",
         None,
         unit="threads",
         ge=1,
     )
     engine_args: dict[str, Any] = key("further arguments of vLLM's `AsyncEngineArgs`", {})
 
-    host: str = key("address to listen on; others than this machine's own need a token", "127.0.0.1")
+    host: str = key("address to listen on; any but a loopback address needs a token", "127.0.0.1")
     port: int = key("TCP port of the HTTP endpoints", 8000, ge=1, le=65535)
     url_prefix: str = key(
-        "all endpoints are below it, such as `/rollout`", "", req="R06", pattern=r"^(/[A-Za-z0-9._~-]+)*$"
+        "prefix of all endpoints, such as `/rollout`", "", req="R06", pattern=r"^(/[A-Za-z0-9._~-]+)*$"
     )
-    communicator_host: str = key("address at which learners join for weight syncs; empty: `host`", "", req="R09")
+    communicator_host: str = key("address where learners join for weight syncs; empty: `host`", "", req="R09")
 
-    allowed_image_roots: list[Folder] = key("local images may lie below these folders; empty: no local paths", [])
-    allowed_image_hosts: list[str] = key("images may be fetched from these hosts; empty: no URLs", [])
-    image_timeout_s: float = key("for fetching one image", 10.0, unit="s", gt=0.0)
-    max_image_bytes: int = key("size of one encoded image, at most", 32 << 20, unit="bytes", ge=1)
-    max_image_pixels: int = key("width x height of one image, at most", 64_000_000, unit="pixels", ge=1)
-    max_images_per_request: int = key("images of one request, at most", 8, unit="images", ge=1)
-    max_body_bytes: int = key("size of one HTTP call's body, at most", 512 << 20, unit="bytes", ge=1)
+    allowed_image_roots: list[Folder] = key("folders with local images; empty: no local paths", [])
+    allowed_image_hosts: list[str] = key("hosts of image URLs; empty: no URLs", [])
+    image_timeout_s: float = key("longest fetch of one image", 10.0, unit="s", gt=0.0)
+    max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
+    max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
+    max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
+    max_body_bytes: int = key("largest body of one HTTP call", 512 << 20, unit="bytes", ge=1)
+    max_bodies_bytes: int = key(
+        "largest sum of the bodies of all calls under way; calls beyond it are answered 503",
+        2 << 30,
+        unit="bytes",
+        ge=1,
+    )
+    body_timeout_s: float = key("longest time for sending one body", 60.0, unit="s", gt=0.0)
+    max_requests_per_call: int = key("most requests of one `/infer/` or `/score/` call", 4096, unit="requests", ge=1)
 
-    queue_timeout_s: float = key("how long a call waits for a weight update to end", 60.0, unit="s", gt=0.0)
+    queue_timeout_s: float = key("longest wait of a call for a weight update to end", 60.0, unit="s", gt=0.0)
     drain_timeout_s: float = key(
-        "how long a weight update waits for calls in flight", 300.0, unit="s", req="R10", gt=0.0
+        "longest wait of a weight update for calls in flight", 300.0, unit="s", req="R10", gt=0.0
     )
-    shutdown_timeout_s: float = key("how long SIGTERM waits for calls in flight", 30.0, unit="s", gt=0.0)
+    shutdown_timeout_s: float = key("longest wait of SIGTERM for calls in flight", 30.0, unit="s", gt=0.0)
     answer_cache_size: int = key(
-        "answers kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
+        "answers that are kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
     )
 
-    log_dir: Folder | None = key("folder of the log file; null: everything to the console", None)
+    log_dir: Folder | None = key("folder of the log file; null: log to the console", None)
 
     @property
     def world_size(self) -> int:
@@ -104,30 +114,21 @@ class ServerConfig(Section):
 
     @property
     def base_url(self) -> str:
-        """Under which this machine itself reaches the endpoints."""
+        """The URL under which this machine reaches the endpoints."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.url_prefix}"
 
     @property
     def is_public(self) -> bool:
-        """Whether others than this machine can reach the HTTP port."""
-        return not _is_loopback(self.host)
+        """Whether other machines can reach the HTTP port."""
+        return not is_loopback(self.host)
 
 
 def load_server_config(path: str | Path, *, has_token: bool = True) -> ServerConfig:
-    """Raises ConfigErrors, which lists every mistake of the file.
-
-    Without a token (ROLLOUT_SERVER_TOKEN) a host that others can reach is one of them.
-    """
+    """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), a host that
+    other machines can reach is one of them."""
     rules = (_check_hosts, _check_engine_args, _check_roots)
     return parse(ServerConfig, load_yaml(path), rules=rules if has_token else (*rules, _check_token))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:
@@ -138,7 +139,7 @@ def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:
             path=key,
             found=f"{host!r}, every interface",
             wanted="one address for the weight sync",
-            remedy="set communicator_host to the address of this machine that the learners reach",
+            remedy="set communicator_host to the address of this machine that learners can reach",
         )
 
 
@@ -146,9 +147,9 @@ def _check_token(config: ServerConfig) -> Iterator[Mistake]:
     if config.is_public:
         yield Mistake(
             path="host",
-            found=f"{config.host!r}, which others than this machine can reach, and no {TOKEN_VARIABLE}",
+            found=f"{config.host!r}, which other machines can reach, and no {TOKEN_VARIABLE}",
             wanted=f"a bearer token in {TOKEN_VARIABLE}, or host 127.0.0.1",
-            remedy=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) for server and learner, or remove the key",
+            remedy=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) for both programs, or remove the key",
         )
 
 

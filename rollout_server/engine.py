@@ -1,33 +1,29 @@
-"""The server's only file with vLLM's engine API (0.26 to 0.33, CUDA and CPU): one `AsyncLLM`, real or not at all.
+"""The vLLM engine behind the server, for vLLM 0.26 to 0.33 on CUDA and CPU. vLLM's engine API is used only here.
 
-In: prompts, decoding settings, worker calls. Out: generations, log-probabilities, workers' answers, or an error of the
-project's tree. Invariants: a cancelled call aborts its requests; after the engine died every call raises. Called by
-`app.py` and `sync.py`, on one event loop. Needs `__main__`'s environment on CPU.
+In: requests, decoding settings, calls to the workers. Out: generations, log-probabilities, workers' replies, or an
+error of the project's tree. Everything runs on one event loop; on CPU it needs the environment of `__main__`.
 
-Several coroutines as one: all results in order, or the first error once the rest were cancelled and have ended.
-
-Log-probabilities of given answers under the served weights: `/score/`, and the canary of a weight update.
-
-In: items of `shared/wire.py`. Out: one reply, all of one version. Whoever calls holds the gate. Called by `service.py`
-and `sync.py`.
+Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; the scores of one reply are
+all of one version, if the caller holds the gate.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
-import json
 import os
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
 from shared.checkpoint import model_folder, signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
+from shared.gather import gather
 from shared.generation import (
     CPU_ENGINE_ARGS,
     Generation,
@@ -41,21 +37,19 @@ from shared.generation import (
     stop_token_ids,
 )
 from shared.sync.adapter_loading import adapter_request
-from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply
+from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
-T = TypeVar("T")
-
-
-async def gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+_WORKER_CALL_S = 60.0  # a worker that is silent for so long is gone; its own waits are far shorter
+_MAX_TOKENS = "request_config.max_tokens"
 
 
-_WORKER_CALL_S = 60.0  # a worker that does not answer for so long is gone; its own waits are far shorter
+class WorkerReply(WireModel):
+    """What one worker answers to a call of `SyncWorker`; as JSON, because an exception could end the engine."""
+
+    error: ErrorBody | None = None
+    done: bool = True  # the join, or the update, has ended
+    runs_meanwhile: bool = False  # the model can run while it is loaded
+    num_tensors: int = 0  # loaded by the whole update
 
 
 class Engine(Protocol):
@@ -64,7 +58,7 @@ class Engine(Protocol):
     model: str
     dtype: str
     architecture: dict[str, str]
-    gpus: list[str]  # the workers', by UUID; [] on CPU
+    gpus: list[str]  # the workers' GPUs, by UUID; [] on CPU
     vocab_size: int
     max_model_len: int
 
@@ -72,15 +66,40 @@ class Engine(Protocol):
     def dead(self) -> bool: ...
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation: ...
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores: ...
-    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]: ...
+    async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
     async def reset_caches(self) -> None: ...
     def serve_adapter(self, name: str | None) -> None: ...
     def shutdown(self) -> None: ...
 
 
+async def score(engine: Engine, items: Sequence[ScoreItem], ver: int) -> ScoreReply:
+    """Log-probabilities of given answers, for `/score/` and the canary. Raises what `Engine.score` raises."""
+
+    async def one(i: int, item: ScoreItem) -> Scores:
+        with named(f"items.{i}"):
+            return await engine.score(item.request, item.response_token_ids)
+
+    scores = await gather(one(i, item) for i, item in enumerate(items))
+    return ScoreReply(
+        ver=ver,
+        logprobs=[one.logprobs for one in scores],
+        prompt_token_ids=[one.prompt_token_ids for one in scores],
+    )
+
+
+@contextlib.contextmanager
+def named(field: str) -> Iterator[None]:
+    """A refused request says where in the call it stands."""
+    try:
+        yield
+    except RequestError as error:
+        what = f"{field}: {error.what}"
+        raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
+
+
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
-        """Start the engine; blocks until the model is loaded. Raises ConfigError where vLLM refuses the settings."""
+        """Start the engine; blocks until the model is loaded. Raises ConfigError if vLLM refuses the settings."""
         self.model = config.model
         self._path = model_folder(config.model, "model")
         self._renderer = Renderer(self._path, config)
@@ -95,7 +114,7 @@ class VllmEngine:
         self._ids = itertools.count()
         self._adapter: Any = None  # a LoRARequest
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
-        # What start-up left stays: walking it again took 0.4 s of a call, every now and then.
+        # Objects from start-up stay anyway. Without the freeze the collector walked them again and again: 0.4 s a time.
         gc.collect()
         gc.freeze()
 
@@ -106,93 +125,98 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
         """One response. Raises MediaError, RequestError, PromptTooLongError, ServerError."""
         prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids), config.max_tokens)
-        output = await self._run(prompt, sampling_params(config, seed))
-        self._check_length(len(output.prompt_token_ids), config.max_tokens)  # images are only widened inside vLLM
+        self._check_length(len(prompt.token_ids), _MAX_TOKENS, config.max_tokens)
+        with self._vllm_errors():
+            output = await self._run(prompt, sampling_params(config, seed))
+        self._check_length(len(output.prompt_token_ids), _MAX_TOKENS, config.max_tokens)  # images were widened
         return read_generation(output, self._stop_ids, self._renderer.text_of)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
-        """Natural log-probabilities of the response after the prompt. Raises as `generate`."""
+        """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
         prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids) + len(response_token_ids), 1)
-        output = await self._run(*scoring(prompt, response_token_ids))
+        self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
+        with self._vllm_errors():
+            output = await self._run(*scoring(prompt, response_token_ids))
         return read_scores(output, len(response_token_ids))
 
-    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
-        """Call a method of `SyncWorker` on every worker. Raises the first error that one of them answers."""
+    async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
+        """Call a method of `SyncWorker` on every worker. Raises the first error that a worker answers."""
         core = self._llm.engine_core
         call = (method, _WORKER_CALL_S, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
-            # The public call gives the first data-parallel engine's answers only, and so hides the others' errors.
+            # The public call returns only the first data-parallel engine's answers, and so hides the others' errors.
             calls = [core._call_utility_async("collective_rpc", *call, engine=engine) for engine in core.core_engines]
         else:
             calls = [core.collective_rpc_async(*call)]
         try:
-            # Shielded: vLLM has no way to take a worker call back, and must not find its caller gone.
+            # Shielded: vLLM cannot take a worker call back, and its answer must find the caller.
             answers = [answer for one in await asyncio.shield(asyncio.gather(*calls)) for answer in one]
         except Exception as error:
             raise SyncError(f"{method} failed in a worker", found=f"{type(error).__name__}: {error}") from error
-        replies = [json.loads(answer) for answer in answers]
+        replies = [WorkerReply.model_validate_json(answer) for answer in answers]
         for reply in replies:
-            if "error" in reply:
-                raise ErrorBody.model_validate(reply["error"]).to_exception()
+            if reply.error is not None:
+                raise reply.error.to_exception()
         return replies
 
     async def reset_caches(self) -> None:
-        """Forget what was computed with other weights. Raises SyncError where something still uses it."""
-        prefix_reset, *_ = await self._alive(
-            asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache())
-        )
+        """Forget what was computed with other weights. Raises SyncError if a request still uses it."""
+        with self._vllm_errors():
+            prefix_reset, *_ = await asyncio.gather(
+                self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache()
+            )
         if not prefix_reset:
             raise SyncError(
-                "the prefix cache can't be reset",
+                "the prefix cache cannot be reset",
                 found="blocks in use",
-                wanted="no request running",
+                wanted="no running request",
                 remedy="try again",
             )
 
     def serve_adapter(self, name: str | None) -> None:
-        """From now on requests are answered with the adapter that the workers hold; None: without."""
+        """From now on answer requests with the adapter that the workers hold; None: without an adapter."""
         self._adapter = name and adapter_request(name)
 
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._llm.shutdown()
-        self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter has gone
-        gc.unfreeze()  # libraries that count what is left at the exit would complain of it
+        self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter is gone
+        gc.unfreeze()  # some libraries count what is left at exit, and would complain
 
     async def _render(self, request: RolloutInferRequest) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
 
     async def _run(self, prompt: Prompt, params: Any) -> Any:
-        return await self._alive(self._last_output(prompt.for_engine(), params))
-
-    async def _last_output(self, engine_prompt: dict[str, Any], params: Any) -> Any:
-        answers = self._llm.generate(engine_prompt, params, str(next(self._ids)), lora_request=self._adapter)
+        """The finished output."""
+        answers = self._llm.generate(prompt.for_engine(), params, str(next(self._ids)), lora_request=self._adapter)
         return [output async for output in answers][-1]
 
-    async def _alive(self, call: Awaitable[T]) -> T:
-        """vLLM's errors, as ours."""
+    @contextlib.contextmanager
+    def _vllm_errors(self) -> Iterator[None]:
+        """vLLM's errors as ours."""
+        from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+        # What a request is refused with; older versions raise ValueError only.
+        refused: type[Exception] = getattr(exceptions, "VLLMClientError", ValueError)
         try:
-            return await call
+            yield
         except (EngineDeadError, EngineGenerateError) as error:
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",
                 found=f"{type(error).__name__}: {error.__cause__ or error}",
                 remedy="see the server's log, and restart it",
             ) from error
-        except ValueError as error:  # what vLLM raises for a request that it does not take
+        except (ValueError, refused) as error:
             if says_too_long(error):
                 raise self._too_long(str(error)) from error
             raise RequestError("the engine refuses the request", found=str(error)[:500]) from error
 
-    def _check_length(self, num_prompt: int, num_response: int) -> None:
+    def _check_length(self, num_prompt: int, field: str, num_response: int) -> None:
         if num_prompt + num_response > self.max_model_len:
-            raise self._too_long(f"{num_prompt} prompt tokens and {num_response} for the answer")
+            raise self._too_long(f"{num_prompt} tokens of messages and images, and {field} {num_response}")
 
     def _too_long(self, found: str) -> PromptTooLongError:
         return PromptTooLongError(
@@ -214,8 +238,11 @@ class VllmEngine:
 
 
 def _start(engine_args: Any, config: ServerConfig) -> Any:
-    """An `AsyncLLM`. On CPU the engine's process is forked where this one has a single thread, for a new process spends
-    half of the server's start on imports; vLLM's CPU backend asks for a new one whatever the number of threads."""
+    """An `AsyncLLM`.
+
+    On CPU the engine's process is forked if this process has a single thread. A new process would spend half of the
+    server's start on imports, and vLLM's CPU backend asks for one whatever the number of threads.
+    """
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -231,13 +258,13 @@ def _start(engine_args: Any, config: ServerConfig) -> Any:
 
 
 def _num_threads() -> int:
-    """Of this process, OpenMP's and others that Python knows nothing of included; 0 where it can't be told."""
+    """Of this process, including OpenMP's and others that Python does not know; 0 if that cannot be found out."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _gpus(num_workers: int) -> list[str]:
-    """The workers' devices by UUID, as the driver has them; [] on CPU."""
+    """The workers' devices by UUID, in the driver's spelling; [] on CPU."""
     from vllm.platforms import current_platform
 
     return [] if current_platform.is_cpu() else [current_platform.get_device_uuid(i) for i in range(num_workers)]
@@ -263,9 +290,9 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
     if current_platform.is_cpu():
         settings |= CPU_ENGINE_ARGS
         if config.tensor_parallel_size == 1:
-            # The worker inside the engine's process, as on CUDA: a third less to import at the start, and to keep in
-            # memory. By its full name, for vLLM turns "uni" into "mp" on CPU, to choose OpenMP's threads per worker;
-            # here `cpu_threads` says how many, and where it does not, torch takes one per core.
+            # The worker runs inside the engine's process, as on CUDA, which saves a third of the imports and of the
+            # memory. The full name is needed: on CPU vLLM turns "uni" into "mp", to choose OpenMP's threads per worker.
+            # Here `cpu_threads` chooses them; without it torch takes one per core.
             settings["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     if config.enable_lora:
         settings |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": 1}
@@ -280,13 +307,3 @@ def _engine_args(path: str, config: ServerConfig) -> Any:
             wanted="arguments of vLLM's AsyncEngineArgs",
             remedy="check the spelling against the installed version of vLLM",
         ) from error
-
-
-async def score(engine: Engine, items: Sequence[ScoreItem], ver: int) -> ScoreReply:
-    """Raises what the media rules and the engine raise."""
-    scores = await gather([engine.score(item.request, item.response_token_ids) for item in items])
-    return ScoreReply(
-        ver=ver,
-        logprobs=[one.logprobs for one in scores],
-        prompt_token_ids=[one.prompt_token_ids for one in scores],
-    )

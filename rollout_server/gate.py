@@ -1,17 +1,19 @@
-"""Who may run when: the server's gate as a pure state machine. No clock, no asyncio, no engine.
+"""Who may run when: calls and weight updates take turns (R10).
 
     serving(ver) --begin_update--> draining --drained--> updating --complete--> serving(new ver)
-         any failure on the way, or after `begin_update`  --fail--> poisoned --begin_update(full)--> draining
+         draining, updating --fail--> poisoned --begin_update(full)--> draining
+         serving --poison--> poisoned        updating --complete_base--> poisoned --begin_update(adapter)--> draining
 
-Invariants: calls are in flight only in `serving` and `draining`, so no call sees two versions; `updating` begins with
-none in flight; `poisoned` ends only with a complete full update; an update belongs to the incarnation of the learner
-that opened the group; a refused request changes nothing. `turnstile.py` adds the waiting. There is no rollback: weights
-are overwritten in place.
+`Gate` is the pure state machine: no clock, no asyncio, no engine. `WaitingGate` adds the waiting: calls wait for
+updates, updates wait for calls, both up to a deadline. It lives on one event loop.
 
-The gate with waiting: calls wait for updates, updates wait for calls, both up to a deadline.
-
-`app.py` wraps every call that generates or scores in `call()`, `sync.py` every update in `update()`. Lives on one event
-loop. A call that is waiting counts in `waiting`, one that was let in in `gate.in_flight`.
+Invariants:
+- calls are in flight only in `serving` and `draining`, so no call sees two versions;
+- `updating` begins with no call in flight;
+- `poisoned` ends only with a complete full update, because weights are overwritten in place and nothing rolls back;
+  the weights below an adapter count as complete only together with the adapter, by the same learner;
+- an update belongs to the incarnation of the learner that opened the group;
+- a refused request changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Update:
 
 
 class Gate:
-    """Starts in `serving`, with the weights that the server was started with as version 0."""
+    """Starts in `serving`. Version 0 is the weights that the server was started with."""
 
     def __init__(self) -> None:
         self.state: State = "serving"
@@ -47,39 +49,49 @@ class Gate:
         self.poisoned_because = ""
         self.update: Update | None = None
         self._incarnation_has_synced = False
+        self._awaits_adapter = False  # of this incarnation, on the base weights that it has sent
+        self._unsound = False  # the weights were found to be wrong while they were served
 
     def try_enter(self) -> bool:
-        """Let a call in; False where it has to wait for the update. Raises ServerPoisonedError."""
+        """Let a call in, or return False if it has to wait for an update. Raises ServerPoisonedError."""
         if self.state == "poisoned":
-            raise ServerPoisonedError(
-                "the served weights are not known to be right",
-                found=self.poisoned_because,
-                wanted="a complete full sync",
-                remedy="let the learner sync again, or restart the server",
-            )
+            raise self._poisoned()
         if self.state != "serving":
             return False
         self.in_flight += 1
         return True
 
     def leave(self) -> None:
-        """A call that was let in has ended, however it ended."""
+        """A call that was let in has ended, well or not."""
         assert self.in_flight > 0, "more calls left than entered"
         self.in_flight -= 1
 
+    def poison(self, because: str) -> None:
+        """The served weights were found to be wrong. An update under way replaces them anyway."""
+        self._unsound = True
+        self.poisoned_because = self.poisoned_because or because
+        if self.state == "serving":
+            self.state = "poisoned"
+
+    def check_sound(self) -> None:
+        """Raises ServerPoisonedError if the weights were found to be wrong after the call was let in."""
+        if self._unsound:
+            raise self._poisoned()
+
     def open_group(self, incarnation: str) -> None:
-        """A learner (re)opened the group; any other one's group is gone. Not while an update is under way."""
+        """A learner opened the group again; any other group is gone. Not during an update."""
         assert self.update is None, "fail the update before its group is replaced"
         self._incarnation_has_synced = self._incarnation_has_synced and incarnation == self.incarnation
+        self._awaits_adapter = False
         self.incarnation = incarnation
 
     def close_group(self) -> None:
-        """The group was left. Not while an update is under way."""
+        """The group was left. Not during an update."""
         assert self.update is None, "fail the update before its group is closed"
         self.incarnation = ""
 
     def check_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
-        """Raises SyncError where `begin_update` would."""
+        """Raises SyncError if `begin_update` would."""
         if self.update is not None:
             raise _refused(f"an update to version {self.update.ver} is under way", "one update at a time")
         if incarnation != self.incarnation or not incarnation:
@@ -89,17 +101,17 @@ class Gate:
             )
         if self._incarnation_has_synced and ver <= self.ver:
             raise _refused(f"version {ver}", f"a version above {self.ver}, the last of this learner")
-        if self.state == "poisoned" and mode != "full":
+        if self.state == "poisoned" and mode != "full" and not self._awaits_adapter:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 
     def begin_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
-        """From now on new calls wait. Raises SyncError, and changes nothing, where the update is not allowed."""
+        """From now on new calls wait. If the update is not allowed, raises SyncError and changes nothing."""
         self.check_update(incarnation, ver, mode)
         self.update = Update(incarnation=incarnation, ver=ver, mode=mode)
         self.state = "draining"
 
     def drained(self) -> bool:
-        """Whether the calls in flight have ended; the weights may be overwritten from then on."""
+        """Whether all calls in flight have ended. The weights may be overwritten from then on."""
         assert self.update is not None, "no update under way"
         if self.in_flight == 0:
             self.state = "updating"
@@ -112,11 +124,26 @@ class Gate:
         self.ver = self.update.ver
         self.state, self.poisoned_because, self.update = "serving", "", None
         self._incarnation_has_synced = True
+        self._awaits_adapter = self._unsound = False
+
+    def complete_base(self) -> None:
+        """The weights below an adapter are there. Nothing is served before this learner's adapter is, too."""
+        self.fail("the weights below an adapter have come, and the adapter has not")
+        self._awaits_adapter = True
 
     def fail(self, because: str) -> None:
-        """The update ended without having been checked, whatever it had written."""
+        """The update ended unchecked, so nobody knows what it has written."""
         assert self.update is not None, "no update under way"
         self.state, self.poisoned_because, self.update = "poisoned", because, None
+        self._awaits_adapter = False
+
+    def _poisoned(self) -> ServerPoisonedError:
+        return ServerPoisonedError(
+            "the served weights are not known to be right",
+            found=self.poisoned_because,
+            wanted="a complete full sync",
+            remedy="let the learner sync again, or restart the server",
+        )
 
 
 def _refused(found: str, wanted: str) -> SyncError:
@@ -125,7 +152,9 @@ def _refused(found: str, wanted: str) -> SyncError:
     )
 
 
-class Turnstile:
+class WaitingGate:
+    """`waiting` counts the calls that wait; `gate.in_flight` those that were let in."""
+
     def __init__(self, gate: Gate, *, queue_timeout_s: float, drain_timeout_s: float) -> None:
         self.gate = gate
         self.waiting = 0
@@ -135,9 +164,9 @@ class Turnstile:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[int]:
-        """Hold a place in the serving version, which is yielded.
+        """Hold a place in the serving version; yields that version.
 
-        Raises ServerPoisonedError, or ServerBusyError where the wait for an update took too long.
+        Raises ServerPoisonedError, or ServerBusyError if the wait for an update took too long.
         """
         if not self.gate.try_enter():
             await self._wait_to_enter()
@@ -148,9 +177,12 @@ class Turnstile:
             self._notify()
 
     @asynccontextmanager
-    async def update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> AsyncIterator[None]:
-        """Hold the weights alone: entered when all calls have ended, left as the new version, or poisoned by whatever
-        the body raises. Raises SyncError where the gate refuses, DeadlineError where calls do not end."""
+    async def update(
+        self, incarnation: str, ver: int, mode: Literal["full", "adapter"], *, base_of_adapter: bool = False
+    ) -> AsyncIterator[None]:
+        """Hold the weights alone. The body runs when all calls have ended. If it returns, the new version is served, or
+        waits for its adapter; if it raises, the server is poisoned. Raises SyncError if the gate refuses, DeadlineError
+        if calls do not end."""
         self.gate.begin_update(incarnation, ver, mode)
         try:
             await self._drain()
@@ -159,7 +191,7 @@ class Turnstile:
             self.gate.fail(str(error) or type(error).__name__)
             raise
         else:
-            self.gate.complete()
+            self.gate.complete_base() if base_of_adapter else self.gate.complete()
         finally:
             self._notify()
 
@@ -171,8 +203,8 @@ class Turnstile:
         except TimeoutError:
             raise ServerBusyError(
                 "a weight update is under way",
-                found=f"{self._queue_timeout_s:g} s of waiting for it",
-                wanted="its end",
+                found=f"no end after {self._queue_timeout_s:g} s of waiting",
+                wanted="the end of the update",
                 remedy="try again later, or raise the server's queue_timeout_s",
             ) from None
         finally:
@@ -186,7 +218,7 @@ class Turnstile:
             raise DeadlineError(
                 "calls in flight did not end before the update",
                 found=f"{self.gate.in_flight} in flight after {self._drain_timeout_s:g} s",
-                wanted="none",
+                wanted="no call in flight",
                 remedy="raise the server's drain_timeout_s, or lower max_tokens",
             ) from None
 
@@ -195,6 +227,6 @@ class Turnstile:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        # Not a Condition: taking its lock can be cancelled, and the news that a call has ended would be lost.
+        # Not a Condition: a cancelled wait for its lock would lose the news that a call has ended.
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,15 +1,12 @@
 """What the endpoints do, without HTTP: roll out, score, report (R06, R10, R11, R13).
 
-In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON. Invariants: all rollouts of a call are of one
-version; request `i` of a call is seeded with `seed + i`; answers come in request order; a repeated uuid gets the same
-rollout. Called by `app.py`.
+In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
-Recent answers by request uuid, so that a retry never makes a second rollout (the design's "exactly once").
-
-A repeat of a uuid is answered with the same rollout, of the version that it was made with: also after a later sync, and
-that answer's `ver` says so, since a second rollout of a sample would be trained twice. Repeats of a request that is
-still running share it. The same uuid with other content is refused. Failures are not kept. The least recently used
-answer is forgotten first. Lives on one event loop; called by `app.py`.
+Invariants:
+- all new rollouts of a call are of one version; request `i` of a call is seeded with `seed + i`; answers come in
+  request order;
+- exactly once: a repeated uuid gets the same rollout, so a retry after a lost reply never makes a second one. Also
+  after a later sync the answer keeps the `ver` it was made with: a second rollout of a sample would be trained twice.
 """
 
 from __future__ import annotations
@@ -25,11 +22,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollout_server.config import ServerConfig
-from rollout_server.engine import Engine, gather, score
-from rollout_server.gate import Gate, Turnstile
+from rollout_server.engine import Engine, named, score
+from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
-from rollout_server.updates import WeightSync
-from shared.errors import ProjectError, RequestError, ServerBusyError, ServerError
+from rollout_server.updates import WeightUpdates
+from shared.errors import NotFiniteError, ProjectError, RequestError, ServerBusyError, ServerError
+from shared.gather import gather
 from shared.generation import Generation
 from shared.seeds import offset_seed
 from shared.wire import (
@@ -50,80 +48,33 @@ from shared.wire import (
 T = TypeVar("T")
 
 
-@dataclass
-class _Entry(Generic[T]):
-    fingerprint: str
-    task: asyncio.Task[T]
-    num_waiting: int = 0
-
-
-class RecentAnswers(Generic[T]):
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
-
-    async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The answer of this uuid; `compute()` where there is none. Raises RequestError where the uuid was used for
-        something else, and whatever `compute` raises. When all who wait are cancelled, so is the computation."""
-        entry = self._entries.get(uuid)
-        if entry is None:
-            entry = self._entries[uuid] = _Entry(fingerprint, asyncio.create_task(compute()))
-        elif entry.fingerprint != fingerprint:
-            raise RequestError(
-                f"uuid {uuid!r} was used for another request",
-                found="other messages, images or decoding settings",
-                wanted="a uuid per request",
-                remedy="let every request have a fresh uuid; only an exact repeat may use it again",
-            )
-        self._entries.move_to_end(uuid)
-        entry.num_waiting += 1
-        try:
-            return await asyncio.shield(entry.task)
-        finally:
-            entry.num_waiting -= 1
-            self._tidy(uuid, entry)
-
-    def _tidy(self, uuid: str, entry: _Entry[T]) -> None:
-        if entry.num_waiting == 0 and not entry.task.done():
-            entry.task.cancel()
-        failed = entry.task.cancelled() or entry.task.cancelling() or not entry.task.done() or entry.task.exception()
-        if failed and entry.num_waiting == 0 and self._entries.get(uuid) is entry:
-            del self._entries[uuid]
-        while len(self._entries) > self._size:
-            oldest = next((key for key, old in self._entries.items() if old.task.done()), None)
-            if oldest is None:
-                return
-            del self._entries[oldest]
-
-
 class RolloutService:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config = config
         self.engine = engine
         self.gate = Gate()
-        self.turnstile = Turnstile(
+        self.waiting_gate = WaitingGate(
             self.gate, queue_timeout_s=config.queue_timeout_s, drain_timeout_s=config.drain_timeout_s
         )
-        self.sync = WeightSync(engine, self.turnstile, config)
-        self.metrics = Metrics(self.turnstile, self.sync)
+        self.updates = WeightUpdates(engine, self.waiting_gate, config)
+        self.metrics = Metrics(self.waiting_gate, self.updates.totals)
         self.server_id = uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(config.answer_cache_size)
         self._versions = _versions()
 
     async def infer(self, call: InferCall) -> list[bytes]:
-        """The JSON of a `RolloutOutput` per request, written as each ends, so that it hardly delays the last.
+        """The JSON of a `RolloutOutput` per request. Each is written when it ends, so that it hardly delays the last.
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
+        self._check_number("infer_requests", len(call.infer_requests))
         start = time.monotonic()
         try:
-            async with self.turnstile.call() as ver:
+            async with self.waiting_gate.call() as ver:
                 seed = call.request_config.seed
                 outputs = await gather(
-                    [
-                        self._answer(request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
-                        for i, request in enumerate(call.infer_requests)
-                    ]
+                    self._answer(i, request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
+                    for i, request in enumerate(call.infer_requests)
                 )
         except BaseException as error:
             outcome = type(error).__name__ if isinstance(error, ProjectError) else "cancelled"
@@ -134,26 +85,42 @@ class RolloutService:
         return outputs
 
     async def score(self, call: ScoreCall) -> ScoreReply:
-        """Log-probabilities under the served weights, all of one version."""
-        async with self.turnstile.call() as ver:
-            return await score(self.engine, call.items, ver)
+        """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
+        self._check_number("items", len(call.items))
+        async with self.waiting_gate.call() as ver:
+            try:
+                return await score(self.engine, call.items, ver)
+            except NotFiniteError as error:
+                self.gate.poison(str(error))
+                raise
+
+    def _check_number(self, field: str, number: int) -> None:
+        if number > self.config.max_requests_per_call:
+            error = RequestError(
+                f"{field}: too many for one call",
+                found=str(number),
+                wanted=f"at most {self.config.max_requests_per_call}",
+                remedy="send several calls, or raise the server's max_requests_per_call",
+            )
+            error.http_status = 413
+            raise error
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes and images. Waits for no one: blocks in use make it fail."""
+        """Forget cached prefixes and images. Does not wait: it fails if blocks are in use."""
         await self.engine.reset_caches()
 
     def check_alive(self) -> None:
         """Raises ServerError once the engine is dead."""
         if self.engine.dead:
-            raise _EngineDeadError(
-                "the engine died", wanted="a living engine", remedy="see the server's log, and restart it"
-            )
+            error = ServerError("the engine died", wanted="a living engine", remedy="see the server's log, restart it")
+            error.http_status = 503
+            raise error
 
     def check_ready(self) -> None:
-        """Raises where a rollout asked for now would not be answered at once."""
+        """Raises if a rollout asked for now would have to wait or be refused."""
         self.check_alive()
         if self.gate.state == "poisoned":
-            self.gate.try_enter()  # raises, and says why
+            self.gate.try_enter()  # raises, with the reason
         if self.gate.state != "serving":
             raise ServerBusyError("a weight update is under way", found=self.gate.state, wanted="serving")
 
@@ -174,23 +141,75 @@ class RolloutService:
             gpus=self.engine.gpus,
             max_lora_rank=self.config.max_lora_rank if self.config.enable_lora else 0,
             in_flight=self.gate.in_flight,
-            waiting=self.turnstile.waiting,
+            waiting=self.waiting_gate.waiting,
             versions=self._versions,
         )
 
-    async def _answer(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int) -> bytes:
+    async def _answer(
+        self, i: int, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int
+    ) -> bytes:
         async def compute() -> bytes:
             generation = await self.engine.generate(request, config, seed)
+            self.gate.check_sound()
             self.metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
             self.metrics.response_tokens.inc(len(generation.response_token_ids))
             infos = RolloutInfos(ver=ver, seed=seed, server_id=self.server_id, uuid=request.uuid)
             return _output(generation, self.engine.model, infos).model_dump_json().encode()
 
-        return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
+        with named(f"infer_requests.{i}"):
+            return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
 
 
-class _EngineDeadError(ServerError):
-    http_status = 503
+@dataclass
+class _Entry(Generic[T]):
+    fingerprint: str
+    task: asyncio.Task[T]
+    num_waiting: int = 0
+
+
+class RecentAnswers(Generic[T]):
+    """Recent answers by request uuid, on one event loop.
+
+    Repeats of a request that still runs share it. The same uuid with other content is refused. Failures are not kept.
+    The least recently used answer is forgotten first.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
+
+    async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The answer of this uuid, or `compute()` if there is none. Raises RequestError if the uuid was used for
+        another request, and whatever `compute` raises. If all who wait are cancelled, so is the computation."""
+        entry = self._entries.get(uuid)
+        if entry is None:
+            entry = self._entries[uuid] = _Entry(fingerprint, asyncio.create_task(compute()))
+        elif entry.fingerprint != fingerprint:
+            raise RequestError(
+                f"uuid {uuid!r} was used for another request",
+                found="other messages, images or decoding settings",
+                wanted="a uuid per request",
+                remedy="give every request a fresh uuid; only an exact repeat may reuse it",
+            )
+        self._entries.move_to_end(uuid)
+        entry.num_waiting += 1
+        try:
+            return await asyncio.shield(entry.task)
+        finally:
+            entry.num_waiting -= 1
+            self._tidy(uuid, entry)
+
+    def _tidy(self, uuid: str, entry: _Entry[T]) -> None:
+        if entry.num_waiting == 0 and not entry.task.done():
+            entry.task.cancel()
+        failed = entry.task.cancelled() or entry.task.cancelling() or not entry.task.done() or entry.task.exception()
+        if failed and entry.num_waiting == 0 and self._entries.get(uuid) is entry:
+            del self._entries[uuid]
+        while len(self._entries) > self._size:
+            oldest = next((key for key, old in self._entries.items() if old.task.done()), None)
+            if oldest is None:
+                return
+            del self._entries[oldest]
 
 
 def _output(generation: Generation, model: str, infos: RolloutInfos) -> RolloutOutput:
@@ -216,7 +235,7 @@ def _output(generation: Generation, model: str, infos: RolloutInfos) -> RolloutO
 
 
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
-    """Of all that decides an answer; the call's own seed only decides through the request's."""
+    """Of all that decides an answer. The call's own seed counts only through the request's."""
     text = request.model_dump_json() + config.model_copy(update={"seed": seed}).model_dump_json()
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

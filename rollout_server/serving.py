@@ -1,4 +1,4 @@
-"""uvicorn around the app: listen, watch the engine, drain at SIGTERM. Called by `__main__.py`."""
+"""uvicorn around the app: listen, watch the engine, drain at SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout_server.engine import Engine
 from rollout_server.service import RolloutService
 
 _WATCH_EVERY_S = 0.5
-_HANG_UP_S = 5.0  # for answering `/health/` with 503 once the engine is dead, before the process ends
+_HANG_UP_S = 5.0  # `/health/` answers 503 for so long after the engine died, before the process ends
 
 
 async def serve(engine: Engine, config: ServerConfig, token: str | None, listener: socket.socket, console: Any) -> int:
-    """Serve until a signal, or the engine's death; the exit code. Calls in flight get `shutdown_timeout_s` to end."""
+    """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`."""
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(RolloutService(engine, config), token),
@@ -34,7 +34,7 @@ async def serve(engine: Engine, config: ServerConfig, token: str | None, listene
     watching = asyncio.create_task(_stop_when_dead(engine, server))
     listener.listen(2048)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn drains at these signals, then raises them again for whoever listened before: there is no one.
+        # uvicorn drains at these signals, then raises them again for earlier handlers, of which there are none.
         signal.signal(signum, signal.SIG_IGN)
     print(f"[rollout_server] serving at {config.base_url}/", file=console, flush=True)
     try:

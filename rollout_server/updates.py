@@ -1,87 +1,44 @@
-"""Weight syncs as the server conducts them: one call is one update (R09, R10).
+"""Weight updates as the server runs them: one call is one update (R09, R10).
 
-In: the bodies of `/init_communicator/`, `/update_weights/`, `/close_communicator/`. Out: replies, once the workers have
-done and checked everything and the canary was scored. Invariants: one sync call runs at a time; a new learner's group
-ends whatever the old one had under way; an update that fails, times out or loses its caller leaves the gate poisoned
-and the group closed; no call into the workers lasts longer than a short slice, so the engine never waits for a peer.
-Called by `app.py`.
+In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/`, `/close_communicator/`. Out: replies; an
+update's comes once the workers have loaded and checked everything and the canary's scores are those that the learner
+expects.
 
-One update's way through the engine: begin to receive, forget what was cached, load, score the canary.
-
-In: the update's call. Out: what the workers loaded, and the canary's scores under the new weights. Invariants: no call
-into the workers lasts longer than a slice; caches are empty, and nothing else runs, when the scores are made. Called by
-`sync.py`, which holds the gate, and leaves the group where this raises.
-
-The engine does one thing after the other, so what comes next is asked for before it has answered: caches are emptied
-right after the receiving has begun, and where weights are loaded in place the canary's requests lie ready, and share
-one forward pass, when the load is done. Where it was not done within the first slice, those answers are of some weights
-in between: they are thrown away and made again.
+Invariants:
+- one sync call runs at a time; a new learner's group ends whatever the old one had under way;
+- an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
+- nothing is served before the verdict on the canary;
+- no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
+- caches are empty, and nothing else runs, when the canary is scored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.config import ServerConfig
-from rollout_server.engine import Engine, gather, score
-from rollout_server.gate import Turnstile
-from shared.errors import CommunicatorError, ProjectError, SyncError
+from rollout_server.engine import Engine, WorkerReply, score
+from rollout_server.gate import WaitingGate
+from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, RequestError, SyncError
+from shared.gather import gather
 from shared.wire import (
     BUCKETS,
     CloseCommunicatorCall,
+    ExpectScoresCall,
     InitCommunicatorCall,
     ScoreReply,
     UpdateWeightsCall,
     UpdateWeightsReply,
 )
 
-SLICE_S = 0.25  # nothing else runs during an update: workers may wait
-
-
-async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
-    """Raises what the workers, the media rules and the engine raise."""
-    rest = call.model_copy(update={"buckets": [], "canary": []})
-    engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-    calls: list[Coroutine[Any, Any, Any]] = [
-        engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
-        engine.reset_caches(),
-    ]
-    started, _ = await gather(calls)
-    if all(reply["runs_meanwhile"] for reply in started):
-        result, scores = await _load_and_score(engine, call)
-        if result is not None and scores is not None:
-            return result, scores
-    while not all_done(replies := await engine.on_workers("sync_poll", SLICE_S)):
-        pass
-    await engine.reset_caches()
-    return replies[0], await score(engine, call.canary, call.ver)
-
-
-async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[dict[str, Any] | None, ScoreReply | None]:
-    """Both, or neither where loading takes longer than a slice."""
-    loading = asyncio.create_task(engine.on_workers("sync_poll", SLICE_S))
-    await asyncio.sleep(0)  # the load is the engine's next, the canary the one after
-    scoring = asyncio.create_task(score(engine, call.canary, call.ver))
-    try:
-        replies = await loading
-        return (replies[0], await scoring) if all_done(replies) else (None, None)
-    finally:
-        loading.cancel()
-        scoring.cancel()
-        await asyncio.gather(loading, scoring, return_exceptions=True)
-
-
-def all_done(replies: list[dict[str, Any]]) -> bool:
-    return all(reply["done"] for reply in replies)
-
-
-# The engine generates while a group is joined: workers only glance.
-_JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02
+_SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
+_JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02  # the engine generates during a join, so workers only take a look
 
 
 @dataclass
@@ -92,17 +49,19 @@ class SyncTotals:
     failed: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
-    last: UpdateWeightsReply | None = field(default=None)
+    last_seconds: float = 0.0
 
 
-class WeightSync:
-    def __init__(self, engine: Engine, turnstile: Turnstile, config: ServerConfig) -> None:
+class WeightUpdates:
+    def __init__(self, engine: Engine, gate: WaitingGate, config: ServerConfig) -> None:
         self.totals = SyncTotals()
         self._engine = engine
-        self._turnstile = turnstile
+        self._waiting_gate, self._gate = gate, gate.gate
         self._config = config
         self._lock = asyncio.Lock()
         self._under_way: asyncio.Task[Any] | None = None
+        self._expected: ExpectScoresCall | None = None
+        self._expected_came = asyncio.Event()
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
         """Join the learner's group; returns when all have joined. Ends what another group had under way.
@@ -110,23 +69,23 @@ class WeightSync:
         Raises CommunicatorError or DeadlineError; no group is open then.
         """
         self._check_ranks(call)
-        await self._break_off(f"incarnation {call.incarnation} opened a new group")
+        self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
-            self._turnstile.gate.close_group()
-            place = (self._config.group_host, call.group_port, call.first_rank, call.world_size)
+            self._gate.close_group()
             try:
-                await self._engine.on_workers("sync_join", call.incarnation, call.backend, *place, call.timeout_s)
-                while not all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
+                await self._engine.on_workers("sync_join", call.model_dump_json(), self._config.group_host)
+                while not _all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
                 await self._leave("the group could not be joined")
                 raise
-            self._turnstile.gate.open_group(call.incarnation)
+            self._gate.open_group(call.incarnation)
 
     async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
-        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError or
-        DeadlineError; the gate is poisoned then, unless it had refused the update to begin with."""
-        self._turnstile.gate.check_update(call.incarnation, call.ver, call.mode)
+        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
+        CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
+        _check_verdict(call)
+        self._gate.check_update(call.incarnation, call.ver, call.mode)
         if call.mode == "adapter" and not self._config.enable_lora:
             raise SyncError(
                 "this server takes no adapters",
@@ -137,31 +96,57 @@ class WeightSync:
         async with self._alone():
             start = time.monotonic()
             try:
-                async with self._turnstile.update(call.incarnation, call.ver, call.mode):
+                async with self._waiting_gate.update(
+                    call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
+                ):
                     drained = time.monotonic()
-                    result, scores = await self._transfer(call)
+                    try:
+                        num_tensors, scores = await update_weights(self._engine, call)
+                        if call.await_verdict and not call.base_of_adapter:
+                            check_canary(await self._expectation(call, drained + call.timeout_s), scores)
+                    except BaseException as error:
+                        # The other workers, and the learner, may still wait for each other.
+                        await self._leave(str(error) or type(error).__name__)
+                        raise
             except BaseException:
                 self.totals.failed += 1
                 raise
+            finally:
+                self._expected = None
             end = time.monotonic()
-            reply = UpdateWeightsReply(
-                ver=call.ver,
-                num_bytes=sum(bucket.num_bytes for bucket in call.buckets),
-                num_tensors=result["num_tensors"],
-                seconds=end - start,
-                drain_s=drained - start,
-                transfer_s=end - drained,
-                scores=scores,
+        reply = UpdateWeightsReply(
+            ver=call.ver,
+            num_bytes=sum(bucket.num_bytes for bucket in call.buckets),
+            num_tensors=num_tensors,
+            seconds=end - start,
+            drain_s=drained - start,
+            transfer_s=end - drained,
+            scores=scores,
+        )
+        self.totals.completed += 1
+        self.totals.num_bytes += reply.num_bytes
+        self.totals.seconds += reply.seconds
+        self.totals.last_seconds = reply.seconds
+        return reply
+
+    async def expect(self, call: ExpectScoresCall) -> None:
+        """Note what an update's canary must score. Raises SyncError if the group is not this learner's."""
+        if call.incarnation != self._gate.incarnation:
+            raise SyncError(
+                "the expected scores were refused",
+                found=f"incarnation {call.incarnation!r}",
+                wanted="the incarnation that opened the group",
+                remedy="open the group again with this learner",
             )
-            self._count(reply)
-            return reply
+        self._expected = call
+        self._expected_came.set()
 
     async def close_group(self, call: CloseCommunicatorCall) -> None:
-        """Leave the group, if it is this learner's; nothing otherwise, so that a late call does no harm."""
-        if call.incarnation == self._turnstile.gate.incarnation:
-            await self._break_off("the learner closed the group")
+        """Leave the group if it is this learner's. Otherwise do nothing, so that a late call does no harm."""
+        if call.incarnation == self._gate.incarnation:
+            self._break_off("the learner closed the group")
             async with self._alone():
-                self._turnstile.gate.close_group()
+                self._gate.close_group()
                 await self._leave("the learner closed the group")
 
     def _check_ranks(self, call: InitCommunicatorCall) -> None:
@@ -169,42 +154,123 @@ class WeightSync:
         if call.first_rank + num_workers > call.world_size - 1:  # the last rank is the learner's
             raise CommunicatorError(
                 "the group has no ranks for all workers of this server",
-                found=f"first rank {call.first_rank} of {call.world_size}, the last one the learner's",
-                wanted=f"{num_workers} from the first rank on, before the learner's",
-                remedy="let the learner ask /get_world_size/ anew: start it again",
+                found=f"first rank {call.first_rank} of {call.world_size}; the last rank is the learner's",
+                wanted=f"{num_workers} ranks between the first one and the learner's",
+                remedy="let the learner ask /get_world_size/ again: restart it",
             )
 
-    async def _transfer(self, call: UpdateWeightsCall) -> tuple[dict[str, Any], ScoreReply]:
+    async def _expectation(self, call: UpdateWeightsCall, deadline: float) -> ExpectScoresCall:
         try:
-            return await update_weights(self._engine, call)
-        except BaseException as error:
-            # The other workers, and the learner, may still wait for each other.
-            await self._leave(str(error) or type(error).__name__)
-            raise
+            async with asyncio.timeout(deadline - time.monotonic()):
+                while self._expected is None or self._expected.ver != call.ver:
+                    self._expected_came.clear()
+                    await self._expected_came.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                "the learner did not say in time what the canary must score",
+                found=f"no /expect_scores/ for version {call.ver} within {call.timeout_s:g} s",
+                wanted="the learner's own log-probabilities, to compare the served model with",
+                remedy="see the learner's log, or raise its sync timeout",
+            ) from None
+        return self._expected
 
     async def _leave(self, because: str) -> None:
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> Any:
+    async def _alone(self) -> AsyncIterator[None]:
         async with self._lock:
             self._under_way = asyncio.current_task()
             try:
                 yield
             except asyncio.CancelledError as error:
-                # Ended by another sync call, whose words explain it; or by the client's going, who hears nothing.
+                # Another sync call ended this one and says why; or the client has gone and hears nothing.
                 because = str(error.args[0]) if error.args else "the learner went away"
                 raise CommunicatorError("the sync was broken off", found=because, remedy="sync again") from error
             finally:
                 self._under_way = None
 
-    async def _break_off(self, because: str) -> None:
+    def _break_off(self, because: str) -> None:
         if self._under_way is not None:
             self._under_way.cancel(because)
 
-    def _count(self, reply: UpdateWeightsReply) -> None:
-        self.totals.completed += 1
-        self.totals.num_bytes += reply.num_bytes
-        self.totals.seconds += reply.seconds
-        self.totals.last = reply
+
+async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[int, ScoreReply]:
+    """Receive, load and score: the number of tensors that were loaded, and the canary's scores. The caller holds the
+    gate, and leaves the group if this raises. Raises what the workers, the media rules and the engine raise.
+
+    The engine does one thing after the other, so the next call is made before the last one has answered. Caches are
+    reset right after the receiving has begun. If the model can run while it is loaded, the canary's requests are
+    already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
+    answers belong to some weights in between: they are thrown away and made again.
+    """
+    rest = call.model_copy(update={"buckets": [], "canary": []})
+    engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
+    calls: list[Coroutine[Any, Any, Any]] = [
+        engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
+        engine.reset_caches(),
+    ]
+    started, _ = await gather(calls)
+    if all(reply.runs_meanwhile for reply in started):
+        quick = await _load_and_score(engine, call)
+        if quick is not None:
+            return quick
+    while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
+        pass
+    await engine.reset_caches()
+    return replies[0].num_tensors, await score(engine, call.canary, call.ver)
+
+
+async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[int, ScoreReply] | None:
+    """None if loading takes longer than a slice."""
+    loading = asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S))
+    await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
+    scoring = asyncio.create_task(score(engine, call.canary, call.ver))
+    try:
+        replies = await loading
+        return (replies[0].num_tensors, await scoring) if _all_done(replies) else None
+    finally:
+        loading.cancel()
+        scoring.cancel()
+        await asyncio.gather(loading, scoring, return_exceptions=True)
+
+
+def _check_verdict(call: UpdateWeightsCall) -> None:
+    """Raises RequestError if nothing could tell whether the new weights are right."""
+    found = wanted = ""
+    if call.base_of_adapter and (call.mode != "full" or call.canary):
+        found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"
+    elif call.await_verdict and not call.canary and not call.base_of_adapter:
+        found, wanted = "canary: no items", "at least one, to compare with the learner's scores"
+    if found:
+        remedy = "send a canary with every update but that of the weights below an adapter"
+        raise RequestError("this update cannot be judged", found=found, wanted=wanted, remedy=remedy)
+
+
+def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:
+    """Raises CanaryError if the mean gap is above the tolerance, SyncError if the two do not fit together."""
+    wanted, found = [len(one) for one in expected.logprobs], [len(one) for one in scores.logprobs]
+    if wanted != found:
+        raise SyncError(
+            "the expected scores do not fit the canary",
+            found=f"{wanted} log-probabilities",
+            wanted=f"{found}, one per token of each answer",
+            remedy="run the same version of this project on both sides",
+        )
+    places = [(i, j) for i, length in enumerate(found) for j in range(length)]
+    gaps = {(i, j): abs(scores.logprobs[i][j] - expected.logprobs[i][j]) for i, j in places}
+    mean = math.fsum(gaps.values()) / len(gaps)
+    if not mean <= expected.tolerance:  # also if it is NaN
+        i, j = max(gaps, key=gaps.__getitem__)
+        raise CanaryError(
+            f"with the weights of version {expected.ver} the served model is not the learner's",
+            found=f"mean gap {mean:.4f} nats per token over {len(gaps)} tokens; worst at token {j} of item {i}: "
+            f"learner {expected.logprobs[i][j]:.4f}, server {scores.logprobs[i][j]:.4f}",
+            wanted=f"at most {expected.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
+            remedy="check that both sides run the same model configuration, in a precision that fits the tolerance",
+        )
+
+
+def _all_done(replies: list[WorkerReply]) -> bool:
+    return all(reply.done for reply in replies)

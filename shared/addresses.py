@@ -1,11 +1,12 @@
-"""Ports for programs that are started here, a moment before they bind them.
+"""Addresses of this machine: which ones are loopback, and ports for programs that are about to be started here.
 
-Below the range from which the kernel gives ports to outgoing connections: one of those could take a port between its
-choice and its use. Linux's range begins at 32768 unless told otherwise.
+The ports lie below the range that the kernel uses for outgoing connections (from 32768 on, by Linux's default).
+Otherwise an outgoing connection could take a port between its choice and its use.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 
@@ -15,9 +16,17 @@ _FIRST, _LAST = 15_000, 32_000
 _TRIES = 1_000
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host` (a name or an address) is this machine's loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
 def free_ports(number: int) -> list[int]:
-    """Different ports on which nobody listens now, drawn at random. Raises ConfigError where hardly any is free."""
-    draw = random.SystemRandom()  # whatever the seed of a test: two processes must not draw the same
+    """Different ports on which nobody listens now, drawn at random. Raises ConfigError if hardly any is free."""
+    draw = random.SystemRandom()  # not a test's seed: two processes must not draw the same ports
     ports: set[int] = set()
     for _ in range(_TRIES):
         if len(ports) == number:

@@ -23,6 +23,7 @@ same thing as JSON, so that the server's own words reach the learner's user.
     │   └── CanaryError             the served model gives other probabilities than the learner's
     ├── PromptMismatchError     the two sides tokenize a prompt differently
     ├── RolloutError            an answer is malformed or incomplete
+    │   └── NotFiniteError          the model's log-probabilities are not finite
     ├── LossError               a supervised index outside the assistant span, or a loss that is not finite
     ├── OutOfMemoryError        a row of the learner does not fit the memory that is left
     ├── WindowMismatchError     a repeated accumulation window came with other samples than the first time
@@ -139,6 +140,10 @@ class PromptMismatchError(ProjectError):
 
 class RolloutError(ProjectError):
     http_status = 502
+
+
+class NotFiniteError(RolloutError):
+    pass
 
 
 class LossError(ProjectError):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import RolloutError
+from shared.errors import NotFiniteError
 from shared.wire import RequestConfig
 
 if TYPE_CHECKING:
@@ -97,18 +97,23 @@ def read_generation(
 
 
 def read_scores(output: Any, num_scored: int) -> Scores:
-    """Natural log-probabilities of the last `num_scored` tokens. Raises RolloutError where one is not finite."""
+    """Natural log-probabilities of the last `num_scored` tokens. Raises NotFiniteError."""
     token_ids = list(output.prompt_token_ids)
     rows = output.prompt_logprobs[-num_scored:]
     logprobs = [float(row[i].logprob) for row, i in zip(rows, token_ids[-num_scored:], strict=True)]
+    return checked_scores(token_ids[:-num_scored], logprobs)
+
+
+def checked_scores(prompt_token_ids: list[int], logprobs: list[float]) -> Scores:
+    """Raises NotFiniteError."""
     if not all(math.isfinite(value) for value in logprobs):
-        raise RolloutError(
+        raise NotFiniteError(
             "the model gives log-probabilities that are not finite",
             found=f"{logprobs[:8]}",
             wanted="finite weights",
-            remedy="lower training.learning_rate, and go on from a checkpoint before the loss went wrong",
+            remedy="lower training.learning_rate, and resume from a checkpoint before the loss went wrong",
         )
-    return Scores(prompt_token_ids=token_ids[:-num_scored], logprobs=logprobs)
+    return Scores(prompt_token_ids=prompt_token_ids, logprobs=logprobs)
 
 
 def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
@@ -118,6 +123,6 @@ def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids | {tokenizer.eos_token_id})
 
 
-def says_too_long(error: ValueError) -> bool:
+def says_too_long(error: Exception) -> bool:
     """Whether vLLM refuses a request for its length, for which it has no type."""
     return any(words in str(error) for words in ("model length", "max_model_len", "context length"))

@@ -8,13 +8,22 @@ retry after a lost reply never makes a second rollout.
 from __future__ import annotations
 
 import uuid as uuid_module
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
 PROTOCOL_VERSION = 2
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
+
+
+T = TypeVar("T")
+# A list that ends at its first wrong item: an error per item of a long wrong list would cost gigabytes.
+Items = Annotated[list[T], Field(fail_fast=True)]
+Name = Annotated[str, Field(max_length=512)]
+MAX_RANKS = 4096  # of a group
+MAX_TIMEOUT_S = 86_400.0
 
 
 class WireModel(BaseModel):
@@ -55,33 +64,33 @@ class Message(WireModel):
     """One chat turn. A string may name images by the placeholder `<image>`, in the order of the request's `images`."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
 
 
 class RolloutInferRequest(WireModel):
     """One sample to roll out. `images` are local paths, data URLs, base64 strings or http(s) URLs."""
 
-    messages: list[Message] = Field(min_length=1)
-    images: list[str] = []
-    uuid: str = Field(default_factory=lambda: uuid_module.uuid4().hex)
+    messages: Items[Message] = Field(min_length=1)
+    images: Items[str] = []
+    uuid: str = Field(default_factory=lambda: uuid_module.uuid4().hex, max_length=128)
     data_dict: dict[str, Any] = {}
 
 
 class RequestConfig(WireModel):
     """How to decode. `seed` is that of the call's first request; request `i` is seeded with `seed + i` mod 2**31-1."""
 
-    max_tokens: int = Field(default=512, ge=1)
-    temperature: float = Field(default=0.0, ge=0.0)
+    max_tokens: int = Field(default=512, ge=1, le=2**31 - 1)
+    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0)  # vLLM takes no more
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)  # -1 and 0: off
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
-    seed: int | None = Field(default=None, ge=0)
-    stop: list[str] = []
+    top_k: int = Field(default=-1, ge=-1, le=2**31 - 1)  # -1 and 0: off
+    repetition_penalty: FiniteFloat = Field(default=1.0, gt=0.0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
     n: Literal[1] = 1
 
 
 class InferCall(WireModel):
-    infer_requests: list[RolloutInferRequest]
+    infer_requests: Items[RolloutInferRequest]
     request_config: RequestConfig = RequestConfig()
 
 
@@ -133,11 +142,11 @@ class RolloutOutput(WireModel):
 
 class ScoreItem(WireModel):
     request: RolloutInferRequest
-    response_token_ids: list[int] = Field(min_length=1)
+    response_token_ids: Items[int] = Field(min_length=1)
 
 
 class ScoreCall(WireModel):
-    items: list[ScoreItem] = Field(min_length=1)
+    items: Items[ScoreItem] = Field(min_length=1)
 
 
 class ScoreReply(WireModel):
@@ -155,37 +164,52 @@ class InitCommunicatorCall(WireModel):
     have joined.
     """
 
-    incarnation: str  # a random id of this group, and its name where it meets; a new one replaces the old group
+    incarnation: Name  # a random id of this group, and its name where it meets; a new one replaces the old group
     group_port: int = Field(ge=1, le=65535)
-    first_rank: int = Field(default=0, ge=0)  # of this server's workers
-    world_size: int = Field(ge=2)  # of the group, learner included
+    first_rank: int = Field(default=0, ge=0, lt=MAX_RANKS)  # of this server's workers
+    world_size: int = Field(ge=2, le=MAX_RANKS)  # of the group, learner included
     backend: Literal["nccl", "gloo"]
-    timeout_s: float = Field(gt=0)
+    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 
 class TensorSpec(WireModel):
-    name: str  # as in the checkpoint (Hugging Face name); an adapter's: `{module}.lora_A.weight`, `.lora_B.weight`
-    dtype: str  # "bfloat16", "float32", ...
-    shape: list[int]
+    name: Name  # as in the checkpoint (Hugging Face name); an adapter's: `{module}.lora_A.weight`, `.lora_B.weight`
+    dtype: Name  # "bfloat16", "float32", ...
+    shape: Items[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=16)
 
 
 class Bucket(WireModel):
     """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`weights.py`)."""
 
-    tensors: list[TensorSpec]
-    num_bytes: int  # without the seal
+    tensors: Items[TensorSpec]
+    num_bytes: int = Field(ge=0, lt=2**40)  # without the seal
 
 
-BUCKETS = TypeAdapter(list[Bucket])
+BUCKETS = TypeAdapter(Items[Bucket])
 
 
 class UpdateWeightsCall(WireModel):
-    incarnation: str
+    incarnation: Name
     ver: int = Field(ge=0)  # the version served once this call returned
     mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
-    buckets: list[Bucket]
-    canary: list[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
-    timeout_s: float = Field(gt=0)
+    buckets: Items[Bucket]
+    canary: Items[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
+    # The call ends, and the new weights are served, only after `/expect_scores/` has brought the learner's own
+    # log-probabilities of the canary, and the server's are within the tolerance. False: the learner compares by itself.
+    await_verdict: bool = False
+    base_of_adapter: bool = False  # the weights below an adapter that comes next; they are not served alone
+    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
+
+
+class ExpectScoresCall(WireModel):
+    """What the canary of update `ver` must score, by the learner's own model. Sent while the update is under way, or
+    just before: the learner computes it while the buckets travel. The answer only says that it has arrived; the verdict
+    is the answer to `/update_weights/`."""
+
+    incarnation: Name
+    ver: int = Field(ge=0)
+    logprobs: Items[Items[FiniteFloat]] = Field(min_length=1)  # as `ScoreReply.logprobs`
+    tolerance: FiniteFloat = Field(gt=0)  # mean |gap| over all tokens of all items, nats
 
 
 class UpdateWeightsReply(WireModel):
@@ -199,7 +223,7 @@ class UpdateWeightsReply(WireModel):
 
 
 class CloseCommunicatorCall(WireModel):
-    incarnation: str
+    incarnation: Name
 
 
 # ---- state ---------------------------------------------------------------------------------------------------------

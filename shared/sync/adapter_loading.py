@@ -69,8 +69,8 @@ class AdapterLoad:
         # Copies: the bucket ends, and vLLM keeps what it is given.
         self._tensors |= {name: tensor.to(self._dtype, copy=True) for name, tensor in tensors}
 
-    def finish(self) -> dict[str, Any]:
-        """Counts of what is now served. Raises CoverageError, SyncError."""
+    def finish(self) -> int:
+        """The number of tensors that are now served. Raises CoverageError, SyncError."""
         pairs = self._pairs()
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
         if rank > self._max_rank:
@@ -90,7 +90,7 @@ class AdapterLoad:
         self._manager.remove_adapter(_ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(_ADAPTER_ID, rank, layers))
         self._manager.activate_adapter(_ADAPTER_ID)
-        return {"num_tensors": len(self._tensors), "num_layers": len(layers)}
+        return len(self._tensors)
 
     def close(self) -> None:
         """Nothing is half done at any time."""

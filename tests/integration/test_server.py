@@ -112,9 +112,11 @@ class Learner:
         *,
         wrong_seal: bool = False,
         stop_after: int | None = None,
+        expected: dict[str, Any] | None = None,
         **call: Any,
     ) -> httpx.Response:
-        """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more."""
+        """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more. `expected`: of an
+        `ExpectScoresCall`, sent after the last bucket."""
         specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
         buffers, buckets = [], []
         for bucket_specs in weights.plan_buckets(specs, 1 << 20):
@@ -139,6 +141,9 @@ class Learner:
                 self.communicator.broadcast(buffer, src, timeout_s=20.0)
                 assert all(operation.done(20.0) for operation in receiving)
                 assert all(torch.equal(copy, buffer) for _, copy in copies)
+        if expected is not None:
+            said = {"incarnation": self.incarnation, "ver": body["ver"], **expected}
+            assert self.http.post("/expect_scores/", json=said).status_code == 200
         calling.join(60)
         return replies[0]
 
@@ -262,11 +267,16 @@ def test_media_rules(learner: Learner, folder: Path) -> None:
 def test_wrong_requests_are_told_what_is_wrong(learner: Learner) -> None:
     too_long = learner.infer([{"messages": TEXT}], max_tokens=600)
     assert (too_long.status_code, too_long.json()["error"]) == (413, "PromptTooLongError")
-    assert "600 for the answer" in too_long.json()["found"]
+    assert "request_config.max_tokens 600" in too_long.json()["found"]
+    assert too_long.json()["what"].startswith("infer_requests.0: ")
+    # vLLM's own refusals are the request's, not the server's (R16).
+    ids = {"items": [{"request": {"messages": TEXT}, "response_token_ids": [1] * 600}]}
+    long_answer = learner.http.post("/score/", json=ids)
+    assert (long_answer.status_code, long_answer.json()["error"]) == (413, "PromptTooLongError")
     malformed = learner.http.post("/infer/", json={"infer_requests": [{"messages": []}], "typo": 1})
     assert (malformed.status_code, malformed.json()["error"]) == (400, "RequestError")
     assert "typo" in malformed.json()["found"]
-    assert learner.http.post("/infer/", content=b"x" * (9 << 20)).status_code == 413
+    assert learner.http.post("/infer/", json="x" * (9 << 20)).status_code == 413
 
 
 def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> None:
@@ -320,6 +330,25 @@ def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, e
     assert learner.http.get("/status/").json()["gate"] == "poisoned"
     assert learner.join().status_code == 200  # a new incarnation replaces the old one
     assert learner.sync(tensors).status_code == 200
+    assert learner.ids(TEXT) == learner.generate(TEXT)
+
+
+def test_the_server_serves_what_gives_the_expected_scores(learner: Learner) -> None:
+    """R09, D14: other probabilities than the learner's poison the server."""
+    response = [5, 400, 1000]
+    judged = {"canary": [{"request": {"messages": TEXT}, "response_token_ids": response}], "await_verdict": True}
+    learner.randomize(seed=8)
+    right = {"logprobs": [learner.logprobs(TEXT, None, response)], "tolerance": 0.002}
+    wrong = {"logprobs": [[value + 0.1 for value in right["logprobs"][0]]], "tolerance": 0.05}
+    tensors = learner.tensors()
+    assert learner.join().status_code == 200
+    served = learner.sync(tensors, **judged, expected=right)
+    assert served.status_code == 200, served.text
+    refused = learner.sync(tensors, **judged, expected=wrong)
+    assert (refused.status_code, refused.json()["error"]) == (500, "CanaryError")
+    assert learner.http.get("/ready/").status_code == 503
+    assert learner.join().status_code == 200
+    assert learner.sync(tensors, **judged, expected=right).status_code == 200
     assert learner.ids(TEXT) == learner.generate(TEXT)
 
 
@@ -396,4 +425,5 @@ def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> 
     calling.join(20)
     assert [reply.status_code for reply in replies] == [200]
     assert wait_gone(family, 5.0) == []
-    assert "Exception ignored" not in server.log.read_text(errors="replace")
+    said = server.log.read_text(errors="replace")
+    assert [words for words in ("Traceback", "Exception ignored", "leaked") if words in said] == []

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from shared.errors import ProjectError
-from shared.generation import Generation, Scores
+from rollout_server.engine import WorkerReply
+from shared.errors import ProjectError, PromptTooLongError
+from shared.generation import Generation, Scores, checked_scores
 from shared.wire import RequestConfig, RolloutInferRequest
 
 
@@ -23,8 +24,10 @@ class FakeEngine:
         self.go = asyncio.Event()
         self.go.set()
         self.calls: list[tuple[Any, ...]] = []
-        self.replies: dict[str, Callable[[], dict[str, Any]]] = {}  # by worker method
+        self.replies: dict[str, Callable[[], WorkerReply]] = {}  # by worker method
         self.num_resets = 0
+        self.scored: list[list[int]] = []
+        self.logprob = -0.5
         self.adapter: str | None = None
 
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
@@ -35,6 +38,7 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.cancelled.append(text)
             raise
+        self._check(text)
         if text.startswith("fail"):
             raise ProjectError(text)
         return Generation(
@@ -45,13 +49,20 @@ class FakeEngine:
         )
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
-        return Scores(prompt_token_ids=[1, 2], logprobs=[-0.5] * len(response_token_ids))
+        self._check(str(request.messages[0].content))
+        self.scored.append(response_token_ids)
+        return checked_scores([1, 2], [self.logprob] * len(response_token_ids))
 
-    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+    @staticmethod
+    def _check(text: str) -> None:
+        if text == "refuse":
+            raise PromptTooLongError("the request is longer than the model's context")
+
+    async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         self.calls.append((method, *args))
         await asyncio.sleep(0)
         reply = self.replies.get(method)
-        return [reply() if reply else {"done": True, "runs_meanwhile": True, "num_tensors": 0}]
+        return [reply() if reply else WorkerReply(runs_meanwhile=True)]
 
     async def reset_caches(self) -> None:
         self.num_resets += 1

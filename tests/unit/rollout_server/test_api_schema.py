@@ -17,7 +17,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from schemathesis import GenerationMode
 
-from shared.wire import CloseCommunicatorCall, InferCall, InitCommunicatorCall, ScoreCall, UpdateWeightsCall
+from shared.wire import (
+    CloseCommunicatorCall,
+    ExpectScoresCall,
+    InferCall,
+    InitCommunicatorCall,
+    ScoreCall,
+    UpdateWeightsCall,
+)
 from tests.unit.rollout_server.test_fuzz import check, send
 
 CALLS: dict[str, type[BaseModel]] = {
@@ -25,6 +32,7 @@ CALLS: dict[str, type[BaseModel]] = {
     "/score/": ScoreCall,
     "/init_communicator/": InitCommunicatorCall,
     "/update_weights/": UpdateWeightsCall,
+    "/expect_scores/": ExpectScoresCall,
     "/close_communicator/": CloseCommunicatorCall,
 }
 QUICK = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))

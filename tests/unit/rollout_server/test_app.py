@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
+from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
 from shared.errors import DigestError
 from shared.seeds import SEED_MODULUS
-from shared.wire import ErrorBody, InferCall, RequestConfig, RolloutInferRequest, RolloutOutput
+from shared.wire import ErrorBody, InferCall, InitCommunicatorCall, RequestConfig, RolloutInferRequest, RolloutOutput
 from tests.unit.rollout_server.fakes import FakeEngine
 
 Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
@@ -26,7 +28,7 @@ def serve(check: Check, token: str | None = None, **settings: Any) -> None:
         service = RolloutService(engine, ServerConfig(model="fake", **settings))
         app = create_app(service, token)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             await asyncio.wait_for(check(http, engine, service), 10)
 
     asyncio.run(run())
@@ -34,6 +36,9 @@ def serve(check: Check, token: str | None = None, **settings: Any) -> None:
 
 def request(text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+JSON = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json"), (b"transfer-encoding", b"chunked")]
 
 
 def error(reply: httpx.Response) -> tuple[int, str]:
@@ -86,8 +91,61 @@ def test_token() -> None:
     serve(check, token="secret")
 
 
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_a_web_page_changes_nothing(token: str | None) -> None:
+    """Without a token too: a page in this machine's browser can send forms and text, under its own name only."""
+    body = InferCall(infer_requests=[RolloutInferRequest.model_validate(request("a"))]).model_dump_json()
+    right = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+            headers = {**right, "Content-Type": kind}
+            assert error(await http.post("/infer/", content=body, headers=headers)) == (415, "RequestError")
+        for origin in ("http://evil.test", "http://127.0.0.1:8000", "null"):
+            for path in ("/infer/", "/reset_prefix_cache/"):
+                assert error(await http.post(path, headers={**right, "Origin": origin})) == (403, "RequestError")
+        assert (engine.generated, engine.num_resets) == ([], 0)
+        for kind in ("application/json", "Application/JSON; charset=utf-8"):
+            headers = {**right, "Content-Type": kind, "Origin": "http://127.0.0.1"}
+            assert (await http.post("/infer/", content=body, headers=headers)).status_code == 200
+        assert (await http.post("/reset_prefix_cache/", headers=right)).status_code == 200
+
+    serve(check, token=token)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.test", 403),
+        ("evil.test:8000", 403),
+        ("127.0.0.1.evil.test", 403),
+        ("[::1", 403),
+        ("127.0.0.1:8000", 200),
+        ("localhost:8000", 200),
+        ("[::1]:8000", 200),
+        ("10.0.0.7", 200),
+    ],
+)
+def test_a_name_that_was_pointed_here_is_refused(host: str, status: int) -> None:
+    """DNS rebinding: a page's own name leads to this machine. With a token it could do nothing."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        assert (await http.get("/status/", headers={"Host": host})).status_code == status
+
+    serve(check)
+
+
+def test_with_a_token_the_server_has_any_name() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        headers = {"Host": "rollout-0.rollout:8000", "Authorization": "Bearer secret"}
+        assert (await http.get("/status/", headers=headers)).status_code == 200
+
+    serve(check, token="secret")
+
+
 def test_body_limit_and_malformed_bodies() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        http.headers["Content-Type"] = "application/json"
         assert error(await http.post("/infer/", content=b"x" * 1001)) == (413, "RequestError")
 
         async def chunks() -> Any:
@@ -102,6 +160,44 @@ def test_body_limit_and_malformed_bodies() -> None:
         assert engine.generated == []
 
     serve(check, max_body_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.5),
+        ("temperature", float("inf")),
+        ("repetition_penalty", float("inf")),
+        ("top_k", 2**40),
+        ("seed", 2**70),
+        ("max_tokens", 2**40),
+        ("stop", [""]),
+        ("stop", ["x"] * 1000),
+    ],
+)
+def test_a_wrong_setting_is_named(field: str, value: object) -> None:
+    """R16: what vLLM, or its tensors, would refuse or die of."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        body = json.dumps({"infer_requests": [request("a")], "request_config": {field: value}})
+        reply = await http.post("/infer/", content=body, headers={"Content-Type": "application/json"})
+        assert (*error(reply), engine.generated) == (400, "RequestError", [])
+        assert f"request_config.{field}" in reply.json()["found"]
+
+    serve(check)
+
+
+def test_a_refused_request_is_named_by_its_place() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": [request("a"), request("refuse")]})
+        assert error(reply) == (413, "PromptTooLongError")
+        assert reply.json()["what"].startswith("infer_requests.1: ")
+        item = {"request": request("refuse"), "response_token_ids": [1]}
+        reply = await http.post("/score/", json={"items": [*CANARY, item]})
+        assert error(reply) == (413, "PromptTooLongError")
+        assert reply.json()["what"].startswith("items.1: ")
+
+    serve(check)
 
 
 def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:
@@ -132,7 +228,7 @@ def test_a_client_that_hangs_up_stops_its_generations() -> None:
             pass
 
         app = create_app(service, None)
-        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": []}
+        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": JSON}
         calling = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         assert (engine.generated, service.gate.in_flight) == (["a"], 1)
@@ -167,7 +263,10 @@ def test_one_call_is_one_update() -> None:
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http, world_size=5)
-        assert engine.calls[-2] == ("sync_join", "a", "gloo", "10.0.0.7", 1234, 0, 5, 5)
+        method, call, host = engine.calls[-2]
+        joined = InitCommunicatorCall.model_validate_json(call)
+        assert (method, host) == ("sync_join", "10.0.0.7")
+        assert (joined.incarnation, joined.group_port, joined.first_rank, joined.world_size) == ("a", 1234, 0, 5)
         reply = await http.post("/update_weights/", json=update(ver=4))
         assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
         assert engine.called()[-2:] == ["sync_start", "sync_poll"]
@@ -209,7 +308,7 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
     """Only a full update says what all weights are."""
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        def fail() -> dict[str, Any]:
+        def fail() -> WorkerReply:
             raise DigestError("other bytes")
 
         await open_group(http)
@@ -227,7 +326,7 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
 
 def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        def fail() -> dict[str, Any]:
+        def fail() -> WorkerReply:
             raise DigestError("other bytes")
 
         await open_group(http)
@@ -247,10 +346,155 @@ def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
     serve(check)
 
 
+# ---- the verdict: nothing is served before the learner's own log-probabilities were compared -----------------------
+
+CANARY = [{"request": request("canary"), "response_token_ids": [1, 2]}]  # the fake engine scores -0.5 each
+
+
+def judged_update(ver: int = 1, **fields: Any) -> dict[str, Any]:
+    return {**update(ver=ver), "canary": CANARY, "await_verdict": True, **fields}
+
+
+def expected(*logprobs: float, ver: int = 1, tolerance: float = 0.1, incarnation: str = "a") -> dict[str, Any]:
+    return {"incarnation": incarnation, "ver": ver, "logprobs": [logprobs], "tolerance": tolerance}
+
+
+async def until_scored(engine: FakeEngine) -> None:
+    while not engine.scored:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+
+
+def test_nobody_is_served_before_the_verdict() -> None:
+    """R09, R10: a call that comes meanwhile waits, and gets the new version."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        updating = asyncio.create_task(http.post("/update_weights/", json=judged_update()))
+        await until_scored(engine)
+        calling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("a")]}))
+        await asyncio.sleep(0.02)
+        assert (updating.done(), calling.done(), service.gate.state) == (False, False, "updating")
+        assert error(await http.get("/ready/")) == (503, "ServerBusyError")
+        wrong = await http.post("/expect_scores/", json=expected(-0.5, -0.5, incarnation="b"))
+        assert error(wrong) == (500, "SyncError")
+        assert (await http.post("/expect_scores/", json=expected(-0.45, -0.55))).status_code == 200
+        assert (await updating).status_code == 200
+        assert (await calling).json()[0]["rollout_infos"]["ver"] == 1
+
+    serve(check)
+
+
+def test_the_expected_scores_may_come_before_the_update() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        assert (await http.post("/expect_scores/", json=expected(-0.5, -0.5))).status_code == 200
+        assert (await http.post("/update_weights/", json=judged_update())).status_code == 200
+        # They count once: the next update needs its own.
+        late = await http.post("/update_weights/", json=judged_update(ver=2, timeout_s=0.05))
+        assert error(late) == (504, "DeadlineError")
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "status", "name"),
+    [((-0.5, -0.8), 500, "CanaryError"), ((-0.5,), 500, "SyncError"), (None, 504, "DeadlineError")],
+)
+def test_a_failed_canary_poisons(logprobs: tuple[float, ...] | None, status: int, name: str) -> None:
+    """R09: other probabilities, another number of them, or none in time."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        updating = asyncio.create_task(
+            http.post("/update_weights/", json=judged_update(timeout_s=5 if logprobs else 0.1))
+        )
+        await until_scored(engine)
+        if logprobs is not None:
+            await http.post("/expect_scores/", json=expected(*logprobs))
+        assert error(await updating) == (status, name)
+        assert service.gate.state == "poisoned"
+        assert error(await http.post("/infer/", json={"infer_requests": [request("a")]}))[0] == 503
+        assert engine.called()[-1] == "sync_leave"
+
+    serve(check)
+
+
+def test_leaving_without_a_verdict_poisons() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        updating = asyncio.create_task(http.post("/update_weights/", json=judged_update()))
+        await until_scored(engine)
+        assert (await http.post("/close_communicator/", json={"incarnation": "a"})).status_code == 200
+        assert error(await updating) == (500, "CommunicatorError")
+        assert (service.gate.state, service.gate.ver) == ("poisoned", 0)
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"canary": []}, {"mode": "adapter", "base_of_adapter": True}, {"base_of_adapter": True}]
+)
+def test_an_update_that_cannot_be_judged_is_refused(fields: dict[str, Any]) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        reply = await http.post("/update_weights/", json=judged_update(**fields))
+        assert error(reply) == (400, "RequestError")
+        assert "canary" in reply.json()["found"]
+        assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
+
+    serve(check)
+
+
+def test_the_weights_below_an_adapter_are_not_served_alone() -> None:
+    """R08, R09: only the adapter of the same learner makes them whole."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        base = judged_update(canary=[], base_of_adapter=True)
+        await open_group(http)
+        assert (await http.post("/update_weights/", json=base)).status_code == 200
+        assert error(await http.post("/infer/", json={"infer_requests": [request("a")]})) == (
+            503,
+            "ServerPoisonedError",
+        )
+        await http.post("/expect_scores/", json=expected(-0.5, -0.5, ver=2))
+        assert (await http.post("/update_weights/", json=judged_update(ver=2, mode="adapter"))).status_code == 200
+        assert (service.gate.state, service.gate.ver) == ("serving", 2)
+        assert (await http.post("/update_weights/", json={**base, "ver": 3})).status_code == 200
+        await open_group(http, "b")
+        other = judged_update(ver=4, mode="adapter", incarnation="b")
+        assert error(await http.post("/update_weights/", json=other)) == (500, "SyncError")
+
+    serve(check, enable_lora=True)
+
+
+def test_weights_that_give_no_finite_probabilities_poison_by_themselves() -> None:
+    """Also answers that are under way are not given."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.go.clear()
+        calling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("a", uuid="u")]}))
+        while not engine.generated:
+            await asyncio.sleep(0)
+        engine.logprob = float("nan")
+        assert error(await http.post("/score/", json={"items": CANARY})) == (502, "NotFiniteError")
+        assert service.gate.state == "poisoned"
+        engine.go.set()
+        assert error(await calling) == (503, "ServerPoisonedError")
+        await open_group(http)
+        engine.logprob = -0.5
+        await http.post("/expect_scores/", json=expected(-0.5, -0.5))
+        assert (await http.post("/update_weights/", json=judged_update())).status_code == 200
+        again = await http.post("/infer/", json={"infer_requests": [request("a", uuid="u")]})
+        assert again.json()[0]["rollout_infos"]["ver"] == 1  # a new rollout, not the one of the wrong weights
+
+    serve(check)
+
+
 def test_a_new_learner_ends_what_the_old_one_had_under_way() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        engine.replies["sync_poll"] = lambda: {"done": False}
+        engine.replies["sync_poll"] = lambda: WorkerReply(done=False)
         hanging = asyncio.create_task(http.post("/update_weights/", json=update()))
         while "sync_poll" not in engine.called():
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What decides how the engine's process is made."""
+"""How the engine's process is made, and what vLLM's errors become."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from vllm import exceptions
+from vllm.v1.engine.exceptions import EngineGenerateError
+
+from rollout_server.engine import VllmEngine
+from shared.errors import PromptTooLongError, RequestError, ServerError
 
 
 @pytest.mark.parametrize("openmp", [1, 3])
@@ -23,3 +28,26 @@ print(before, _num_threads() - before)
     found = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, check=True, timeout=120.0)
     before, more = map(int, found.stdout.split())
     assert (before == 1, more) == (openmp == 1, 1), found.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (exceptions.VLLMValidationError("temperature must be in [0, 2]"), RequestError),
+        (exceptions.VLLMValidationError("longer than the maximum model length of 512"), PromptTooLongError),
+        (ValueError("no such modality"), RequestError),
+        (EngineGenerateError("out of memory"), ServerError),
+    ],
+)
+def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type[Exception]) -> None:
+    """R16: 4xx, and never "a defect"."""
+
+    class Engine(VllmEngine):
+        dead, max_model_len = False, 512  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(wanted) as raised, Engine()._vllm_errors():
+        raise error
+    assert type(raised.value) is wanted

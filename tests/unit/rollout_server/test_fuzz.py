@@ -34,9 +34,11 @@ RIGHT: dict[str, Any] = {
         "timeout_s": 5.0,
     },
     "/update_weights/": {"incarnation": "a", "ver": 1, "buckets": [], "timeout_s": 5.0},
+    "/expect_scores/": {"incarnation": "a", "ver": 1, "logprobs": [[-0.5]], "tolerance": 0.1},
     "/close_communicator/": {"incarnation": "a"},
     "/reset_prefix_cache/": {},
 }
+JSON = {"Content-Type": "application/json"}
 GETS = ("/health/", "/ready/", "/status/", "/get_world_size/", "/metrics/")
 # Calls out of turn: an update without its group, a version that has passed, a group that is busy or poisoned.
 OUT_OF_TURN = {"SyncError", "CommunicatorError", "ServerPoisonedError", "ServerBusyError"}
@@ -85,8 +87,8 @@ def send(method: str, path: str, content: bytes | None = None) -> httpx.Response
     async def run() -> httpx.Response:
         app = create_app(RolloutService(FakeEngine(), ServerConfig(model="fake")), None)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
-            return await asyncio.wait_for(http.request(method, path, content=content), 5)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await asyncio.wait_for(http.request(method, path, content=content, headers=JSON), 5)
 
     return asyncio.run(run())
 

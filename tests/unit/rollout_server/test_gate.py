@@ -21,6 +21,7 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = Gate()
         self.inside: list[int] = []
         self.half_written = False
+        self.base_of = ""  # who has sent the weights below an adapter, and nothing since
 
     @rule()
     def enter(self) -> None:
@@ -45,6 +46,7 @@ class GateMachine(RuleBasedStateMachine):
     @rule(incarnation=INCARNATIONS)
     def open_group(self, incarnation: str) -> None:
         self.gate.open_group(incarnation)
+        self.base_of = ""
 
     @precondition(lambda self: self.gate.update is None)
     @rule()
@@ -61,7 +63,7 @@ class GateMachine(RuleBasedStateMachine):
             return
         assert before["incarnation"] == incarnation
         assert before["update"] is None
-        assert before["state"] == "serving" or mode == "full"
+        assert before["state"] == "serving" or mode == "full" or self.base_of == incarnation
         assert self.gate.state == "draining"
 
     @precondition(lambda self: self.gate.update is not None)
@@ -77,13 +79,29 @@ class GateMachine(RuleBasedStateMachine):
         wanted = self.gate.update.ver if self.gate.update else -1
         self.gate.complete()
         assert (self.gate.state, self.gate.ver) == ("serving", wanted)
-        self.half_written = False
+        self.gate.check_sound()
+        self.half_written, self.base_of = False, ""
+
+    @precondition(lambda self: self.gate.state == "updating")
+    @rule()
+    def complete_base(self) -> None:
+        self.gate.complete_base()
+        assert self.gate.state == "poisoned"
+        self.base_of = self.gate.incarnation
+
+    @rule()
+    def poison(self) -> None:
+        self.gate.poison("not finite")
+        assert self.gate.state != "serving"
+        with pytest.raises(ServerPoisonedError):
+            self.gate.check_sound()
 
     @precondition(lambda self: self.gate.update is not None)
     @rule()
     def fail(self) -> None:
         self.gate.fail("because")
         assert self.gate.state == "poisoned"
+        self.base_of = ""
 
     @invariant()
     def is_consistent(self) -> None:

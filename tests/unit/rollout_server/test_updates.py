@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
-from rollout_server.engine import Scores
+from rollout_server.engine import Scores, WorkerReply
 from rollout_server.updates import update_weights
 from shared.errors import DigestError
 from shared.wire import RolloutInferRequest, ScoreItem, UpdateWeightsCall
@@ -26,13 +25,16 @@ class Engine(FakeEngine):
         super().__init__()
         self.log: list[str] = []
         self._left = num_slices
-        self.replies = {"sync_start": lambda: {"runs_meanwhile": runs_meanwhile}, "sync_poll": self._poll}
+        self.replies = {
+            "sync_start": lambda: WorkerReply(done=False, runs_meanwhile=runs_meanwhile),
+            "sync_poll": self._poll,
+        }
 
-    def _poll(self) -> dict[str, Any]:
+    def _poll(self) -> WorkerReply:
         self._left -= 1
-        return {"done": self._left == 0}
+        return WorkerReply(done=self._left == 0)
 
-    async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+    async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         self.log.append(method)
         return await super().on_workers(method, *args)
 
@@ -63,7 +65,7 @@ def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: i
 def test_a_load_that_fails_takes_the_canary_with_it() -> None:
     engine = Engine(runs_meanwhile=True, num_slices=1)
 
-    def fail() -> dict[str, Any]:
+    def fail() -> WorkerReply:
         raise DigestError("other bytes")
 
     engine.replies["sync_poll"] = fail
@@ -81,7 +83,7 @@ def test_caches_are_emptied_while_the_receiving_begins() -> None:
     emptied = asyncio.Event()
 
     class Slow(Engine):
-        async def on_workers(self, method: str, *args: object) -> list[dict[str, Any]]:
+        async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
             if method == "sync_start":
                 await asyncio.wait_for(emptied.wait(), 5.0)
             return await super().on_workers(method, *args)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollout_server.gate import Gate, Turnstile
+from rollout_server.gate import Gate, WaitingGate
 from shared.errors import DeadlineError, ServerBusyError, ServerPoisonedError
 
 
@@ -16,15 +16,15 @@ def run(call: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(call, 10))
 
 
-def turnstile(queue_timeout_s: float = 5.0, drain_timeout_s: float = 5.0) -> Turnstile:
+def waiting_gate(queue_timeout_s: float = 5.0, drain_timeout_s: float = 5.0) -> WaitingGate:
     gate = Gate()
     gate.open_group("a")
-    return Turnstile(gate, queue_timeout_s=queue_timeout_s, drain_timeout_s=drain_timeout_s)
+    return WaitingGate(gate, queue_timeout_s=queue_timeout_s, drain_timeout_s=drain_timeout_s)
 
 
 def test_an_update_waits_for_calls_and_calls_for_the_update() -> None:
     async def check() -> None:
-        t, seen, release, loaded = turnstile(), [], asyncio.Event(), asyncio.Event()
+        t, seen, release, loaded = waiting_gate(), [], asyncio.Event(), asyncio.Event()
 
         async def call(until: asyncio.Event | None) -> None:
             async with t.call() as ver:
@@ -57,7 +57,7 @@ def test_an_update_waits_for_calls_and_calls_for_the_update() -> None:
 
 def test_waits_end_at_their_deadlines() -> None:
     async def check() -> None:
-        t = turnstile(queue_timeout_s=0.05, drain_timeout_s=0.1)
+        t = waiting_gate(queue_timeout_s=0.05, drain_timeout_s=0.1)
         async with t.call():
             with pytest.raises(DeadlineError, match=r"1 in flight after 0.1 s"):
                 async with t.update("a", 1, "full"):
@@ -74,7 +74,7 @@ def test_waits_end_at_their_deadlines() -> None:
 
 def test_a_failed_update_lets_those_who_wait_hear_why() -> None:
     async def check() -> None:
-        t = turnstile()
+        t = waiting_gate()
 
         async def call() -> None:
             async with t.call():
@@ -98,7 +98,7 @@ def test_a_failed_update_lets_those_who_wait_hear_why() -> None:
 
 def test_cancelled_calls_leave() -> None:
     async def check() -> None:
-        t = turnstile()
+        t = waiting_gate()
 
         async def call() -> None:
             async with t.call():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 
+from rollout_server.engine import WorkerReply
 from rollout_server.worker import Receiving
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError, DigestError
@@ -30,8 +30,8 @@ class RememberingLoad:
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.loaded |= {name: tensor.clone() for name, tensor in tensors}
 
-    def finish(self) -> dict[str, Any]:
-        return {"num_tensors": len(self.loaded)}
+    def finish(self) -> int:
+        return len(self.loaded)
 
     def close(self) -> None:
         self.closed = True
@@ -72,11 +72,11 @@ def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Commun
     assert len(PLAN) == 3
     load = RememberingLoad()
     receiving = Receiving(update(), worker, load)
-    assert receiving.advance(0.01) == {"done": False}
+    assert receiving.advance(0.01) == WorkerReply(done=False)
     sending = in_turn(learner, BUFFERS)
-    while not (result := receiving.advance(0.5))["done"]:
+    while not (result := receiving.advance(0.5)).done:
         pass
-    assert result == {"done": True, "num_tensors": 5}
+    assert result == WorkerReply(num_tensors=5)
     assert receiving.advance(0.0) == result
     assert list(load.loaded) == list(TENSORS)
     assert all(load.loaded[name].equal(tensor) for name, tensor in TENSORS.items())
