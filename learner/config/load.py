@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from learner.config.plan import topology_rules
-from learner.config.rules import RULES, paired_servers, uses_servers
+from learner.config.plan import tensor_parallel_size, topology_rules
+from learner.config.rules import RULES, colocates, paired_servers, uses_servers
 from learner.config.schema import RunConfig
 from shared.config.parse import load_yaml, parse, write_yaml
 
@@ -94,7 +94,14 @@ def load_config(path: str | Path, *, world_size: int | None = None, env: Mapping
 def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunConfig:
     """The configuration that a mapping (or `config_io.Document`) says. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
-    return _one_server_form(parse(RunConfig, data, retired=RETIRED, rules=rules))
+    config = parse(RunConfig, data, retired=RETIRED, rules=rules)
+    if uses_servers(config):
+        server = config.rollout_matching.vllm.server
+        forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}
+        return _with_vllm(config, server=server.model_copy(update=forms))
+    if colocates(config) and world_size is not None:
+        return _with_vllm(config, tensor_parallel_size=tensor_parallel_size(config, world_size))
+    return config
 
 
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
@@ -107,12 +114,8 @@ def write_resolved(config: RunConfig, run_dir: Path) -> Path:
     return path
 
 
-def _one_server_form(config: RunConfig) -> RunConfig:
-    if not uses_servers(config):
-        return config
+def _with_vllm(config: RunConfig, **values: Any) -> RunConfig:
     rollout = config.rollout_matching
-    forms = {"servers": paired_servers(rollout.vllm.server), "base_url": None, "group_port": None}
-    server = rollout.vllm.server.model_copy(update=forms)
-    vllm = rollout.vllm.model_copy(update={"server": server})
+    vllm = rollout.vllm.model_copy(update=values)
     extra = config.custom.extra.model_copy(update={"rollout_matching": rollout.model_copy(update={"vllm": vllm})})
     return config.model_copy(update={"custom": config.custom.model_copy(update={"extra": extra})})

@@ -47,8 +47,11 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Devices per colocated engine: one where there is one rank (R04)."""
-    return 1 if world_size == 1 else config.rollout_matching.vllm.tensor_parallel_size
+    """Devices per colocated engine (R04). What the user wrote stands; the default becomes 1 if there is one rank."""
+    vllm = config.rollout_matching.vllm
+    if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:
+        return 1
+    return vllm.tensor_parallel_size
 
 
 def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:

@@ -74,16 +74,3 @@ def decide_channel(
     wanted = scheduled_channel(global_step, b_ratio)
     feasible = min_eligible_packs is None or min_eligible_packs >= gradient_accumulation_steps
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")
-
-
-def rollout_share(total: int, rank: int, world_size: int) -> range:
-    """The rollouts of a step that are this rank's, counted over all ranks: contiguous, sizes differ by at most one."""
-    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-    size, longer = divmod(total, world_size)
-    start = rank * size + min(rank, longer)
-    return range(start, start + size + (rank < longer))
-
-
-def local_rollouts_per_step(total: int, rank: int, world_size: int) -> int:
-    """How many of a step's `total` rollouts rank `rank` collects; over all ranks they add up to `total`."""
-    return len(rollout_share(total, rank, world_size))

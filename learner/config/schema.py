@@ -65,7 +65,6 @@ class DataConfig(Section):
 class TaskConfig(Section):
     """How answers are read and compared with ground truth."""
 
-    name: Literal["detection"] = key("the task", "detection")
     container: Literal["index_map", "array"] = key(
         '`{"object_1": {"desc": ..., "bbox_2d": [...]}}`, or `[{"bbox_2d": [...], "label": ...}]`', "index_map"
     )
@@ -179,7 +178,6 @@ class LoggingConfig(Section):
 
     tensorboard: bool = key("write TensorBoard events", True)
     progress_bar: bool = key("show a progress bar", True)
-    wandb_project: str | None = key("also log to this W&B project", None)
 
 
 # ---- custom.extra.rollout_matching ---------------------------------------------------------------------------------

@@ -200,9 +200,6 @@ class ServerClient:
         response = await self._send_patiently("/score/", call, read_s=self.timeouts.read_s)
         return read_reply(response, TypeAdapter(ScoreReply), self.base_url)
 
-    async def reset_prefix_cache(self) -> None:
-        await self._send_patiently("/reset_prefix_cache/", None, read_s=self.timeouts.read_s)
-
     async def init_communicator(self, call: InitCommunicatorCall) -> None:
         """Returns when the server's workers and the learner have joined the group."""
         await self._send_once("/init_communicator/", call, read_s=call.timeout_s + REPLY_GRACE_S)

@@ -327,12 +327,22 @@ def test_r04_tensor_parallel_size_divides_the_ranks() -> None:
     changes = {f"{VLLM}.mode": "colocate"}
     assert valid(minimal(), changes, world_size=4).rollout_matching.vllm.tensor_parallel_size == 4
     valid(minimal(), changes, world_size=8)
-    valid(minimal(), changes, world_size=1)  # one device: TP 1
     mistake = only_mistake(minimal(), changes, world_size=6)
     assert mistake.path == f"{VLLM}.tensor_parallel_size"
     assert "1 or 2 or 3 or 6" in mistake.remedy
     for nothing_is_rolled_out in ({"custom.trainer_variant": "sft"}, {**STAGE2, "stage2_ab.schedule.b_ratio": 0.0}):
         valid(minimal(), {**changes, **nothing_is_rolled_out}, world_size=6)
+
+
+def test_r04_an_explicit_tensor_parallel_size_stands_or_is_refused() -> None:
+    """One rank lowers the default to 1; a size that the user wrote is never lowered in silence."""
+    colocated = {f"{VLLM}.mode": "colocate"}
+    assert valid(minimal(), colocated, world_size=1).rollout_matching.vllm.tensor_parallel_size == 1
+    for size in (2, 4):
+        mistake = only_mistake(minimal(), {**colocated, f"{VLLM}.tensor_parallel_size": size}, world_size=1)
+        assert (mistake.path, mistake.found) == (f"{VLLM}.tensor_parallel_size", str(size))
+        assert mistake.remedy == "set it to 1"
+    valid(minimal(), {f"{VLLM}.tensor_parallel_size": 4}, world_size=1)  # servers: not used
 
 
 @pytest.mark.parametrize("rollouts", [COLOCATE, HF])
