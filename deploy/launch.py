@@ -30,10 +30,11 @@ from pydantic import Field
 
 from deploy.torchrun import exit_code
 from learner.config.load import load_config
-from rollout_server.config import TOKEN_VARIABLE, ServerConfig, load_server_config
+from rollout_server.config import ServerConfig, load_server_config
 from shared.config.model import ConfigErrors, Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.errors import DeadlineError, ProjectError, ServerError
+from shared.wire import TOKEN_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2

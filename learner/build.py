@@ -47,6 +47,7 @@ from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer
 from shared.errors import ConfigError
+from shared.wire import TOKEN_VARIABLE
 
 
 def step_plan(plan: Plan) -> Plan:
@@ -121,9 +122,6 @@ def _stream(config: RunConfig, samples: Sequence[Sample], encoder: PromptEncoder
         rank=ranks.rank,
         num_ranks=ranks.world_size,
     )
-
-
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 
 def train(config_path: str, *, environment: Mapping[str, str]) -> int:

@@ -19,9 +19,10 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-from rollout_server.config import TOKEN_VARIABLE, ServerConfig, load_server_config
+from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
+from shared.wire import TOKEN_VARIABLE
 
 
 def main(

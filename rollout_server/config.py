@@ -5,17 +5,17 @@ Called by `__main__.py` and by the launcher. The bearer token is no part of it: 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from shared.addresses import is_loopback
 from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
+from shared.wire import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
 # What this configuration has a key for, or what the server must decide itself.
@@ -111,7 +111,7 @@ class ServerConfig(Section):
     @property
     def is_public(self) -> bool:
         """Whether others than this machine can reach the HTTP port."""
-        return not _is_loopback(self.host)
+        return not is_loopback(self.host)
 
 
 def load_server_config(path: str | Path, *, has_token: bool = True) -> ServerConfig:
@@ -121,13 +121,6 @@ def load_server_config(path: str | Path, *, has_token: bool = True) -> ServerCon
     """
     rules = (_check_hosts, _check_engine_args, _check_roots)
     return parse(ServerConfig, load_yaml(path), rules=rules if has_token else (*rules, _check_token))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:

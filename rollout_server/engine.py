@@ -19,13 +19,14 @@ import gc
 import itertools
 import json
 import os
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
+from shared.aio import gather
 from shared.checkpoint import model_folder, signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
 from shared.generation import (
@@ -44,15 +45,6 @@ from shared.sync.adapter_loading import adapter_request
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply
 
 T = TypeVar("T")
-
-
-async def gather(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 _WORKER_CALL_S = 60.0  # a worker that does not answer for so long is gone; its own waits are far shorter

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollout_server.config import ServerConfig
-from rollout_server.engine import Engine, gather, score
+from rollout_server.engine import Engine, score
 from rollout_server.gate import Gate, Turnstile
 from rollout_server.metrics import Metrics
 from rollout_server.updates import WeightSync
+from shared.aio import gather
 from shared.errors import ProjectError, RequestError, ServerBusyError, ServerError
 from shared.generation import Generation
 from shared.seeds import offset_seed

@@ -28,8 +28,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_server.config import ServerConfig
-from rollout_server.engine import Engine, gather, score
+from rollout_server.engine import Engine, score
 from rollout_server.gate import Turnstile
+from shared.aio import gather
 from shared.errors import CommunicatorError, ProjectError, SyncError
 from shared.wire import (
     BUCKETS,

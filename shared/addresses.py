@@ -1,11 +1,12 @@
-"""Ports for programs that are started here, a moment before they bind them.
+"""Addresses and ports of this machine: what only it can reach, and where a program can listen.
 
-Below the range from which the kernel gives ports to outgoing connections: one of those could take a port between its
-choice and its use. Linux's range begins at 32768 unless told otherwise.
+Free ports are drawn below the range from which the kernel gives ports to outgoing connections (Linux: from 32768 on).
+Otherwise such a connection could take a port between its choice here and the moment a program binds it.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 
@@ -15,15 +16,34 @@ _FIRST, _LAST = 15_000, 32_000
 _TRIES = 1_000
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host` (a name or an address) is this machine's loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_free(port: int) -> bool:
+    """Whether a program can listen on this loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its last server ended
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_ports(number: int) -> list[int]:
-    """Different ports on which nobody listens now, drawn at random. Raises ConfigError where hardly any is free."""
-    draw = random.SystemRandom()  # whatever the seed of a test: two processes must not draw the same
+    """Different free ports, drawn at random. Raises ConfigError if there are not enough."""
+    draw = random.SystemRandom()  # ignores a test's seed: two processes must not draw the same ports
     ports: set[int] = set()
     for _ in range(_TRIES):
         if len(ports) == number:
             return sorted(ports)
         port = draw.randint(_FIRST, _LAST)
-        if _is_free(port):
+        if is_free(port):
             ports.add(port)
     raise ConfigError(
         "not enough free ports",
@@ -36,13 +56,3 @@ def free_ports(number: int) -> list[int]:
 def free_port() -> int:
     """One of `free_ports`."""
     return free_ports(1)[0]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server may follow another one at once
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

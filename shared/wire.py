@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from shared.errors import ProjectError, error_classes
 
 PROTOCOL_VERSION = 2
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable that holds the servers' bearer token
 
 
 class WireModel(BaseModel):

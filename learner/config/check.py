@@ -18,8 +18,7 @@ from learner.config.plan import Plan, resolve
 from learner.config.schema import DataConfig
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, DataError
-
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+from shared.wire import TOKEN_VARIABLE
 
 
 def run_check(

@@ -15,8 +15,9 @@ from pydantic import TypeAdapter
 from learner.config.plan import Plan
 from learner.config.rules import SERVER, WAY_OUT
 from learner.config.schema import ServerEntry
-from learner.rollout.client import error_of, is_loopback, read_reply
+from learner.rollout.client import error_of, read_reply
 from learner.rollout.distribution import chunk_size
+from shared.addresses import is_loopback
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.wire import WorldSizeReply

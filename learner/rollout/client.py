@@ -15,7 +15,6 @@ Pure. Called by `client.py`.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from shared.addresses import is_loopback
 from shared.errors import (
     DeadlineError,
     ProjectError,
@@ -36,6 +36,7 @@ from shared.errors import (
     UnauthorizedError,
 )
 from shared.wire import (
+    TOKEN_VARIABLE,
     CloseCommunicatorCall,
     ErrorBody,
     InferCall,
@@ -89,7 +90,7 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
     cls: type[ProjectError] = ServerError if status >= 500 else ServerMismatchError
     remedy = "check that base_url is the prefix of a rollout server (make serve) of the same version"
     if status == 401:
-        cls, remedy = UnauthorizedError, "set ROLLOUT_SERVER_TOKEN to the server's token"
+        cls, remedy = UnauthorizedError, f"set {TOKEN_VARIABLE} to the server's token"
     elif status == 503:
         cls, remedy = ServerBusyError, "look at the server's log"
     return cls(
@@ -296,14 +297,6 @@ class ServerClient:
 def _last_seen_of(error: ProjectError) -> str:
     """What a look at the server found, without saying twice that it does not answer."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` (a name or an address) is this machine's loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _now() -> float:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import respx
 
-from learner.rollout.client import ServerClient, Timeouts, is_loopback
+from learner.rollout.client import ServerClient, Timeouts
 from shared.errors import (
     DeadlineError,
     MediaError,
@@ -231,14 +231,6 @@ def test_waiting_ends_at_once_where_the_answer_is_final(respx_mock: respx.MockRo
     with pytest.raises(ServerMismatchError, match="base_url"):
         use(lambda c: c.wait_healthy(), gone_s=60.0)
     assert health.call_count == 1
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("localhost", True), ("127.8.1.2", True), ("::1", True), ("a.localhost", True), ("10.0.0.1", False), ("b", False)],
-)
-def test_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
 
 
 def test_a_proxy_in_the_environment_does_not_catch_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

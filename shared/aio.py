@@ -1,0 +1,22 @@
+"""Several coroutines at once, with one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. If one fails, the others are cancelled, and the first error is raised, alone and with its
+    own cause, when all have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+    else:
+        return [task.result() for task in tasks]
+    raise first  # outside of `except`: the group is no context of it
