@@ -220,8 +220,8 @@ def test_r23_cap_infeasible(file: Path, wire: respx.MockRouter, capsys: pytest.C
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (httpx.ConnectError("refused"), "can't be reached"),
-        (httpx.ReadTimeout("late"), "no answer within"),
+        (httpx.ConnectError("refused"), "does not answer"),
+        (httpx.ReadTimeout("late"), "did not answer in time"),
         (
             httpx.Response(503, json=ErrorBody(error="ServerPoisonedError", what="weights unknown").model_dump()),
             "unknown",
