@@ -101,8 +101,8 @@ class LossConfig(Section):
     )
     prefix_end: Literal["last_object", "last_match", "first_miss"] = key(
         "where the rollout's prefix ends: after its last object, after its last matched prediction, or before the "
-        "place where it first skipped an object. Every object that the prefix lacks is appended. Use the last two "
-        "with complete labels only: a prediction without a label matches nothing",
+        "place where it first skipped an object. Every object that the prefix lacks is appended. The last two "
+        "suit complete labels: a prediction without a label matches nothing",
         "last_object",
     )
     keep_unmatched: bool = key(

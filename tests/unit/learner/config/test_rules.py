@@ -121,6 +121,17 @@ def test_d7_decode_mode_contradicts(decoding: dict[str, Any], path: str) -> None
     assert only_mistake(minimal(), {DECODING: decoding, **HF}).path == f"{DECODING}.{path}"
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20)])
+def test_r29_sampling_needs_a_temperature(key: str, value: float) -> None:
+    """At temperature 0 nothing is sampled: the key would have no effect."""
+    mistake = only_mistake(minimal(), {f"{DECODING}.{key}": value})
+    assert mistake.path == f"{DECODING}.{key}"
+    assert "temperature" in mistake.remedy
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 4, **HF}
+    assert only_mistake(minimal(), {f"{DECODING}.{key}": value, **beam}).path == f"{DECODING}.{key}"
+    valid(minimal(), {f"{DECODING}.{key}": value, f"{DECODING}.temperature": 0.7})
+
+
 def test_a_rollout_leaves_room_for_its_prompt() -> None:
     longer = {"global_max_length": 512}
     assert only_mistake(minimal(), longer).path == f"{DECODING}.max_new_tokens"
@@ -170,7 +181,7 @@ def test_r08_dora_travels_merged() -> None:
 # ---- buffer, offload -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", [{}, {"enabled": False}, {"enabled": True, "m_steps": 4}])
+@pytest.mark.parametrize("buffer", [None, {}, {"enabled": False}, {"enabled": True, "m_steps": 4}])
 def test_d2_no_rollout_buffer_under_stage2(buffer: dict[str, Any]) -> None:
     mistake = only_mistake(stage2(), {f"{ROLLOUT}.rollout_buffer": buffer})
     assert mistake.path == f"{ROLLOUT}.rollout_buffer"
@@ -185,10 +196,11 @@ def test_r18_no_rollout_buffer_under_sft() -> None:
     valid(minimal(), {**sft, f"{ROLLOUT}.rollout_buffer": {"enabled": False}})
 
 
-def test_r20_offload_of_nothing() -> None:
+def test_r20_the_documented_defaults_are_legal() -> None:
+    """`enabled: true` and no more moves nothing, and may stand wherever it is."""
     offload = f"{ROLLOUT}.offload"
-    mistake = only_mistake(minimal(), {**COLOCATE, offload: {"enabled": True}})
-    assert mistake.path == f"{offload}.enabled"
+    valid(minimal(), {**COLOCATE, offload: {"enabled": True}})
+    valid(minimal(), {**COLOCATE, offload: {"enabled": True, "offload_model": False, "offload_optimizer": False}})
     valid(minimal(), {**COLOCATE, offload: {"enabled": True, "offload_optimizer": True}})
     valid(minimal(), {**COLOCATE, offload: {"offload_model": True}})
 

@@ -210,7 +210,9 @@ def test_any_configuration_of_the_schema_survives_dump_and_load(tmp_path: Path, 
             "model.freeze": st.lists(texts, max_size=3),
             "training.max_steps": st.integers(5, 10**9),
             f"{SERVER}.infer_timeout_s": st.none() | st.floats(-5, 5) | st.integers(-5, 5),
-            f"{ROLLOUT}.decoding": st.fixed_dictionaries({"temperature": st.floats(0, 5), "top_p": st.floats(0.1, 1)}),
+            f"{ROLLOUT}.decoding": st.fixed_dictionaries(
+                {"temperature": st.floats(0, 5, exclude_min=True), "top_p": st.floats(0.1, 1)}
+            ),
         },
     ),
 )
