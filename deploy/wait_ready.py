@@ -16,7 +16,7 @@ import httpx
 
 from learner.config.load import load_config
 from learner.config.rules import uses_servers
-from learner.rollout.client import is_loopback
+from shared.addresses import is_loopback
 from shared.errors import ConfigError, DeadlineError, ProjectError
 
 POLL_S = 1.0

@@ -46,15 +46,13 @@ from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Task
 from learner.trainer import Trainer
 from shared.errors import ConfigError, DeadlineError
+from shared.wire import TOKEN_VARIABLE
 
 
 def step_plan(plan: Plan) -> Plan:
     """The plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
     share = plan.effective_batch_size // plan.world_size
     return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
-
-
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
 
 def train(config_path: str, *, environment: Mapping[str, str]) -> int:

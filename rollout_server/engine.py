@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
+from shared.aio import gather
 from shared.checkpoint import model_folder, signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
-from shared.gather import gather
 from shared.generation import (
     CPU_ENGINE_ARGS,
     Generation,

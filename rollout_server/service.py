@@ -26,8 +26,8 @@ from rollout_server.engine import Engine, named, score
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
 from rollout_server.updates import WeightUpdates
+from shared.aio import gather
 from shared.errors import NotFiniteError, ProjectError, RequestError, ServerBusyError, ServerError
-from shared.gather import gather
 from shared.generation import Generation
 from shared.seeds import offset_seed
 from shared.wire import (

@@ -25,8 +25,8 @@ from typing import Any
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import WaitingGate
+from shared.aio import gather
 from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, RequestError, SyncError
-from shared.gather import gather
 from shared.wire import (
     BUCKETS,
     CloseCommunicatorCall,

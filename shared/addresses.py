@@ -1,7 +1,7 @@
-"""Addresses of this machine: which ones are loopback, and ports for programs that are about to be started here.
+"""Addresses and ports of this machine: what only it can reach, and where a program can listen.
 
-The ports lie below the range that the kernel uses for outgoing connections (from 32768 on, by Linux's default).
-Otherwise an outgoing connection could take a port between its choice and its use.
+Free ports are drawn below the range from which the kernel gives ports to outgoing connections (Linux: from 32768 on).
+Otherwise such a connection could take a port between its choice here and the moment a program binds it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,26 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or host.endswith(".localhost")
 
 
+def is_free(port: int) -> bool:
+    """Whether a program can listen on this loopback port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its last server ended
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_ports(number: int) -> list[int]:
-    """Different ports on which nobody listens now, drawn at random. Raises ConfigError if hardly any is free."""
-    draw = random.SystemRandom()  # not a test's seed: two processes must not draw the same ports
+    """Different free ports, drawn at random. Raises ConfigError if there are not enough."""
+    draw = random.SystemRandom()  # ignores a test's seed: two processes must not draw the same ports
     ports: set[int] = set()
     for _ in range(_TRIES):
         if len(ports) == number:
             return sorted(ports)
         port = draw.randint(_FIRST, _LAST)
-        if _is_free(port):
+        if is_free(port):
             ports.add(port)
     raise ConfigError(
         "not enough free ports",
@@ -45,13 +56,3 @@ def free_ports(number: int) -> list[int]:
 def free_port() -> int:
     """One of `free_ports`."""
     return free_ports(1)[0]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server may follow another one at once
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

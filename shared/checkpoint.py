@@ -1,14 +1,11 @@
-"""Whether two sides have the same kind of model: the sizes in a Hugging Face configuration that decide names and shapes
-of the tensors.
+"""A Hugging Face checkpoint: where it is, and whether learner and server have the same kind of model.
 
-In: a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`). Out: a flat signature, and the
-differences between two. Only what both sides state is compared: versions of transformers write different defaults.
-Called by the server for `/status/`, and by the learner and its doctor.
+`model_folder` turns a folder or a hub name into a folder on this machine. vLLM would find a model by its name alone,
+but checking that a weight load is complete needs the tensors' names, which are in the folder.
 
-A model's name to its checkpoint's folder.
-
-In: a folder, or a name on the Hugging Face hub. Out: a folder on this machine. vLLM would find the model by its name,
-but the account of a weight load reads the tensors' names in the folder. Called before an engine is started.
+`signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
+decide names and shapes of the tensors. `differences` compares two signatures, and only what both sides state: versions
+of transformers write different defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from shared.errors import ConfigError
 
 
 def model_folder(model: str, key: str) -> str:
-    """Raises ConfigError, which names the configuration's `key`, where the model is neither here nor on the hub."""
+    """Raises ConfigError, which names the configuration's `key`, if the model is neither here nor on the hub."""
     if Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -31,8 +28,8 @@ def model_folder(model: str, key: str) -> str:
         return str(snapshot_download(model))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
-            f"{key}: {model!r} is not to be had",
-            found=f"no such folder, and from the hub: {type(error).__name__}",
+            f"{key}: {model!r} is not available",
+            found=f"no such folder; the hub gives {type(error).__name__}",
             wanted="a checkpoint's folder, or a name on the Hugging Face hub",
             remedy="check the path (relative to the working directory), or download the model first",
         ) from error
@@ -71,6 +68,6 @@ def signature(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differences(learner: Mapping[str, str], server: Mapping[str, str]) -> list[str]:
-    """One phrase per size that both state and that differs."""
+    """One phrase for each size that both state and that differs."""
     both = [key for key in learner if key in server]
     return [f"{key} {server[key]}, not {learner[key]}" for key in both if server[key] != learner[key]]

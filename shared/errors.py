@@ -1,21 +1,24 @@
 """The exception tree of both programs.
 
-Every error that a user can meet carries four parts: what happened, what was found, what was wanted, and what to do.
-`http_status` is what the server answers with; `exit_code` is what a program ends with. `ErrorBody` in `wire.py` is the
-same thing as JSON, so that the server's own words reach the learner's user.
+Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do.
+`http_status` is the status of the server's answer; `exit_code` is the program's exit code. `ErrorBody` in `wire.py` is
+the same as JSON, so the server's own words reach the learner's user.
 
     ProjectError
     ├── ConfigError             a key of a YAML file is wrong
+    │   └── ConfigErrors            every mistake of a file at once (shared.config.model)
     ├── DataError               a dataset row or image is wrong
-    ├── RequestError            the client asked for something that can't be served
-    │   ├── UnauthorizedError       no or wrong bearer token
+    ├── RequestError            the client asked for something that cannot be served
+    │   ├── UnauthorizedError       no bearer token, or a wrong one
     │   ├── MediaError              an image is missing, too large, or not allowed
-    │   └── PromptTooLongError      prompt and answer do not fit the model's context
-    ├── ServerError             the learner's view of a rollout server
+    │   ├── PromptTooLongError      prompt and answer do not fit the model's context
+    │   └── BodyTooLargeError       the HTTP body is too large (rollout_server.app)
+    ├── ServerError             a rollout server failed, as the learner sees it
     │   ├── ServerUnreachableError  no answer
     │   ├── ServerBusyError         it answered: try again later
     │   ├── ServerPoisonedError     its weights are not known to be right
-    │   └── ServerMismatchError     another model, tokenizer or protocol than the learner's
+    │   ├── ServerMismatchError     another model, tokenizer, protocol or weight version than the learner's
+    │   └── _EngineDeadError        the server's engine has ended (rollout_server.service)
     ├── SyncError               a weight sync did not complete
     │   ├── CommunicatorError       joining, sending or receiving failed
     │   ├── DigestError             the bytes differ
@@ -27,15 +30,17 @@ same thing as JSON, so that the server's own words reach the learner's user.
     ├── LossError               a supervised index outside the assistant span, or a loss that is not finite
     ├── OutOfMemoryError        a row of the learner does not fit the memory that is left
     ├── WindowMismatchError     a repeated accumulation window came with other samples than the first time
+    ├── PipelineStoppedError    the pipeline between rollouts and learning was stopped (learner.steps.protocol)
     ├── DeadlineError           a wait passed its deadline
-    └── CheckpointError         a checkpoint can't be written or read
+    │   └── CollectiveError         another rank is gone or silent
+    └── CheckpointError         a checkpoint cannot be written or read
 """
 
 from __future__ import annotations
 
 
 class ProjectError(Exception):
-    """Base of all errors that are told to the user without a traceback."""
+    """Base of all errors that are shown to the user without a traceback."""
 
     http_status: int = 500
     exit_code: int = 1
@@ -58,7 +63,7 @@ class ProjectError(Exception):
         return "; ".join(parts)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process boundaries (DataLoader workers, engine workers); keyword-only parts must survive.
+        # Exceptions cross process boundaries (DataLoader workers, engine workers), with their keyword-only parts.
         return (_rebuild, (type(self), self.what, self.found, self.wanted, self.remedy))
 
 
@@ -163,7 +168,7 @@ class DeadlineError(ProjectError):
 
 
 class CollectiveError(DeadlineError):
-    """Another rank is gone or silent: mostly the consequence of an error there."""
+    """Another rank is gone or silent. Most often an error on that rank is the cause."""
 
 
 class CheckpointError(ProjectError):

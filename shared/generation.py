@@ -1,8 +1,8 @@
 """What both programs ask of a vLLM engine, and how its outputs are read (R03, R09, R11).
 
-In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. Invariants: responses
-are stop-trimmed; a request is seeded where it draws, and only there. One engine is behind the rollout server
-(`rollout_server/engine.py`), one inside the learner's job (`learner/rollout/colocate.py`).
+In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. One engine is behind
+the rollout server, one is inside the learner's job. Invariants: responses are stop-trimmed; a request has a seed if it
+samples, and only then.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shared.wire import RequestConfig
 if TYPE_CHECKING:
     from PIL import Image
 
-# What a vLLM engine is told wherever it runs on CPU. A prefill cut in two draws a token too many, which vLLM takes back
-# on CUDA only: on CPU a seeded request that is cut ends the engine ("CPU Generator does not use offset").
+# For every vLLM engine on CPU. A prefill in two chunks draws one random number too many, and vLLM undoes that on CUDA
+# only: on CPU a seeded request that is cut ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids with one placeholder per image, which vLLM widens by the image's size; and the images, RGB."""
+    """Token ids with one placeholder per image, which vLLM expands to the image's size; and the images, RGB."""
 
     token_ids: list[int]
     images: list[Image.Image]
@@ -61,19 +61,19 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
         top_p=config.top_p,
         top_k=max(0, config.top_k),
         repetition_penalty=config.repetition_penalty,
-        # Greedy decoding draws nothing, and a generator per request costs time.
+        # Greedy decoding draws nothing, and a random generator per request costs time.
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
-        skip_special_tokens=False,  # the text says what the tokens say
+        skip_special_tokens=False,  # the text shows every token
         spaces_between_special_tokens=False,
-        # Only stop strings need the text of every token as it comes; one pass over all of them costs far less.
+        # Only stop strings need the text token by token; one pass at the end is far cheaper.
         detokenize=bool(config.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]:
-    """The prompt and the settings that make vLLM score a response: read the output with `read_scores`."""
+    """The prompt and the settings with which vLLM scores a response. Read the output with `read_scores`."""
     from vllm import SamplingParams
 
     whole = Prompt(token_ids=prompt.token_ids + response_token_ids, images=prompt.images)
@@ -83,7 +83,7 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
 def read_generation(
     output: Any, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
 ) -> Generation:
-    """Without `text_of` there is a text only where stop strings asked for it."""
+    """The generation in vLLM's output. Without `text_of` it has a text only if there were stop strings."""
     completion = output.outputs[0]
     token_ids = list(completion.token_ids)
     if completion.finish_reason == "stop" and token_ids and token_ids[-1] in stop_token_ids:
@@ -117,7 +117,7 @@ def checked_scores(prompt_token_ids: list[int], logprobs: list[float]) -> Scores
 
 
 def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
-    """What ends an answer: the checkpoint's generation settings and the tokenizer say it."""
+    """The tokens that end an answer, from the checkpoint's generation settings and the tokenizer."""
     eos = model_config.try_get_generation_config().get("eos_token_id", [])
     ids = {eos} if isinstance(eos, int) else set(eos)
     return frozenset(ids | {tokenizer.eos_token_id})

@@ -230,7 +230,7 @@ class CloseCommunicatorCall(WireModel):
 
 
 class WorldSizeReply(WireModel):
-    world_size: int  # tensor-parallel size x data-parallel size
+    world_size: int = Field(ge=1)  # tensor-parallel size x data-parallel size
 
 
 class ServerStatus(WireModel):

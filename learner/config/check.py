@@ -1,7 +1,7 @@
 """`python -m learner --config F --check`: every mistake at once, or the resolved plan as one JSON object.
 
-No GPU, model or (without `--probe`) server is touched; torch, vllm and transformers are not imported. The command line
-has the annotation files read, too.
+A check needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. The command line also
+has it read the annotation files. With `--probe` it asks each rollout server once, at `/ready/` and `/get_world_size/`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,23 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
+from learner.config.rules import ROLLOUT, SERVER, WAY_OUT
 from learner.config.schema import DataConfig
+from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, ProjectError
+from shared.wire import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
+if TYPE_CHECKING:
+    from learner.rollout.client import ServerClient
+
+PROBE_TIMEOUT_S = 10.0  # for every answer of a server; nothing is retried
 
 
 def run_check(
@@ -30,8 +37,8 @@ def run_check(
     *,
     read_data: bool = False,
 ) -> int:
-    """Print the plan for `world_size` ranks (default 1) on stdout and return 0; or print one line per mistake on
-    stderr, nothing on stdout, and return 2. With `read_data` the plan has the number of samples of each split."""
+    """Print the plan for `world_size` ranks (default 1) to stdout and return 0. If something is wrong, print one line
+    per mistake to stderr and return 2. With `read_data` the plan has the number of samples in each split."""
     try:
         report = _report(path, 1 if world_size is None else world_size, probe, env, read_data)
     except ConfigErrors as error:
@@ -42,7 +49,7 @@ def run_check(
 
 
 def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], read_data: bool) -> dict[str, Any]:
-    """Raises ConfigErrors: those of the file, or else those of everything that it names."""
+    """Raises ConfigErrors: the mistakes of the file, or else of the data and the servers that it names."""
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
@@ -59,13 +66,13 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
         except ConfigErrors as errors:
             mistakes += errors.mistakes
     if mistakes:
-        raise ConfigErrors(f"what {path} names can't be used", mistakes=mistakes)
+        raise ConfigErrors(f"{path} names files or servers that cannot be used", mistakes=mistakes)
     return report
 
 
 def _samples(data: DataConfig) -> dict[str, Any]:
     """How many samples each annotation file has."""
-    from learner.data.check import count_samples, splits  # here, for keys alone can be checked without
+    from learner.data.check import count_samples, splits  # here: keys alone are checked without it
 
     counts, mistakes = {}, []
     for split, path in splits(data).items():
@@ -74,15 +81,53 @@ def _samples(data: DataConfig) -> dict[str, Any]:
         except DataError as error:
             mistakes.append(Mistake.of(error, f"data.{split}"))
     if mistakes:
-        raise ConfigErrors("annotations can't be used", mistakes=mistakes)
+        raise ConfigErrors("annotations cannot be used", mistakes=mistakes)
     return {"samples": counts}
 
 
 def _probed(plan: Plan, token: str | None) -> dict[str, Any]:
-    """Nothing to ask where rollouts do not come from servers."""
+    """World size per server, and the requests that a rank may have in flight (`chunk`, D4). Raises ConfigErrors if a
+    server does not answer or is not ready (R16), or if the caps do not fit the ranks (R23)."""
     if not plan.servers:
         return {"server_world_sizes": [], "chunk": None}
-    from learner.config.probe import probe_servers  # here, so that a plain check does not load an HTTP client
+    import asyncio
 
-    sizes, chunk = probe_servers(plan, token)
+    from learner.rollout.client import ServerClient, Timeouts  # here: a plain check loads no HTTP client
+    from learner.rollout.distribution import chunk_size
+
+    timeouts = Timeouts.of(min(PROBE_TIMEOUT_S, plan.timeout_s), None)
+    clients = [ServerClient(entry.base_url, timeouts=timeouts, token=token) for entry in plan.servers]
+    answers = asyncio.run(gather(_world_size(client) for client in clients))
+    sizes = [answer for answer in answers if isinstance(answer, int)]
+    if len(sizes) < len(answers):
+        mistakes = [
+            _not_ready(f"{SERVER}.servers[{i}].base_url", error)
+            for i, error in enumerate(answers)
+            if isinstance(error, ProjectError)
+        ]
+        raise ConfigErrors("rollout servers are not ready", mistakes=mistakes)
+    try:
+        chunk = chunk_size(
+            decode_batch_size=plan.decode_batch_size, server_world_sizes=sizes, num_ranks=plan.world_size
+        )
+    except ConfigError as error:
+        mistake = Mistake(
+            path=f"{ROLLOUT}.decode_batch_size", found=error.found, wanted=error.wanted, remedy=error.remedy
+        )
+        raise ConfigErrors(error.what, mistakes=[mistake]) from error
     return {"server_world_sizes": sizes, "chunk": chunk}
+
+
+async def _world_size(client: ServerClient) -> int | ProjectError:
+    try:
+        await client.ready()
+        return await client.world_size()
+    except ProjectError as error:
+        return error
+    finally:
+        await client.aclose()
+
+
+def _not_ready(path: str, error: ProjectError) -> Mistake:
+    mistake = Mistake.of(error, path, wanted="a ready server", remedy="start the server (make serve)")
+    return mistake if WAY_OUT in mistake.remedy else replace(mistake, remedy=f"{mistake.remedy}, {WAY_OUT}")

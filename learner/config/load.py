@@ -1,12 +1,9 @@
-"""A YAML file to a `RunConfig` and back: `load_config` before anything else is loaded, `write_resolved` into the run.
+"""A YAML file to a `RunConfig` and back: `load_config` runs before anything else is loaded, `write_resolved` when the
+run begins.
 
-Raises ConfigErrors with every mistake: of the YAML, retired keys, unknown and ill-typed keys, and the rules between
-keys. What comes out holds `servers` as a list where servers are used, whichever form the file has. Paths in a
-configuration are relative to the working directory, those of `base:` to the file that names them.
-
-Retired keys and their advice: dotted path -> (what is wanted, what to do). Each fails fast, whatever its value.
-
-Read by `load.py`. The documents that retired them are cited by requirement id.
+`load_config` raises ConfigErrors with every mistake: of the YAML, retired keys, unknown and ill-typed keys, and between
+keys. If servers are used, the result has them as a list, whichever form the file has. Paths in a configuration are
+relative to the working directory, those of `base:` to the file that names them.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from learner.config.plan import topology_rules
-from learner.config.rules import RULES, paired_servers, uses_servers
+from learner.config.plan import tensor_parallel_size, topology_rules
+from learner.config.rules import RULES, colocates, paired_servers, uses_servers
 from learner.config.schema import RunConfig
 from shared.config.parse import load_yaml, parse, write_yaml
 
@@ -33,8 +30,9 @@ def _flat_decoding() -> dict[str, tuple[str, str]]:
     }
 
 
+# Keys that are refused, whatever their value: dotted path -> (what is wanted, what to do).
 RETIRED: dict[str, tuple[str, str]] = {
-    # R22: one knob bounds every generation call.
+    # R22: one key bounds every generation call.
     f"{_ROLLOUT}.rollout_generate_batch_size": (
         f"{_ROLLOUT}.decode_batch_size",
         f"remove it and set {_ROLLOUT}.decode_batch_size, the sequences per rollout GPU in one generation call",
@@ -52,7 +50,7 @@ RETIRED: dict[str, tuple[str, str]] = {
     # D3
     f"{_CHANNEL_B}.mode": (
         "no mode",
-        "remove it: Channel-B is step-budgeted; for rollouts ahead of learning set "
+        "remove it: Channel-B learns a fixed number of rollouts per step; for rollouts ahead of learning set "
         "stage2_ab.async_actor_learner.enabled",
     ),
     f"{_CHANNEL_B}.async": (
@@ -79,12 +77,11 @@ RETIRED: dict[str, tuple[str, str]] = {
     ),
 }
 
-
 RESOLVED_NAME = "config.yaml"
 
 
 def load_config(path: str | Path, *, world_size: int | None = None, env: Mapping[str, str] = os.environ) -> RunConfig:
-    """The configuration in `path`. With `world_size`, what depends on the number of ranks is checked too.
+    """The configuration in `path`. With `world_size`, what depends on the number of ranks is checked and derived too.
 
     Raises ConfigErrors.
     """
@@ -92,27 +89,33 @@ def load_config(path: str | Path, *, world_size: int | None = None, env: Mapping
 
 
 def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunConfig:
-    """The configuration that a mapping (or `config_io.Document`) says. Raises ConfigErrors."""
+    """The same of a mapping or a `Document`. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
-    return _one_server_form(parse(RunConfig, data, retired=RETIRED, rules=rules))
+    config = parse(RunConfig, data, retired=RETIRED, rules=rules)
+    if uses_servers(config):
+        server = config.rollout_matching.vllm.server
+        forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}
+        return _with_vllm(config, server=server.model_copy(update=forms))
+    if colocates(config) and world_size is not None:
+        return _with_vllm(config, tensor_parallel_size=tensor_parallel_size(config, world_size))
+    return config
 
 
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
-    """Every key with its value as `run_dir/config.yaml`, from which the run can be repeated. Raises OSError."""
+    """Write every key with its value to `run_dir/config.yaml`, from which the run can be repeated. Raises OSError."""
+    values = config.model_dump(mode="json")
+    if config.custom.trainer_variant == "stage2_ab_training":  # which refuses the key, also null (D2)
+        del values["custom"]["extra"]["rollout_matching"]["rollout_buffer"]
     path, partial = run_dir / RESOLVED_NAME, run_dir / f".{RESOLVED_NAME}.partial"
     header = "Resolved configuration of this run: bases merged, variables filled in, defaults written out."
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_yaml(partial, config.model_dump(mode="json"), header)
+    write_yaml(partial, values, header)
     partial.replace(path)
     return path
 
 
-def _one_server_form(config: RunConfig) -> RunConfig:
-    if not uses_servers(config):
-        return config
+def _with_vllm(config: RunConfig, **values: Any) -> RunConfig:
     rollout = config.rollout_matching
-    forms = {"servers": paired_servers(rollout.vllm.server), "base_url": None, "group_port": None}
-    server = rollout.vllm.server.model_copy(update=forms)
-    vllm = rollout.vllm.model_copy(update={"server": server})
+    vllm = rollout.vllm.model_copy(update=values)
     extra = config.custom.extra.model_copy(update={"rollout_matching": rollout.model_copy(update={"vllm": vllm})})
     return config.model_copy(update={"custom": config.custom.model_copy(update={"extra": extra})})

@@ -1,11 +1,8 @@
-"""Every number that follows from a configuration and the number of ranks, by its name.
+"""What follows from a configuration and the number of ranks: `resolve` gives every derived number by its name.
 
-`resolve` is pure and cheap; `--check` prints its result, the learner's start-up logs it (R15).
-
-What must be true between the configuration and the number of ranks: batch arithmetic and device counts.
-
-`topology_rules(world_size)` gives rules as in `rules.py`; `derived_gas` the micro-steps per optimizer step. Called by
-`load.py` (with a known number of ranks) and `plan.py`.
+`resolve` is pure and cheap. `--check` prints its result, the learner logs it at its start (R15). `topology_rules` are
+rules as in `rules.py`, for what must be true between the configuration and the number of ranks: batch arithmetic and
+device counts.
 """
 
 from __future__ import annotations
@@ -16,13 +13,13 @@ from functools import partial
 from typing import Any
 
 from learner.config.rules import ROLLOUT, Rule, colocates, given, needs_rollouts, overlaps, sync_mode, uses_servers
+from learner.config.schedule import scheduled_channel
 from learner.config.schema import RunConfig, ServerEntry
 from shared.config.model import ConfigErrors, Mistake
 
 
 def topology_rules(world_size: int) -> tuple[Rule, ...]:
-    """Rules that hold for `world_size` learner ranks."""
-
+    """The rules for `world_size` learner ranks."""
     rules = (
         _batch_divides,
         _tensor_parallel_divides,
@@ -39,7 +36,7 @@ def shards(config: RunConfig, world_size: int) -> bool:
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
-    """`gradient_accumulation_steps`, from `effective_batch_size` where that is given (D8)."""
+    """`gradient_accumulation_steps`; it follows from `effective_batch_size` if that is given (D8)."""
     training = config.training
     if training.effective_batch_size is not None:
         return training.effective_batch_size // (training.per_device_train_batch_size * world_size)
@@ -47,12 +44,15 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Devices per colocated engine: one where there is one rank (R04)."""
-    return 1 if world_size == 1 else config.rollout_matching.vllm.tensor_parallel_size
+    """Devices per colocated engine (R04). What the user wrote stands; the default becomes 1 if there is one rank."""
+    vllm = config.rollout_matching.vllm
+    if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:
+        return 1
+    return vllm.tensor_parallel_size
 
 
 def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R33, D8: whole micro-steps, and one answer to how many."""
+    """R33, D8: a step has a whole number of micro-steps, and both keys agree on it."""
     training = config.training
     batch, given = training.effective_batch_size, training.gradient_accumulation_steps
     if batch is None:
@@ -61,7 +61,7 @@ def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
     terms = f"per_device_train_batch_size ({training.per_device_train_batch_size}) x {world_size} rank(s)"
     if batch % unit:
         lower = max(unit, batch // unit * unit)
-        remedy = f"the nearest that are: {lower} and {lower + unit}"
+        remedy = f"the nearest ones are {lower} and {lower + unit}"
         wanted = f"a multiple of {unit} = {terms}"
         yield Mistake(path="training.effective_batch_size", found=str(batch), wanted=wanted, remedy=remedy)
     elif given is not None and given != batch // unit:
@@ -72,7 +72,7 @@ def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 
 
 def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R04: colocated engines share out the learner's devices."""
+    """R04: colocated engines divide the learner's devices among them."""
     if not colocates(config):
         return
     size = tensor_parallel_size(config, world_size)
@@ -86,18 +86,18 @@ def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mis
 
 
 def _sharded_model_is_served(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """Ranks generate at their own pace, each from whole weights."""
+    """A rank that generates needs the whole weights."""
     if not shards(config, world_size) or not needs_rollouts(config) or uses_servers(config):
         return
     rollout = config.rollout_matching
     backend = "rollout_backend: hf" if rollout.rollout_backend == "hf" else f"vllm.mode: {rollout.vllm.mode}"
     remedy = f"set {ROLLOUT}.rollout_backend: vllm and vllm.mode: server, or model.sharding: none"
-    wanted = "rollouts from servers (vllm.mode: server), as no rank has the whole model"
+    wanted = "rollouts from servers (vllm.mode: server), because no rank has the whole model"
     yield Mistake(path="model.sharding", found=f"fsdp with {backend}", wanted=wanted, remedy=remedy)
 
 
 def _sharded_model_is_eager(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """Ranks gather and free weights around every layer."""
+    """A compiled layer cannot gather and free its weights."""
     if shards(config, world_size) and config.model.compile is True:
         remedy = "set model.compile: auto, or model.sharding: none"
         yield Mistake(
@@ -106,13 +106,13 @@ def _sharded_model_is_eager(config: RunConfig, world_size: int) -> Iterator[Mist
 
 
 def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R27: a Channel-B step of the asynchronous actor-learner takes `gradient_accumulation_steps` packs of each rank's
-    queue."""
+    """R27: a Channel-B step of the asynchronous actor-learner takes `gradient_accumulation_steps` packs from the queue
+    of each rank."""
     if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
         return
     queue, packs = config.stage2_ab.async_actor_learner, derived_gas(config, world_size)
     if packs > queue.queue_limit:
-        wanted = f"at least the {packs} packs that a Channel-B step takes of each rank (gradient_accumulation_steps)"
+        wanted = f"at least the {packs} packs that a Channel-B step takes from each rank (gradient_accumulation_steps)"
         remedy = "raise it, or raise training.per_device_train_batch_size, the samples of a pack"
         path = "stage2_ab.async_actor_learner.queue_limit"
         yield Mistake(path=path, found=given(queue, "queue_limit"), wanted=wanted, remedy=remedy)
@@ -123,15 +123,15 @@ NUM_CHANNELS_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run does with its configuration. None: does not apply to this run."""
+    """What a run does with its configuration. None: does not apply to the run."""
 
     trainer_variant: str
     world_size: int  # learner ranks
     per_device_train_batch_size: int  # samples per micro-step and rank
     gradient_accumulation_steps: int  # micro-steps per optimizer step
-    m_steps: int  # optimizer steps that learn one accumulation window; 1: no rollout is used again
+    m_steps: int  # optimizer steps that learn one accumulation window; 1: each rollout is used once
     effective_batch_size: int  # samples per optimizer step, all ranks
-    packed_rows_per_step: int | None  # effective batch in packed-row units, diagnostic (R19)
+    packed_rows_per_step: int | None  # effective batch counted in packed rows, for information (R19)
     rollouts_per_step: int  # all ranks; 0 under sft
     local_rollouts_per_step: tuple[int, ...]  # per rank
     rollout_backend: str
@@ -142,15 +142,15 @@ class Plan:
     servers: tuple[ServerEntry, ...]
     sync_mode: str | None
     timeout_s: float
-    infer_timeout_s: float | None  # None: no limit
+    infer_timeout_s: float | None  # None: derived from the server's pace (D16)
     packing_length: int  # tokens
     overlap: bool  # Channel-B learns while the step's other rollouts run (R32)
     async_actor_learner: bool
     b_ratio: float | None
-    channels: tuple[str, ...]  # of the first steps, as scheduled
+    channels: tuple[str, ...]  # of the first steps, by the schedule
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values under the names above."""
+        """JSON values by the names above."""
         values = {name: getattr(self, name) for name in self.__slots__}
         return {
             **values,
@@ -161,7 +161,7 @@ class Plan:
 
 
 def resolve(config: RunConfig, world_size: int) -> Plan:
-    """The plan for `world_size` learner ranks. Raises ConfigErrors where the two do not fit."""
+    """The plan for `world_size` learner ranks. Raises ConfigErrors if the configuration does not fit them."""
     mistakes = [mistake for rule in topology_rules(world_size) for mistake in rule(config)]
     if mistakes:
         raise ConfigErrors(f"the configuration does not fit {world_size} rank(s)", mistakes=mistakes)
@@ -170,7 +170,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
     batch = training.per_device_train_batch_size * world_size * gas
     rollouts = 0 if variant == "sft" else batch
     vllm = rollout.vllm if rollout.rollout_backend == "vllm" else None
-    server = rollout.vllm.server
+    server, buffer = rollout.vllm.server, rollout.rollout_buffer
     colocated = vllm is not None and vllm.mode == "colocate"
     carries = variant == "rollout_matching_sft" and training.packing
     return Plan(
@@ -178,7 +178,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
         world_size=world_size,
         per_device_train_batch_size=training.per_device_train_batch_size,
         gradient_accumulation_steps=gas,
-        m_steps=_m_steps(config),
+        m_steps=buffer.m_steps if buffer is not None and buffer.enabled else 1,
         effective_batch_size=batch,
         packed_rows_per_step=world_size * gas if carries else None,
         rollouts_per_step=rollouts,
@@ -191,7 +191,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
         servers=tuple(server.servers or ()) if uses_servers(config) else (),
         sync_mode=sync_mode(config) if vllm else None,
         timeout_s=server.timeout_s,
-        infer_timeout_s=_limit(server.infer_timeout_s),
+        infer_timeout_s=server.infer_timeout_s if server.infer_timeout_s and server.infer_timeout_s > 0 else None,
         packing_length=config.global_max_length,
         overlap=overlaps(config),
         async_actor_learner=bool(config.stage2_ab and config.stage2_ab.async_actor_learner.enabled),
@@ -200,22 +200,9 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
     )
 
 
-def _limit(seconds: float | None) -> float | None:
-    """R05: null and anything up to 0 mean no limit."""
-    return seconds if seconds is not None and seconds > 0 else None
-
-
-def _m_steps(config: RunConfig) -> int:
-    """R18: 1 where the buffer is off."""
-    buffer = config.rollout_matching.rollout_buffer
-    return buffer.m_steps if buffer is not None and buffer.enabled else 1
-
-
 def _channels(config: RunConfig) -> tuple[str, ...]:
     if config.stage2_ab is None:
         channel = "A" if config.custom.trainer_variant == "sft" else "B"
         return (channel,) * NUM_CHANNELS_SHOWN
-    from learner.config.schedule import scheduled_channel  # here, so that plans without a schedule load nothing more
-
     ratio = config.stage2_ab.schedule.b_ratio
     return tuple(scheduled_channel(step, ratio) for step in range(NUM_CHANNELS_SHOWN))

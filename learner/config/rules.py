@@ -1,13 +1,10 @@
 """What must be true between the keys of a configuration, whatever the number of ranks.
 
-Each rule takes a `RunConfig` (or `config_io`'s view of one that is partly wrong) and yields one `Mistake` per thing
-that is wrong. `RULES` is all of them, in the order of the file's sections; those that need the number of ranks are in
-`topology.py`. Called by `load.py`.
+A rule takes a `RunConfig`, or a view of one that is partly wrong, and yields one `Mistake` per thing that is wrong.
+`RULES` is all of them, in the order of the file's sections; the first line of each goes to CONFIG.md. Rules that need
+the number of ranks are in `plan.py`.
 
-The two ways to name rollout servers, made one (R05): `servers`, or `base_url` paired with `group_port`.
-
-`server_mistakes` finds everything that is wrong with a `vllm.server` section in use; `paired_servers` gives its
-servers, in order, for a section without mistakes. Called by `rules.py` and `load.py`.
+The first part makes the two ways to name rollout servers one (R05): `servers`, or `base_url` paired with `group_port`.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from urllib.parse import urlsplit
 
 from learner.config.schema import RunConfig, ServerClientConfig, ServerEntry
 from shared.config.model import Mistake, Section, show
+from shared.wire import TOKEN_VARIABLE
 
 SERVER = "custom.extra.rollout_matching.vllm.server"
 WAY_OUT = (
@@ -28,7 +26,8 @@ MAX_PORT = 65535
 
 
 def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
-    """The servers of either form; a single port goes up by one per URL. URLs lose their trailing slashes."""
+    """The servers of either form, for a section without mistakes. A single port rises by one per URL. URLs lose their
+    trailing slashes."""
     if server.servers is not None:
         pairs = [(entry.base_url, entry.group_port) for entry in server.servers]
     else:
@@ -38,7 +37,8 @@ def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
 
 
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    """For a section that is in use: none, both or half a form, wrong pairing, bad URLs, ports that clash (R05, R16)."""
+    """What is wrong with a section in use: none, both or half a form, wrong pairing, bad URLs, ports that clash (R05,
+    R16)."""
     form = list(_form_mistakes(server))
     yield from form
     if form:
@@ -79,7 +79,7 @@ def _form_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
             found = "`servers` and " + " and ".join(
                 n for n in ("base_url", "group_port") if getattr(server, n) is not None
             )
-            remedy = "keep `servers` and remove the others (or set `servers: null` where it comes from a base)"
+            remedy = "keep `servers` and remove the others (or set `servers: null` if it comes from a base)"
             yield Mistake(path=SERVER, found=found, wanted="exactly one form", remedy=remedy)
         elif not server.servers:
             remedy = f"name the servers, {WAY_OUT}"
@@ -88,7 +88,7 @@ def _form_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
         wanted = "a list of {base_url, group_port}"
         yield Mistake(path=f"{SERVER}.servers", found="nothing", wanted=wanted, remedy=f"name the servers, {WAY_OUT}")
     elif port is None:
-        remedy = f"add the port of the weight-sync group, {WAY_OUT}"
+        remedy = f"add the port of the weight sync, {WAY_OUT}"
         yield Mistake(path=f"{SERVER}.group_port", found="nothing", wanted="one port, or one per URL", remedy=remedy)
     elif url is None:
         remedy = f"add the servers' URLs, {WAY_OUT}"
@@ -101,7 +101,7 @@ def _pairing_mistakes(url: str | list[str], port: int | list[int]) -> Iterator[M
     path = f"{SERVER}.group_port"
     if isinstance(url, str):
         if not isinstance(port, int):
-            wanted, remedy = "one integer, as base_url is one string", "write the port itself, or make base_url a list"
+            wanted, remedy = "one integer, as base_url is one string", "write one port, or make base_url a list"
             yield Mistake(path=path, found=show(port), wanted=wanted, remedy=remedy)
     elif not url:
         remedy = f"name the servers, {WAY_OUT}"
@@ -112,7 +112,7 @@ def _pairing_mistakes(url: str | list[str], port: int | list[int]) -> Iterator[M
             yield Mistake(path=path, found=found, wanted=f"ports up to {MAX_PORT}", remedy="choose a lower first port")
     elif len(port) != len(url):
         found, wanted = f"{len(port)} ports for {len(url)} URLs", f"{len(url)} ports, paired by index"
-        remedy = "give one port per URL, or one integer from which they count up"
+        remedy = "give one port per URL, or one integer to count up from"
         yield Mistake(path=path, found=found, wanted=wanted, remedy=remedy)
 
 
@@ -124,10 +124,10 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
     except ValueError:
         return Mistake(path=at, found=show(url), wanted=wanted, remedy=remedy)
     if parts.username is not None or parts.password is not None:
-        remedy = "remove user and password; the server's token is read from the environment"
+        remedy = f"remove user and password; the server's token is read from {TOKEN_VARIABLE}"
         return Mistake(path=at, found="a URL with credentials", wanted=wanted, remedy=remedy)
     if parts.query or parts.fragment:
-        return Mistake(path=at, found=show(url), wanted=wanted, remedy="remove what follows ? or #")
+        return Mistake(path=at, found=show(url), wanted=wanted, remedy="remove ? or # and what follows")
     bad = parts.scheme not in ("http", "https") or not parts.hostname or port_is_wrong or url != "".join(url.split())
     return Mistake(path=at, found=show(url), wanted=wanted, remedy=remedy) if bad else None
 
@@ -139,13 +139,13 @@ def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at
     for url, port, here, port_here in zip(urls, ports, url_at, port_at, strict=True):
         base, parts = url.rstrip("/"), urlsplit(url)
         if base in bases:
-            wanted = f"each server once ({bases[base]} has it too)"
+            wanted = f"each server once (also at {bases[base]})"
             yield Mistake(path=here, found=show(url), wanted=wanted, remedy="remove one of the two")
         elif (parts.hostname, port) in groups:
-            wanted = f"a port of its own on {parts.hostname} ({groups[parts.hostname, port]} has it too)"
+            wanted = f"a port of its own on {parts.hostname} (also at {groups[parts.hostname, port]})"
             yield Mistake(path=port_here, found=str(port), wanted=wanted, remedy="choose another port")
         elif port == (parts.port or (443 if parts.scheme == "https" else 80)):
-            wanted = "another port than the one that answers HTTP"
+            wanted = "a port other than the HTTP port"
             yield Mistake(path=port_here, found=str(port), wanted=wanted, remedy="choose another port")
         bases.setdefault(base, here)
         groups.setdefault((parts.hostname, port), port_here)
@@ -174,20 +174,20 @@ def colocates(config: RunConfig) -> bool:
 
 
 def learns_rollouts(config: RunConfig) -> bool:
-    """Whether any step trains on rollouts; `sft`, and a schedule without Channel-B, learn ground truth only."""
+    """Whether any step learns rollouts. `sft`, and a schedule without Channel-B, learn ground truth only."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio > 0
     return config.custom.trainer_variant == "rollout_matching_sft"
 
 
 def needs_rollouts(config: RunConfig) -> bool:
-    """Whether the run generates at all: to learn from it, or to evaluate."""
+    """Whether the run makes rollouts at all, to learn or to evaluate."""
     training = config.training
     return bool(training.eval_on_start or training.eval_on_end or training.eval_steps) or learns_rollouts(config)
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Whether Channel-B learns a step's first packs while its other rollouts run (R32)."""
+    """Whether Channel-B learns a step's first packs while the other rollouts of the step run (R32)."""
     stage2 = config.stage2_ab
     return (
         config.custom.trainer_variant == "stage2_ab_training"
@@ -197,7 +197,7 @@ def overlaps(config: RunConfig) -> bool:
 
 
 def given(section: Section, name: str) -> str:
-    """The value of a number as a message quotes it, and that it is the default where the user did not write it."""
+    """The value of a number for a message, marked as the default if the user did not write it."""
     number = getattr(section, name)
     value = f"{number:g}" if isinstance(number, float) else str(number)
     return value if name in section.model_fields_set else f"the default {value}"
@@ -207,9 +207,9 @@ def given(section: Section, name: str) -> str:
 
 
 def prompt_needs_coco(config: RunConfig) -> Iterator[Mistake]:
-    """`data.prompt` belongs to `data.format: coco`; JSONL rows carry their own messages."""
+    """`data.prompt` goes with `data.format: coco`; JSONL rows have their own messages."""
     if config.data.prompt is not None and config.data.format != "coco":
-        remedy = "remove it (JSONL rows carry their own messages), or set data.format: coco"
+        remedy = "remove it (JSONL rows have their own messages), or set data.format: coco"
         yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
 
 
@@ -218,10 +218,10 @@ def run_length(config: RunConfig) -> Iterator[Mistake]:
     steps, epochs = config.training.max_steps, config.training.num_train_epochs
     wanted = "exactly one of training.max_steps and training.num_train_epochs"
     if steps is None and epochs is None:
-        remedy = "say how long to train"
+        remedy = "set one of them"
         yield Mistake(path="training.max_steps", found="no length of the run", wanted=wanted, remedy=remedy)
     if steps is not None and epochs is not None:
-        remedy = "remove one (or set it to null where it comes from a base)"
+        remedy = "remove one (or set it to null if it comes from a base)"
         yield Mistake(path="training.max_steps", found="both", wanted=wanted, remedy=remedy)
 
 
@@ -238,7 +238,7 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
     training, data = config.training, config.data
     asked = [name for name in ("eval_steps", "eval_on_start", "eval_on_end") if getattr(training, name)]
     if asked and data.val is None and data.test is None:
-        wanted, remedy = "data.val or data.test to evaluate on", "name the annotations, or remove the key"
+        wanted, remedy = "data.val or data.test to evaluate on", "name the annotations, or remove this key"
         yield Mistake(path=f"training.{asked[0]}", found="no evaluation data", wanted=wanted, remedy=remedy)
 
 
@@ -278,7 +278,7 @@ def keeping_what_was_cut(config: RunConfig) -> Iterator[Mistake]:
 
 
 def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
-    """`decode_mode` agrees with `temperature` (`sample` above 0, `greedy` and `beam` at 0), `beam` has 2 or more
+    """`decode_mode` agrees with `temperature`: `sample` above 0, `greedy` and `beam` at 0. `beam` needs at least 2
     `num_beams` (D7)."""
     decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
     mode, temperature = decoding.decode_mode, decoding.temperature
@@ -300,6 +300,22 @@ def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=f"{path}.num_beams", found=str(decoding.num_beams), wanted=wanted, remedy=remedy)
 
 
+def sampling_samples(config: RunConfig) -> Iterator[Mistake]:
+    """`top_p` below 1 and `top_k` above 0 need a `temperature` above 0: greedy decoding and beam search ignore them
+    (R29)."""
+    decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
+    if decoding.temperature > 0:
+        return
+    found = f"with temperature 0 ({decoding.decode_mode or 'greedy'})"
+    remedy = "remove it, or set temperature above 0"
+    if decoding.top_p < 1.0:
+        wanted = "1.0, as nothing is sampled"
+        yield Mistake(path=f"{path}.top_p", found=f"{decoding.top_p:g} {found}", wanted=wanted, remedy=remedy)
+    if decoding.top_k > 0:
+        wanted = "-1 or 0, as nothing is sampled"
+        yield Mistake(path=f"{path}.top_k", found=f"{decoding.top_k} {found}", wanted=wanted, remedy=remedy)
+
+
 def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
     """`decode_mode: beam` needs `rollout_backend: hf`."""
     if config.rollout_matching.decoding.decode_mode == "beam" and config.rollout_matching.rollout_backend == "vllm":
@@ -310,8 +326,8 @@ def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
 
 
 def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
-    """`max_new_tokens` is below `global_max_length` (a segment holds prompt and answer) and below a colocated engine's
-    `max_model_len`."""
+    """`max_new_tokens` is below `global_max_length`, because a segment holds prompt and answer, and below a colocated
+    engine's `max_model_len`."""
     decoding = config.rollout_matching.decoding
     longest, found = decoding.max_new_tokens, given(decoding, "max_new_tokens")
     path = f"{ROLLOUT}.decoding.max_new_tokens"
@@ -326,14 +342,14 @@ def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
 
 
 def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
-    """`vllm.mode: server` needs servers in exactly one form, well paired, with good URLs and ports that do not clash
+    """`vllm.mode: server` needs servers, named in one of the two forms, with valid URLs and ports that do not clash
     (R05 R16)."""
     if uses_servers(config):
         yield from server_mistakes(config.rollout_matching.vllm.server)
 
 
 def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
-    """Adapter sync needs `vllm.enable_lora` and `model.lora` (or an adapter's folder as `model.path`); DoRA also needs
+    """Adapter sync needs `vllm.enable_lora`, and `model.lora` or an adapter's folder as `model.path`. DoRA also needs
     `sync.fallback_to_full` (R08)."""
     vllm, lora = config.rollout_matching.vllm, config.model.lora
     if config.rollout_matching.rollout_backend != "vllm" or sync_mode(config) != "adapter":
@@ -352,36 +368,34 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
 
 
 def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_buffer` belongs to `rollout_matching_sft` (D2)."""
+    """`rollout_buffer` goes with `rollout_matching_sft`; `stage2_ab_training` refuses the key, even null (D2)."""
     buffer, variant = config.rollout_matching.rollout_buffer, config.custom.trainer_variant
-    if buffer is None or variant == "rollout_matching_sft":
-        return
     path = f"{ROLLOUT}.rollout_buffer"
     if variant == "stage2_ab_training":
-        wanted = "no such key: staleness belongs to the asynchronous pipeline there"
-        remedy = "remove it; for rollouts ahead of learning set stage2_ab.async_actor_learner.enabled"
-        yield Mistake(path=path, found="rollout reuse under stage2_ab_training", wanted=wanted, remedy=remedy)
-    elif buffer.enabled:
+        if "rollout_buffer" in config.rollout_matching.model_fields_set:
+            wanted = "no such key: staleness belongs to the asynchronous pipeline there"
+            remedy = "remove it; for rollouts ahead of learning set stage2_ab.async_actor_learner.enabled"
+            found = "null under" if buffer is None else "rollout reuse under"
+            yield Mistake(path=path, found=f"{found} stage2_ab_training", wanted=wanted, remedy=remedy)
+    elif variant == "sft" and buffer is not None and buffer.enabled:
         wanted, remedy = "trainer_variant: rollout_matching_sft", "remove it: sft has no rollouts to reuse"
         yield Mistake(path=path, found="rollout reuse under sft", wanted=wanted, remedy=remedy)
 
 
 def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
-    """`offload.enabled` with colocated vLLM names the model, the optimizer or both, and nothing may learn while it
-    rolls out (R20)."""
+    """With colocated vLLM, what `offload` moves away must not be trained at the same time (R20)."""
     rollout, offload = config.rollout_matching, config.rollout_matching.offload
     if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not offload.enabled:
         return
-    path = f"{ROLLOUT}.offload.enabled"
     if not offload.offload_model and not offload.offload_optimizer:
-        wanted, remedy = "offload_model or offload_optimizer", "set one of them to true, or enabled: false"
-        yield Mistake(path=path, found="offloading of nothing", wanted=wanted, remedy=remedy)
+        return
+    path = f"{ROLLOUT}.offload.enabled"
     ahead = config.stage2_ab is not None and config.stage2_ab.async_actor_learner.enabled
     if ahead or overlaps(config):
         found = (
-            "offloading of what " + ("the asynchronous learner" if ahead else "packed Channel-B") + " trains meanwhile"
+            "true, while " + ("the asynchronous learner" if ahead else "packed Channel-B") + " trains during rollouts"
         )
-        wanted = "false, where rollouts and learning run at once"
+        wanted = "false, because rollouts and learning run at the same time"
         remedy = "set enabled: false (servers need no offloading)" + ("" if ahead else ", or training.packing: false")
         yield Mistake(path=path, found=found, wanted=wanted, remedy=remedy)
 
@@ -390,7 +404,7 @@ def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
 
 
 def stage2_section(config: RunConfig) -> Iterator[Mistake]:
-    """`stage2_ab` is given with `stage2_ab_training`, and only with it (R26)."""
+    """`stage2_ab_training` needs the section `stage2_ab`; the other variants refuse it (R26)."""
     variant, stage2 = config.custom.trainer_variant, config.stage2_ab
     if variant == "stage2_ab_training" and stage2 is None:
         remedy = "add `stage2_ab: {schedule: {b_ratio: ...}}`"
@@ -411,18 +425,18 @@ def stage2_batch(config: RunConfig) -> Iterator[Mistake]:
 
 
 def overlap_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """Packed Channel-B learns while it rolls out, so it needs `vllm.mode: server` (R32)."""
+    """Packed Channel-B learns while rollouts run, so it needs `vllm.mode: server` (R32)."""
     if overlaps(config) and not uses_servers(config):
         rollout = config.rollout_matching
         backend = "rollout_backend: hf" if rollout.rollout_backend == "hf" else f"vllm.mode: {rollout.vllm.mode}"
-        wanted = "rollout_backend: vllm and vllm.mode: server, as packed Channel-B learns while it rolls out"
+        wanted = "rollout_backend: vllm and vllm.mode: server, because packed Channel-B learns while rollouts run"
         remedy = f"set {ROLLOUT}.vllm.mode: server and {SERVER}.servers, or training.packing: false (no overlap)"
         yield Mistake(path=f"{ROLLOUT}.vllm.mode", found=backend, wanted=wanted, remedy=remedy)
 
 
 def async_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """`async_actor_learner` needs `vllm.mode: server` and full sync; without `training.packing` a pack is one sample
-    (D3 R25)."""
+    """`async_actor_learner` needs `vllm.mode: server` and full sync. Without `training.packing` it needs
+    `per_device_train_batch_size: 1`, because a pack is one sample then (D3 R25)."""
     if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
         return
     path = "stage2_ab.async_actor_learner.enabled"
@@ -457,6 +471,7 @@ RULES: tuple[Rule, ...] = (
     carry_packing,
     keeping_what_was_cut,
     decode_mode_fits,
+    sampling_samples,
     beam_needs_hf,
     rollout_fits,
     servers_are_named,

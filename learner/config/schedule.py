@@ -1,9 +1,8 @@
-"""Which channel a step runs, and how much of it each rank does (R26, R27, R31). Pure: numbers in, decisions out.
+"""Which channel a step runs (R26, R27). Pure: numbers in, a decision out.
 
-Invariants: the channel that the schedule wants is a function of `global_step` and `b_ratio` alone, so a resume changes
-nothing, and after any n steps exactly floor(n * b_ratio) of them wanted Channel-B; the ranks' shares of a step are
-contiguous, ordered and add up to the whole. Rank 0 calls `decide_channel` with numbers already reduced over ranks and
-broadcasts what comes out; the trainer holds it fixed for the accumulation window.
+Invariants: the channel that the schedule wants depends on `global_step` and `b_ratio` alone, so a resume changes
+nothing; after any n steps exactly floor(n * b_ratio) of them wanted Channel-B. Rank 0 calls `decide_channel` with
+numbers that are already reduced over ranks, and broadcasts the decision. It holds for the whole accumulation window.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ B_STEP_SKIPPED = "stage2_ab/async/b_step_skipped_due_to_queue"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelDecision:
-    """What one optimizer step runs. `wanted` is the schedule's word, `channel` what is feasible."""
+    """What one optimizer step runs: `wanted` by the schedule, and the feasible `channel`."""
 
     wanted: Channel
     channel: Channel
@@ -31,7 +30,7 @@ class ChannelDecision:
         return self.wanted != self.channel
 
     def metrics(self) -> Mapping[str, float]:
-        """To be logged with the step: the executed channel, and whether the queue stood in the way of the other."""
+        """The step's metrics: the channel that ran, and whether a short queue kept Channel-B from running."""
         return {
             "stage2_ab/channel_b": float(self.channel == "B"),
             B_STEP_SKIPPED: float(self.skipped_due_to_queue),
@@ -39,7 +38,7 @@ class ChannelDecision:
 
 
 def exact_ratio(b_ratio: float) -> Fraction:
-    """`b_ratio` as the decimal that stands in the YAML file, so that 0.1 is one tenth and not the nearest double.
+    """`b_ratio` as the decimal number in the YAML file, so that 0.1 is one tenth and not the nearest double.
 
     Raises ConfigError outside [0, 1].
     """
@@ -66,24 +65,11 @@ def decide_channel(
     gradient_accumulation_steps: int,
     min_eligible_packs: int | None = None,
 ) -> ChannelDecision:
-    """The schedule's channel, or A where B is not feasible.
+    """The schedule's channel, or A if B is not feasible.
 
-    `min_eligible_packs` is the smallest number of fresh packs that any rank holds (asynchronous actor-learner: a B step
-    takes `gradient_accumulation_steps` of them on every rank). None: rollouts are made within the step, B always is.
+    `min_eligible_packs` is the smallest number of fresh packs on any rank: with the asynchronous actor-learner a B step
+    takes `gradient_accumulation_steps` of them on every rank. None: rollouts are made in the step, so B is feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     feasible = min_eligible_packs is None or min_eligible_packs >= gradient_accumulation_steps
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")
-
-
-def rollout_share(total: int, rank: int, world_size: int) -> range:
-    """The rollouts of a step that are this rank's, counted over all ranks: contiguous, sizes differ by at most one."""
-    assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-    size, longer = divmod(total, world_size)
-    start = rank * size + min(rank, longer)
-    return range(start, start + size + (rank < longer))
-
-
-def local_rollouts_per_step(total: int, rank: int, world_size: int) -> int:
-    """How many of a step's `total` rollouts rank `rank` collects; over all ranks they add up to `total`."""
-    return len(rollout_share(total, rank, world_size))

@@ -1,8 +1,8 @@
-"""The learner's configuration: one frozen pydantic model per YAML section, unknown keys refused at every level.
+"""The learner's configuration: one frozen pydantic model per YAML section, which refuses unknown keys.
 
-`load.py` reads YAML into `RunConfig`; `legacy.py` turns retired keys into advice; `rules.py` holds what must be true
-between keys; `plan.py` derives every number that follows. CONFIG.md and config.schema.json are made from this file
-(`make docs`). Types and ranges of single keys are here and nowhere else.
+Types and ranges of single keys are here and nowhere else. `rules.py` holds what must be true between keys, `load.py`
+reads YAML into `RunConfig`, `plan.py` derives every number that follows. `make docs` writes CONFIG.md and
+config.schema.json from this file.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 class LoraConfig(Section):
     """Train a low-rank adapter instead of the whole model."""
 
-    type: Literal["lora", "dora"] = key("plain LoRA, or DoRA (weight-decomposed)", "lora", req="R09")
-    r: int = key("rank", 16, ge=1)
-    alpha: int = key("scaling: the update is multiplied by alpha / r", 32, ge=1)
-    dropout: float = key("dropout before the adapter", 0.0, unit="probability", ge=0.0, lt=1.0)
-    target_modules: str | list[str] = key("peft's `target_modules`: module names, or a pattern", "all-linear")
+    type: Literal["lora", "dora"] = key("`lora`: plain LoRA; `dora`: weight-decomposed LoRA", "lora", req="R09")
+    r: int = key("rank of the adapter", 16, ge=1)
+    alpha: int = key("scaling: the adapter's output is multiplied by `alpha / r`", 32, ge=1)
+    dropout: float = key("dropout on the adapter's input", 0.0, unit="probability", ge=0.0, lt=1.0)
+    target_modules: str | list[str] = key(
+        "modules that get an adapter: peft's `target_modules`, names or a pattern", "all-linear"
+    )
 
 
 class ModelConfig(Section):
     """The trained model."""
 
-    path: str = key("folder or hub name of a Hugging Face checkpoint with its processor", min_length=1)
+    path: str = key("Hugging Face checkpoint with its processor: a folder, or a name on the hub", min_length=1)
     dtype: Literal["float32", "bfloat16"] = key("dtype of the trained weights", "float32")
     lora: LoraConfig | None = key("train an adapter; null: train the weights themselves", None, req="R09")
-    freeze: list[str] = key("parameters whose names start with one of these are not trained", [])
-    gradient_checkpointing: bool = key("recompute activations in the backward pass to save memory", False)
+    freeze: list[str] = key("parameters that are not trained: those whose name starts with one of these", [])
+    gradient_checkpointing: bool = key("save memory: recompute activations in the backward pass", False)
     compile: Literal["auto"] | bool = key(
-        "compile the model's layers and the loss for learning (torch.compile, once for rows of all lengths). "
-        "`auto`: on CUDA from 5e8 parameters on, where a compiler is there and the model is not sharded",
+        "compile the model's layers and the loss for learning, with torch.compile. The first row triggers compilation, "
+        "later rows of any length reuse it. `auto`: compile on CUDA from 5e8 parameters on, if a compiler is installed "
+        "and the model is not sharded",
         "auto",
     )
     sharding: Literal["none", "fsdp"] = key(
-        "`fsdp`: each rank holds its part of weights, gradients and moments (FSDP2), for models that do not fit one "
-        "GPU; `none`: each rank holds all. One rank alone always holds all",
+        "`none`: each rank holds the whole model. `fsdp`: each rank holds its part of weights, gradients and optimizer "
+        "moments (FSDP2), for models that do not fit one GPU. A single rank always holds the whole model",
         "none",
     )
 
@@ -51,63 +54,68 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Annotation files. Paths are relative to the working directory."""
 
-    train: str = key("annotations that are trained on", min_length=1, req="R12")
-    val: str | None = key("annotations to evaluate on, where `test` is not given", None)
-    test: str | None = key("annotations to evaluate on", None)
+    train: str = key("training annotations", min_length=1, req="R12")
+    val: str | None = key("evaluation annotations, used if `test` is not given", None)
+    test: str | None = key("evaluation annotations", None)
     format: Literal["jsonl", "coco"] = key("the project's JSONL, or COCO JSON", "jsonl")
     image_root: str | None = key("relative image paths start here; null: the annotation file's folder", None)
     prompt: str | None = key("`coco` only: the user's turn, with `<image>` where the image goes", None)
-    shuffle: bool = key("a new order every epoch, derived from `training.seed`", True)
-    max_samples: int | None = key("use only the first so many of `train`", None, unit="samples", ge=1)
-    num_workers: int = key("processes per rank that read and encode images; 0: the learner itself", 0, ge=0)
+    shuffle: bool = key("shuffle every epoch; the order follows from `training.seed`", True)
+    max_samples: int | None = key("use only the first samples of `train`", None, unit="samples", ge=1)
+    num_workers: int = key("processes per rank that read and encode images; 0: the learner does it itself", 0, ge=0)
 
 
 class TaskConfig(Section):
-    """How answers are read and compared with ground truth."""
+    """How answers are written, and how they are matched with ground truth."""
 
-    name: Literal["detection"] = key("the task", "detection")
     container: Literal["index_map", "array"] = key(
-        '`{"object_1": {"desc": ..., "bbox_2d": [...]}}`, or `[{"bbox_2d": [...], "label": ...}]`', "index_map"
+        'form of an answer. `index_map`: `{"object_1": {"desc": ..., "bbox_2d": [...]}}`; `array`: '
+        '`[{"bbox_2d": [...], "label": ...}]`',
+        "index_map",
     )
     coordinates: Literal["tokens", "digits"] = key(
-        "coordinates as `<|coord_k|>` tokens or as integers, both 0 to 999", "tokens"
+        "how coordinates are written, 0 to 999: as `<|coord_k|>` tokens, or as integers in digits", "tokens"
     )
-    iou_threshold: float = key("pairs below it can't be matched", 0.5, unit="IoU", ge=0.0, le=1.0)
+    iou_threshold: float = key(
+        "a predicted and a true object match only if their IoU is at least this", 0.5, unit="IoU", ge=0.0, le=1.0
+    )
 
 
 class LossConfig(Section):
-    """Weights of the loss on Y_train: the rollout's prefix and every missed object appended."""
+    """The loss on Y_train, which is the rollout's prefix with every missed object appended."""
 
-    desc_weight: float = key("weight of description text in the appended tail; structure and boxes have 1", 1.0, ge=0.0)
+    desc_weight: float = key(
+        "weight of description text in the appended part; structure and boxes have weight 1", 1.0, ge=0.0
+    )
     matched_coordinate_weight: float = key(
-        "weight of a matched prediction's coordinates, towards the ground truth's, in the rollout's own context",
+        "weight of the coordinates of a matched prediction. The target is the ground truth, in the rollout's own "
+        "context",
         1.0,
         ge=0.0,
     )
     matched_desc_weight: float = key(
-        "weight of a matched prediction's description, likewise; 0: not taught. Matching looks at places only, so "
-        "without it a wrong name in the right place stays",
+        "weight of the description of a matched prediction, with the same target; 0: no loss. Matching compares boxes "
+        "only, so with 0 a wrong name on a right box is not corrected",
         0.0,
         ge=0.0,
     )
     prefix_end: Literal["last_object", "last_match", "first_miss"] = key(
-        "where the rollout's prefix ends: after its last object; after its last matched prediction; or where it first "
-        "skipped an object. What it then lacks is appended. The latter two are for complete labels: an object "
-        "without a label matches nothing",
+        "where the rollout's prefix ends: after its last object, after its last matched prediction, or before the "
+        "place where it first skipped an object. Every object that the prefix lacks is appended. The last two "
+        "suit complete labels: a prediction without a label matches nothing",
         "last_object",
     )
     keep_unmatched: bool = key(
-        "with `prefix_end: first_miss`: what the answer predicted behind the cut and matches nothing stays, in "
-        "canonical order among what is appended, and nothing is learned from it. For incomplete labels: what the "
-        "policy finds and nobody labelled is not untaught",
+        "with `prefix_end: first_miss`: unmatched predictions after the cut are kept, in canonical order among the "
+        "appended objects, and get no loss. For incomplete labels: a prediction without a label is not unlearned",
         False,
     )
     missed_order: Literal["canonical", "random"] = key(
-        "order of the missed objects that are appended; `random`: one that belongs to the sample", "canonical"
+        "order of the appended objects; `random`: a random order, fixed for each sample", "canonical"
     )
     overrun_close_weight: float = key(
-        "weight of the closer at the token where an answer that had found every object went on; 0: not taught. "
-        "Keeps long runs from drifting to answers that do not end",
+        "loss weight that teaches an answer to stop once it has found every object: the closing token, where the "
+        "answer went on instead; 0: no loss. Keeps long runs from drifting to answers that do not end",
         0.0,
         ge=0.0,
     )
@@ -119,32 +127,41 @@ class LossConfig(Section):
 class TrainingConfig(Section):
     """The loop, the optimizer, packing, evaluation and checkpoints."""
 
-    output_dir: str = key("the run directory", min_length=1)
-    seed: int = key("every random choice of the run follows from it", 42, req="R11", ge=0)
-    max_steps: int | None = key("length of the run (this or `num_train_epochs`)", None, unit="optimizer steps", ge=1)
-    num_train_epochs: int | None = key("length of the run (this or `max_steps`)", None, unit="epochs", ge=1)
-    per_device_train_batch_size: int = key("dataloader batch of one rank", 1, unit="samples per micro-step", ge=1)
+    output_dir: str = key("run directory", min_length=1)
+    seed: int = key("every random choice of the run follows from this", 42, req="R11", ge=0)
+    max_steps: int | None = key(
+        "length of the run; give this or `num_train_epochs`", None, unit="optimizer steps", ge=1
+    )
+    num_train_epochs: int | None = key("length of the run; give this or `max_steps`", None, unit="epochs", ge=1)
+    per_device_train_batch_size: int = key("dataloader batch of a rank", 1, unit="samples per micro-step", ge=1)
     effective_batch_size: int | None = key(
-        "batch of an optimizer step over all ranks; a multiple of per_device_train_batch_size x ranks. Required by "
-        "`stage2_ab_training`, whose rollouts per step it is",
+        "batch of an optimizer step over all ranks, a multiple of per_device_train_batch_size x ranks. "
+        "`stage2_ab_training` requires it: it is the number of rollouts per step there",
         None,
         unit="samples",
         req="D8 R31 R33",
         ge=1,
     )
     gradient_accumulation_steps: int | None = key(
-        "micro-steps per optimizer step; null: from `effective_batch_size`, else 1", None, req="D8 R33", ge=1
+        "micro-steps per optimizer step; null: derived from `effective_batch_size`, or 1 without it",
+        None,
+        req="D8 R33",
+        ge=1,
     )
     learning_rate: float = key("peak learning rate", 1e-5, gt=0.0)
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("decay after the warm-up", "cosine")
-    warmup_steps: int = key("linear warm-up", 0, unit="optimizer steps", ge=0)
-    weight_decay: float = key("AdamW's decoupled weight decay", 0.0, ge=0.0)
-    adam_beta1: float = key("AdamW's first moment", 0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = key("AdamW's second moment", 0.95, ge=0.0, lt=1.0)
-    adam_epsilon: float = key("AdamW's epsilon", 1e-8, gt=0.0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key(
+        "decay of the learning rate after the warm-up", "cosine"
+    )
+    warmup_steps: int = key("linear warm-up of the learning rate", 0, unit="optimizer steps", ge=0)
+    weight_decay: float = key("decoupled weight decay of AdamW", 0.0, ge=0.0)
+    adam_beta1: float = key("decay of AdamW's first moment", 0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = key("decay of AdamW's second moment", 0.95, ge=0.0, lt=1.0)
+    adam_epsilon: float = key("epsilon of AdamW", 1e-8, gt=0.0)
     max_grad_norm: float = key("gradients are clipped to this global norm", 1.0, gt=0.0)
-    bf16: bool = key("autocast of the forward pass to bfloat16", False)
-    packing: bool = key("several segments in one padding-free row of `global_max_length`", True, req="D6 R36")
+    bf16: bool = key("run the forward pass in bfloat16 autocast", False)
+    packing: bool = key(
+        "put several segments into one row of up to `global_max_length` tokens, without padding", True, req="D6 R36"
+    )
     packing_buffer: int = key(
         "`rollout_matching_sft`: segments carried to later micro-steps, at most", 64, unit="segments", req="D6", ge=1
     )
@@ -162,48 +179,58 @@ class TrainingConfig(Section):
         True,
         req="D6",
     )
-    eval_steps: int | None = key("evaluate every so many optimizer steps", None, unit="optimizer steps", ge=1)
+    eval_steps: int | None = key("evaluate after every so many steps", None, unit="optimizer steps", ge=1)
     eval_on_start: bool = key("evaluate before the first step", False)
     eval_on_end: bool = key("evaluate after the last step", False)
-    eval_samples: int | None = key("evaluate on the first so many only", None, unit="samples", ge=1)
-    save_steps: int | None = key("write a checkpoint every so many steps", None, unit="optimizer steps", ge=1)
-    save_total_limit: int | None = key("keep only the newest checkpoints", None, unit="checkpoints", ge=1)
+    eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
+    save_steps: int | None = key("write a checkpoint after every so many steps", None, unit="optimizer steps", ge=1)
+    save_total_limit: int | None = key(
+        "number of checkpoints to keep, the newest ones; null: all", None, unit="checkpoints", ge=1
+    )
     save_on_end: bool = key("write a checkpoint after the last step", True)
-    resume_from_checkpoint: str | None = key("a checkpoint folder, or `latest` of `output_dir`", None, req="R18 R26")
+    resume_from_checkpoint: str | None = key(
+        "resume from this checkpoint folder, or from the `latest` one in `output_dir`", None, req="R18 R26"
+    )
     stop_timeout_s: float = key(
-        "after Ctrl-C or SIGTERM: a checkpoint is written and the process has ended (torchrun kills after 30 s)",
+        "time to write a checkpoint and end after Ctrl-C or SIGTERM; torchrun kills after 30 s",
         25.0,
         unit="s",
         gt=0.0,
     )
-    collective_timeout_s: float = key("no rank waits longer for another", 600.0, unit="s", req="R24", gt=0.0)
+    collective_timeout_s: float = key("longest wait of a rank for the others", 600.0, unit="s", req="R24", gt=0.0)
 
 
 class LoggingConfig(Section):
-    """Where numbers go besides metrics.jsonl."""
+    """Where numbers go, besides metrics.jsonl."""
 
     tensorboard: bool = key("write TensorBoard events", True)
     progress_bar: bool = key("show a progress bar", True)
-    wandb_project: str | None = key("also log to this W&B project", None)
 
 
 # ---- custom.extra.rollout_matching ---------------------------------------------------------------------------------
 
 
 class DecodingConfig(Section):
-    """How rollouts are decoded."""
+    """How rollouts are decoded. Evaluations always decode greedily."""
 
-    temperature: float = key("0: greedy; above: sampling", 0.0, req="D7 R29", ge=0.0)
+    temperature: float = key("0: greedy decoding; above 0: sampling", 0.0, req="D7 R29", ge=0.0)
     top_p: float = key(
-        "sample from the likeliest tokens of this total", 1.0, unit="probability", req="R29", gt=0.0, le=1.0
+        "sample from the most likely tokens, up to this total probability",
+        1.0,
+        unit="probability",
+        req="R29",
+        gt=0.0,
+        le=1.0,
     )
-    top_k: int = key("sample from the so many likeliest tokens; -1 or 0: all", -1, unit="tokens", req="R29", ge=-1)
-    max_new_tokens: int = key("longest rollout", 512, unit="tokens", req="D7", ge=1)
-    repetition_penalty: float = key("above 1: tokens that occurred become less likely", 1.0, req="D7", gt=0.0)
+    top_k: int = key(
+        "sample from this number of most likely tokens; -1 or 0: from all", -1, unit="tokens", req="R29", ge=-1
+    )
+    max_new_tokens: int = key("longest answer", 512, unit="tokens", req="D7", ge=1)
+    repetition_penalty: float = key("above 1: tokens that already occurred become less likely", 1.0, req="D7", gt=0.0)
     decode_mode: Literal["greedy", "sample", "beam"] | None = key(
-        "null: `greedy` at temperature 0, else `sample`; `beam` needs `rollout_backend: hf`", None, req="D7"
+        "null: `greedy` at temperature 0, `sample` above; `beam` needs `rollout_backend: hf`", None, req="D7"
     )
-    num_beams: int = key("`decode_mode: beam` only: beams, of which the best is the rollout", 1, req="D7", ge=1)
+    num_beams: int = key("`decode_mode: beam` only: number of beams; the best one is the rollout", 1, req="D7", ge=1)
 
     @property
     def mode(self) -> Literal["greedy", "sample", "beam"]:
@@ -214,9 +241,11 @@ class DecodingConfig(Section):
 class ServerEntry(Section):
     """One rollout server."""
 
-    base_url: str = key("URL prefix of the server's endpoints", req="R05 R06", min_length=1)
+    base_url: str = key(
+        "URL prefix of the server's endpoints, such as `http://127.0.0.1:8000`", req="R05 R06", min_length=1
+    )
     group_port: int = key(
-        "TCP port of the weight-sync group on that server's host; servers of one machine meet at the first one's",
+        "TCP port of the weight sync on that server's host; servers of one machine use the port of the first one",
         req="R05",
         ge=1,
         le=65535,
@@ -224,36 +253,54 @@ class ServerEntry(Section):
 
 
 class ServerClientConfig(Section):
-    """Either `servers`, or `base_url` with `group_port`; loading turns the second form into the first."""
+    """The rollout servers: either `servers`, or `base_url` with `group_port`. Loading turns the second form into the
+    first."""
 
-    servers: list[ServerEntry] | None = key("the rollout servers, in order", None, req="R05")
+    servers: list[ServerEntry] | None = key("rollout servers, in order", None, req="R05")
     base_url: str | list[str] | None = key("paired form: one URL prefix, or several", None, req="R05")
     group_port: Port | list[Port] | None = key(
-        "paired form: one port (server i gets port + i), or one per URL", None, req="R05"
+        "paired form: one port (server i gets port + i), or one port per URL", None, req="R05"
     )
     timeout_s: float = key(
-        "reachability checks, communicator set-up, weight updates", 240.0, unit="s", req="R05", gt=0.0
+        "deadline of reachability checks, of joining the weight sync, and of a weight update",
+        240.0,
+        unit="s",
+        req="R05",
+        gt=0.0,
     )
-    infer_timeout_s: float | None = key("one `/infer/` call; null or <= 0: no limit", None, unit="s", req="R05 R30")
+    infer_timeout_s: float | None = key(
+        "deadline of one `/infer/` call, which also holds while `/health/` answers; what passes it counts as a failed "
+        "call. null or <= 0: derived from `max_new_tokens` and the pace that the server has shown, at most 600 s",
+        None,
+        unit="s",
+        req="R05 R30 D16",
+    )
 
 
 class SyncConfig(Section):
-    """How trained weights reach the generator, in memory."""
+    """How trained weights reach the rollout engine, in memory."""
 
     mode: Literal["full", "adapter", "auto"] = key(
-        "merged weights, adapters only, or `auto`: adapters where `enable_lora` is true", "full", req="R08"
+        "`full`: merged weights; `adapter`: the adapter only; `auto`: `adapter` if `enable_lora` is true, else `full`",
+        "full",
+        req="R08",
     )
     fallback_to_full: bool = key(
-        "a failed adapter sync: warn, full syncs from then on (a resumed run tries again); false: stop the run",
+        "if an adapter sync fails, warn and use full syncs for the rest of the run (a resumed run tries adapters "
+        "again); false: stop the run",
         True,
         req="R08",
     )
     bucket_bytes: int = key(
-        "tensors travel in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
+        "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
-    canary_samples: int = key("prompts scored on both sides after a sync", 2, req="R09", ge=1)
+    canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
     canary_tolerance: float = key(
-        "largest mean difference between learner and server", 0.1, unit="nats per token", req="R09", gt=0.0
+        "largest mean difference between the learner's and the server's scores",
+        0.1,
+        unit="nats per token",
+        req="R09",
+        gt=0.0,
     )
 
 
@@ -261,33 +308,40 @@ class VllmConfig(Section):
     """vLLM: inside the learner's job, or behind rollout servers."""
 
     mode: Literal["colocate", "server"] = key(
-        "on the training devices, or on servers of their own", "colocate", req="R02"
+        "`colocate`: on the training devices; `server`: on rollout servers", "colocate", req="R02"
     )
-    enable_lora: bool = key("the generator takes adapters; `server`: its own `enable_lora` too", False, req="R08")
+    enable_lora: bool = key(
+        "the rollout engine takes adapters; with `mode: server` set `enable_lora` of the servers, too", False, req="R08"
+    )
     gpu_memory_utilization: float = key(
         "`colocate`: share of each device that vLLM may use", 0.45, unit="share", req="R04", gt=0.0, le=1.0
     )
     tensor_parallel_size: int = key(
-        "`colocate`: devices per engine; divides the number of ranks (1 where there is one rank)", 4, req="R04", ge=1
+        "`colocate`: devices per engine, a divisor of the number of ranks; if unset, one rank alone uses 1",
+        4,
+        req="R04",
+        ge=1,
     )
-    max_model_len: int | None = key("`colocate`: longest prompt + answer; null: the model's", None, unit="tokens", ge=1)
+    max_model_len: int | None = key(
+        "`colocate`: longest prompt + answer; null: the model's own limit", None, unit="tokens", ge=1
+    )
     enforce_eager: bool = key(
-        "`colocate`: no compilation, no CUDA graphs: starts sooner, decodes slower", False, req="R04"
+        "`colocate`: no compilation and no CUDA graphs; starts sooner, decodes slower", False, req="R04"
     )
     cpu_kv_cache_gib: int = key(
-        "`colocate`: memory of each rank's KV cache where there is no GPU", 1, unit="GiB", req="R04", ge=1
+        "`colocate` without a GPU: memory of each rank's KV cache", 1, unit="GiB", req="R04", ge=1
     )
-    server: ServerClientConfig = key("`server`: where the servers are", ServerClientConfig(), req="R05")
+    server: ServerClientConfig = key("`mode: server`: where the servers are", ServerClientConfig(), req="R05")
     sync: SyncConfig = key("weight sync", SyncConfig(), req="R08")
 
 
 class RolloutBufferConfig(Section):
-    """Reuse the rollouts of one accumulation window; `rollout_matching_sft` only."""
+    """Learn the rollouts of one accumulation window several times; `rollout_matching_sft` only."""
 
     enabled: bool = key("reuse rollouts", False, req="R18")
     m_steps: int = key(
-        "optimizer steps that learn one window's rollouts; an epoch has so many times the steps (the short window that "
-        "it may end with is learned once)",
+        "optimizer steps that learn the same window's rollouts; an epoch has this many times more steps. A short "
+        "window at the end of an epoch is learned once",
         1,
         unit="optimizer steps",
         req="R18",
@@ -296,21 +350,23 @@ class RolloutBufferConfig(Section):
 
 
 class OffloadConfig(Section):
-    """Move training state off the device while colocated vLLM generates, into page-locked host memory that is kept; no
-    effect elsewhere."""
+    """Move training state to host memory while colocated vLLM generates; no effect elsewhere. The host memory is
+    page-locked and kept between moves."""
 
     enabled: bool = key("offload what the two keys below name", False, req="R20")
     offload_model: bool = key("the trained model", False, req="R20")
-    offload_optimizer: bool = key("the optimizer's state", False, req="R20")
+    offload_optimizer: bool = key("the optimizer's moments", False, req="R20")
 
 
 class RolloutMatchingConfig(Section):
     """How rollouts are made."""
 
-    rollout_backend: Literal["vllm", "hf"] = key("vLLM, or `generate` of the training model itself", "vllm", req="R02")
+    rollout_backend: Literal["vllm", "hf"] = key(
+        "`vllm`: vLLM; `hf`: `generate` of the training model itself", "vllm", req="R02"
+    )
     decode_batch_size: int = key(
-        "sequences decoded at once. An optimizer step's rollouts are asked for together, however small its "
-        "micro-batches are",
+        "largest number of sequences that are decoded at once. All rollouts of an optimizer step are requested "
+        "together, however small its micro-batches are",
         1,
         unit="sequences per rollout GPU and generation call",
         req="R21 R34",
@@ -318,8 +374,8 @@ class RolloutMatchingConfig(Section):
     )
     decoding: DecodingConfig = key("decoding", DecodingConfig(), req="D7")
     vllm: VllmConfig = key("`rollout_backend: vllm`", VllmConfig(), req="R02")
-    rollout_buffer: RolloutBufferConfig | None = key("rollout reuse; null: none", None, req="D2 R18")
-    offload: OffloadConfig = key("offloading during colocated rollouts", OffloadConfig(), req="R20")
+    rollout_buffer: RolloutBufferConfig | None = key("reuse of rollouts; null: none", None, req="D2 R18")
+    offload: OffloadConfig = key("offloading while colocated vLLM generates", OffloadConfig(), req="R20")
 
 
 class ExtraConfig(Section):
@@ -332,7 +388,9 @@ class CustomConfig(Section):
     """What this project adds to plain supervised training."""
 
     trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training"] = key(
-        "plain teacher forcing, rollout matching, or scheduled A/B channels", req="R01"
+        "`sft`: teacher forcing on ground truth; `rollout_matching_sft`: learning from matched rollouts; "
+        "`stage2_ab_training`: a schedule of both, channel A and channel B",
+        req="R01",
     )
     extra: ExtraConfig = key("extensions", ExtraConfig())
 
@@ -341,21 +399,31 @@ class CustomConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Which steps run Channel-B (on rollouts); the others run Channel-A (on ground truth)."""
+    """Which steps run Channel-B, on rollouts. The others run Channel-A, on ground truth."""
 
     b_ratio: float = key("share of Channel-B steps", unit="share", req="R26", ge=0.0, le=1.0)
 
 
 class AsyncActorLearnerConfig(Section):
-    """Rollouts ahead of learning, with bounded staleness; needs servers and full sync."""
+    """Rollouts made ahead of learning, with bounded staleness. Needs servers and full sync."""
 
-    enabled: bool = key("prepare packs ahead of the step that learns them", False, req="D3 R25")
-    version_window: int = key("packs older than this are dropped", 1, unit="weight versions", req="D3 R25", ge=0)
+    enabled: bool = key("make packs before the step that learns them", False, req="D3 R25")
+    version_window: int = key(
+        "a pack may be learned up to this many syncs after it was made; older ones are dropped",
+        1,
+        unit="weight versions",
+        req="D3 R25",
+        ge=0,
+    )
     queue_limit: int = key(
-        "packs waiting per rank; beyond it the oldest is dropped", 8, unit="packs", req="D3 R25", ge=1
+        "packs that may wait on each rank; if there are more, the oldest is dropped",
+        8,
+        unit="packs",
+        req="D3 R25",
+        ge=1,
     )
     prefetch_target_packs: int = key(
-        "packs that each rank tries to have ready; never fewer than a step takes (`gradient_accumulation_steps`)",
+        "packs that each rank keeps ready; at least as many as a step takes (`gradient_accumulation_steps`)",
         4,
         unit="packs",
         req="D3 R25 R27",
@@ -364,11 +432,11 @@ class AsyncActorLearnerConfig(Section):
 
 
 class Stage2Config(Section):
-    """`stage2_ab_training` only."""
+    """Settings of `stage2_ab_training`, and of no other variant."""
 
-    schedule: ScheduleConfig = key("when Channel-B runs", req="R26")
+    schedule: ScheduleConfig = key("which steps run Channel-B", req="R26")
     async_actor_learner: AsyncActorLearnerConfig = key(
-        "rollouts ahead of learning", AsyncActorLearnerConfig(), req="D3"
+        "rollouts made ahead of learning", AsyncActorLearnerConfig(), req="D3"
     )
 
 
@@ -376,17 +444,19 @@ class Stage2Config(Section):
 
 
 class RunConfig(Section):
-    """A learner's run."""
+    """A run of the learner."""
 
-    model: ModelConfig = key("the trained model")
-    data: DataConfig = key("annotations and images")
-    task: TaskConfig = key("the task", TaskConfig())
-    loss: LossConfig = key("the loss", LossConfig())
-    training: TrainingConfig = key("the loop")
+    model: ModelConfig = key("trained model")
+    data: DataConfig = key("annotations")
+    task: TaskConfig = key("form of answers, and matching", TaskConfig())
+    loss: LossConfig = key("loss", LossConfig())
+    training: TrainingConfig = key("training loop")
     logging: LoggingConfig = key("logging", LoggingConfig())
     custom: CustomConfig = key("trainer variant and rollouts", req="R01")
-    stage2_ab: Stage2Config | None = key("required by `stage2_ab_training`, refused elsewhere", None, req="R26")
-    global_max_length: int = key("cap of a packed row and of a segment", 4096, unit="tokens", req="R36", ge=8)
+    stage2_ab: Stage2Config | None = key(
+        "settings of `stage2_ab_training`, which requires them; refused elsewhere", None, req="R26"
+    )
+    global_max_length: int = key("longest packed row and longest segment", 4096, unit="tokens", req="R36", ge=8)
 
     @property
     def rollout_matching(self) -> RolloutMatchingConfig:

@@ -22,8 +22,8 @@ from learner.doctor import machine as network
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
 from shared.errors import ProjectError
+from shared.wire import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -22,8 +21,7 @@ from packaging.specifiers import SpecifierSet
 
 from learner.config.rules import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
-from learner.rollout.client import is_loopback
-from shared.addresses import free_port
+from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml
 from shared.errors import ProjectError
 from shared.sync.calls import Operation
@@ -157,7 +155,7 @@ def group_ports(situation: Situation) -> Finding:
     mine = [entry for entry in situation.plan.servers if is_loopback(httpx.URL(entry.base_url).host)]
     if not mine:
         return skipped("all servers are on other machines")
-    taken = [entry.group_port for entry in mine if not _is_free(entry.group_port)]
+    taken = [entry.group_port for entry in mine if not is_free(entry.group_port)]
     if taken:
         remedy = "end the learner that uses the servers, or change group_port"
         return warn(f"in use: {', '.join(map(str, taken))}", remedy)
@@ -195,13 +193,3 @@ def local_broadcast(situation: Situation) -> Finding:
 def _sections(launch: Any) -> list[tuple[str, dict[str, Any]]]:
     servers = launch.get("servers") or []
     return [*((f"servers[{i}]", server) for i, server in enumerate(servers)), ("learner", launch.get("learner") or {})]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -42,12 +42,14 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
-        """Each value summed over ranks, in float64. Raises CollectiveError, like every call below."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
     def all_reduce_max(self, value: float) -> float:
-        return self._reduce([value], dist.ReduceOp.MAX)[0]
+        """The largest rank's value. Raises CollectiveError, like every call below."""
+        if self.world_size == 1:
+            return float(value)
+        tensor = torch.tensor(value, dtype=torch.float64)
+        with self._deadline("all_reduce"):
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return float(tensor)
 
     def all_gather_object(self, value: T) -> list[T]:
         """Every rank's value, in rank order."""
@@ -86,7 +88,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self._reduce([0.0], dist.ReduceOp.SUM)
+        self.all_reduce_max(0.0)
 
     def all_reduce_tensor(self, tensor: torch.Tensor) -> None:
         """Sum a tensor over ranks in place."""
@@ -104,14 +106,6 @@ class Ranks:
         """Leave the group."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-    def _reduce(self, values: Sequence[float], op: Any) -> tuple[float, ...]:
-        if self.world_size == 1:
-            return tuple(float(v) for v in values)
-        tensor = torch.tensor(values, dtype=torch.float64)
-        with self._deadline("all_reduce"):
-            dist.all_reduce(tensor, op=op)
-        return tuple(tensor.tolist())
 
     @contextmanager
     def _deadline(self, name: str) -> Iterator[None]:

@@ -1,30 +1,28 @@
 """The async HTTP client of ONE rollout server.
 
 In: bodies of `shared/wire.py`. Out: their replies, or an error of the project's tree that names the server. Invariants:
-- every wait has a deadline; `/infer/` may run as long as it likes only while the server's `/health/` keeps answering;
-- a call is sent again only on a 503 that says "busy" (it was not executed), and never `/update_weights/` or
-  `/init_communicator/`; repeating a lost `/infer/` is the caller's choice, its uuids make that safe;
+- every wait has a deadline. That of an `/infer/` call also holds while the server's `/health/` answers (D16);
+- a call is sent again only after a 503 that says "busy" (it was not executed), and never `/update_weights/` or
+  `/init_communicator/`. The caller may repeat a lost `/infer/`; its uuids make that safe;
 - the server's own error text reaches the caller.
-Lives on one event loop. Called by `server.py` and `learner/sync/`.
-
-What a rollout server's HTTP answer means: a typed reply, or an error of the project's tree that names the server.
-
-Pure. Called by `client.py`.
+A client lives on one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from learner.config.rules import SERVER, WAY_OUT
+from shared.addresses import is_loopback
 from shared.errors import (
     DeadlineError,
     ProjectError,
@@ -36,6 +34,7 @@ from shared.errors import (
     UnauthorizedError,
 )
 from shared.wire import (
+    TOKEN_VARIABLE,
     CloseCommunicatorCall,
     ErrorBody,
     InferCall,
@@ -50,10 +49,22 @@ from shared.wire import (
 )
 
 T = TypeVar("T")
+log = logging.getLogger("learner.rollout")
+
+HEALTH_TIMEOUT_S = 5.0  # one look at /health/
+REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
+# Below uvicorn's 5 s: an idle connection is dropped here before the server closes it under a new request.
+KEEPALIVE_S = 2.0
+
+# The deadline of an /infer/ call without infer_timeout_s (D16).
+MAX_INFER_S = 600.0
+MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
+PACE_CALLS = 32
+PACE_MARGIN = 4.0
 
 
 def read_reply(response: httpx.Response, adapter: TypeAdapter[T], base_url: str) -> T:
-    """The body as its wire model. Raises RolloutError with the server and the first wrong field."""
+    """The body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
     try:
         return adapter.validate_json(response.content)
     except ValidationError as error:
@@ -68,7 +79,7 @@ def read_reply(response: httpx.Response, adapter: TypeAdapter[T], base_url: str)
 
 
 def error_of(response: httpx.Response, base_url: str) -> ProjectError:
-    """The server's own error, with its URL put in front; by HTTP status where the body is not an `ErrorBody`."""
+    """The server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status decides."""
     try:
         error = ErrorBody.model_validate_json(response.content).to_exception()
     except ValidationError:
@@ -77,7 +88,7 @@ def error_of(response: httpx.Response, base_url: str) -> ProjectError:
 
 
 def retry_after_s(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait (`Retry-After`); one second where it does not say it in seconds."""
+    """Seconds that the server asks to wait (`Retry-After`); one second if it does not give seconds."""
     try:
         return max(0.01, float(response.headers.get("Retry-After", "1")))
     except ValueError:
@@ -89,7 +100,7 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
     cls: type[ProjectError] = ServerError if status >= 500 else ServerMismatchError
     remedy = "check that base_url is the prefix of a rollout server (make serve) of the same version"
     if status == 401:
-        cls, remedy = UnauthorizedError, "set ROLLOUT_SERVER_TOKEN to the server's token"
+        cls, remedy = UnauthorizedError, f"set {TOKEN_VARIABLE} to the server's token"
     elif status == 503:
         cls, remedy = ServerBusyError, "look at the server's log"
     return cls(
@@ -100,29 +111,21 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
     )
 
 
-log = logging.getLogger("learner.rollout")
-
-HEALTH_TIMEOUT_S = 5.0  # one look at /health/
-REPLY_GRACE_S = 10.0  # beyond a deadline that the server itself keeps, so that its own error arrives first
-# Below uvicorn's 5 s: an idle connection is dropped here before the server closes it under a new request.
-KEEPALIVE_S = 2.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """Seconds. `infer_s` None: `/infer/` may take any time while the server is alive; it is gone after `gone_s`."""
+    """Seconds. `infer_s` None: the deadline of an `/infer/` call follows from the server's pace."""
 
     connect_s: float
     read_s: float
     write_s: float
     pool_s: float
     infer_s: float | None
-    gone_s: float
-    poll_s: float = 5.0  # between two looks at /health/
+    gone_s: float  # a server is gone when `/health/` was silent for so long
+    poll_s: float = 5.0  # between two looks at `/health/`
 
     @classmethod
     def of(cls, timeout_s: float, infer_timeout_s: float | None) -> Timeouts:
-        """From the two numbers of the configuration (R05)."""
+        """From the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts as null."""
         return cls(
             connect_s=min(10.0, timeout_s),
             read_s=timeout_s,
@@ -134,13 +137,32 @@ class Timeouts:
         )
 
 
+class Pace:
+    """How fast a server has answered: tokens per second of the longest answer in each of the last calls."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=PACE_CALLS)
+
+    def saw(self, num_tokens: int, seconds: float) -> None:
+        """A call was answered: its longest answer has `num_tokens`."""
+        self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
+
+    def deadline_s(self, max_new_tokens: int) -> float:
+        """`PACE_MARGIN` times what the slowest of the last calls would need for `max_new_tokens`; the longest deadline
+        before the first answer."""
+        if not self._rates:
+            return MAX_INFER_S
+        return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
+
+
 class ServerClient:
-    """`base_url` is a URL prefix (R06); `token` is the bearer token, if the server wants one."""
+    """`base_url` is a URL prefix (R06). `token` is the bearer token, if the server wants one."""
 
     def __init__(self, base_url: str, *, timeouts: Timeouts, token: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self.host = urlsplit(self.base_url).hostname or ""
         self.timeouts = timeouts
+        self._pace = Pace()
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             limits=httpx.Limits(max_connections=64, keepalive_expiry=KEEPALIVE_S),
@@ -149,14 +171,12 @@ class ServerClient:
         )
 
     async def health(self) -> None:
-        """One look at `/health/`; raises where it does not answer 200."""
-        response = await self._send("GET", "/health/", read_s=min(HEALTH_TIMEOUT_S, self.timeouts.read_s))
-        if not response.is_success:
-            raise error_of(response, self.base_url)
+        """One look at `/health/`; raises unless it answers 200."""
+        await self._look("/health/")
 
     async def wait_healthy(self) -> None:
-        """Poll `/health/` for at most `gone_s`. Raises ServerUnreachableError; at once where the answer is final
-        (4xx)."""
+        """Poll `/health/` for at most `gone_s`. Raises ServerUnreachableError, or at once what a final answer (4xx)
+        says."""
         deadline = _now() + self.timeouts.gone_s
         while True:
             try:
@@ -168,6 +188,10 @@ class ServerClient:
                     raise self._gone(_last_seen_of(error)) from error
             await asyncio.sleep(min(self.timeouts.poll_s, max(0.01, deadline - _now())))
 
+    async def ready(self) -> None:
+        """One look at `/ready/`; raises unless it answers 200."""
+        await self._look("/ready/")
+
     async def status(self) -> ServerStatus:
         return await self._get("/status/", ServerStatus)
 
@@ -178,15 +202,26 @@ class ServerClient:
     async def infer(self, call: InferCall) -> list[RolloutOutput]:
         """The answers as they came; the caller checks count, order and version.
 
-        Raises DeadlineError after `infer_s`, ServerUnreachableError where the server is gone for `gone_s`, ServerError
-        where the connection broke and the server lives, RolloutError where the answer is malformed.
+        Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
+        for `gone_s`, ServerError if the connection broke and the server is alive, RolloutError if the answer is
+        malformed.
         """
-        response = await self._while_alive(self._send_infer(call))
-        return read_reply(response, TypeAdapter(list[RolloutOutput]), self.base_url)
+        deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
+        begin = _now()
 
-    async def _send_infer(self, call: InferCall) -> httpx.Response:
+        async def exchange() -> httpx.Response:
+            nonlocal begin
+            begin = _now()
+            return await self._while_alive(call, deadline_s)
+
+        response = await self._patiently("/infer/", exchange)
+        outputs = read_reply(response, TypeAdapter(list[RolloutOutput]), self.base_url)
+        self._pace.saw(max((len(output.response_token_ids) for output in outputs), default=0), _now() - begin)
+        return outputs
+
+    async def _send_infer(self, call: InferCall, deadline_s: float) -> httpx.Response:
         try:
-            return await self._send_patiently("/infer/", call, read_s=self.timeouts.infer_s)
+            return await self._send("POST", "/infer/", call, read_s=deadline_s + REPLY_GRACE_S)
         except ServerUnreachableError as error:
             await self.wait_healthy()
             raise ServerError(
@@ -197,43 +232,46 @@ class ServerClient:
             ) from error
 
     async def score(self, call: ScoreCall) -> ScoreReply:
-        response = await self._send_patiently("/score/", call, read_s=self.timeouts.read_s)
+        response = await self._patiently("/score/", lambda: self._send("POST", "/score/", call))
         return read_reply(response, TypeAdapter(ScoreReply), self.base_url)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._send_patiently("/reset_prefix_cache/", None, read_s=self.timeouts.read_s)
 
     async def init_communicator(self, call: InitCommunicatorCall) -> None:
         """Returns when the server's workers and the learner have joined the group."""
         await self._send_once("/init_communicator/", call, read_s=call.timeout_s + REPLY_GRACE_S)
 
     async def update_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
-        """Stays open while the buckets are broadcast; returns when the server has checked what it serves."""
+        """Returns when the buckets have been broadcast and the server has checked what it serves."""
         response = await self._send_once("/update_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
         return read_reply(response, TypeAdapter(UpdateWeightsReply), self.base_url)
 
     async def close_communicator(self, call: CloseCommunicatorCall) -> None:
-        await self._send_once("/close_communicator/", call, read_s=self.timeouts.read_s)
+        await self._send_once("/close_communicator/", call)
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
+    async def _look(self, path: str) -> None:
+        response = await self._send("GET", path, read_s=min(HEALTH_TIMEOUT_S, self.timeouts.read_s))
+        if not response.is_success:
+            raise error_of(response, self.base_url)
+
     async def _get(self, path: str, reply: type[T]) -> T:
-        response = await self._send("GET", path, read_s=self.timeouts.read_s)
+        response = await self._send("GET", path)
         if not response.is_success:
             raise error_of(response, self.base_url)
         return read_reply(response, TypeAdapter(reply), self.base_url)
 
-    async def _send_once(self, path: str, body: BaseModel | None, *, read_s: float | None) -> httpx.Response:
+    async def _send_once(self, path: str, body: BaseModel, *, read_s: float | None = None) -> httpx.Response:
         response = await self._send("POST", path, body, read_s=read_s)
         if not response.is_success:
             raise error_of(response, self.base_url)
         return response
 
-    async def _send_patiently(self, path: str, body: BaseModel | None, *, read_s: float | None) -> httpx.Response:
+    async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+        """The first answer of `exchange` that is not "busy"; the last one after `gone_s`."""
         deadline = _now() + self.timeouts.gone_s
         while True:
-            response = await self._send("POST", path, body, read_s=read_s)
+            response = await exchange()
             if response.is_success:
                 return response
             error = error_of(response, self.base_url)
@@ -244,10 +282,17 @@ class ServerClient:
             await asyncio.sleep(wait_s)
 
     async def _send(
-        self, method: str, path: str, body: BaseModel | None = None, *, read_s: float | None
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None = None,
+        *,
+        read_s: float | None = None,
     ) -> httpx.Response:
-        """One exchange, whatever its status. Raises DeadlineError or ServerUnreachableError."""
+        """One exchange, whatever its status; `read_s` defaults to that of the timeouts. Raises DeadlineError or
+        ServerUnreachableError."""
         t = self.timeouts
+        read_s = t.read_s if read_s is None else read_s
         try:
             return await self._http.request(
                 method,
@@ -261,21 +306,23 @@ class ServerClient:
                 f"{self.base_url}: {path} did not answer in time",
                 found=f"{type(error).__name__} (read {read_s} s, write {t.write_s} s, pool {t.pool_s} s)",
                 wanted="an answer within the deadline",
-                remedy="raise custom.extra.rollout_matching.vllm.server.infer_timeout_s (or timeout_s), or look at the "
-                "server's log",
+                remedy=f"raise {SERVER}.timeout_s, or look at the server's log",
             ) from error
         except httpx.TransportError as error:
             raise self._gone(f"{type(error).__name__}: {error} at {path}") from error
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; gives it up when `/health/` has been silent for `gone_s`."""
-        task = asyncio.create_task(work)
-        last_seen = _now()
+    async def _while_alive(self, call: InferCall, deadline_s: float) -> httpx.Response:
+        """One `/infer/` exchange. It ends when `deadline_s` have passed, or when `/health/` was silent for `gone_s`."""
+        task = asyncio.create_task(self._send_infer(call, deadline_s))
+        begin = last_seen = _now()
         try:
             while True:
-                done, _ = await asyncio.wait({task}, timeout=self.timeouts.poll_s)
+                left_s = begin + deadline_s - _now()
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(self.timeouts.poll_s, left_s)))
                 if done:
                     return task.result()
+                if _now() >= begin + deadline_s:
+                    raise self._late(call, deadline_s, health_age_s=_now() - last_seen)
                 try:
                     await self.health()
                     last_seen = _now()
@@ -286,27 +333,28 @@ class ServerClient:
             task.cancel()
             await asyncio.wait({task})
 
+    def _late(self, call: InferCall, deadline_s: float, *, health_age_s: float) -> DeadlineError:
+        derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"
+        return DeadlineError(
+            f"{self.base_url}: /infer/ did not answer in time",
+            found=f"{len(call.infer_requests)} request(s), sent {deadline_s:.1f} s ago and waiting for the reply; "
+            f"/health/ answered {health_age_s:.1f} s ago",
+            wanted=f"an answer within {deadline_s:.1f} s{derived}",
+            remedy=f"look at the server's log; if it is only slow, set {SERVER}.infer_timeout_s higher",
+        )
+
     def _gone(self, found: str) -> ServerUnreachableError:
         return ServerUnreachableError(
             f"{self.base_url}: the rollout server does not answer",
             found=found,
             wanted=f"an answer within {self.timeouts.gone_s:g} s (vllm.server.timeout_s)",
-            remedy="start it (make serve) or correct custom.extra.rollout_matching.vllm.server; to train without a "
-            "server set vllm.mode: colocate or rollout_backend: hf",
+            remedy=f"start the server (make serve), or correct {SERVER}, {WAY_OUT}",
         )
 
 
 def _last_seen_of(error: ProjectError) -> str:
-    """What a look at the server found, without saying twice that it does not answer."""
+    """What a look at the server found. An unreachable server is not described twice."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` (a name or an address) is this machine's loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _now() -> float:

@@ -18,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -40,6 +40,7 @@ from learner.rollout.backend import (
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.distribution import Batch, Lane, Span, chunk_size, distribute
 from learner.rollout.requests import infer_request, read_rollouts, request_config
+from shared.aio import gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
 from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, ServerStatus
 
@@ -145,7 +146,7 @@ class ServerBackend(RolloutBackend):
         Raises ServerUnreachableError, ServerMismatchError (protocol, vocabulary), ConfigError (caps, lengths).
         """
         statuses = self.statuses()
-        self.world_sizes = tuple(self.loop.run(_gather(client.world_size() for client in self.clients)))
+        self.world_sizes = tuple(self.loop.run(gather(client.world_size() for client in self.clients)))
         self.chunk = chunk_size(
             decode_batch_size=self.config.decode_batch_size,
             server_world_sizes=self.world_sizes,
@@ -166,7 +167,7 @@ class ServerBackend(RolloutBackend):
 
     def statuses(self) -> tuple[ServerStatus, ...]:
         """Every server's state now, in configured order. Raises as `connect` does."""
-        return tuple(self.loop.run(_gather(self._look(client) for client in self.clients)))
+        return tuple(self.loop.run(gather(self._look(client) for client in self.clients)))
 
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
@@ -192,7 +193,7 @@ class ServerBackend(RolloutBackend):
     def close(self) -> None:
         """Close connections and end the loop's thread; bounded in time, and harmless when repeated."""
         if not self.loop.closed:
-            self.loop.submit(_gather(client.aclose() for client in self.clients)).result(CLOSE_S)
+            self.loop.submit(gather(client.aclose() for client in self.clients)).result(CLOSE_S)
             self.loop.close(CLOSE_S)
 
     async def _look(self, client: ServerClient) -> ServerStatus:
@@ -238,7 +239,7 @@ class ServerBackend(RolloutBackend):
             for i, cap in enumerate(plan.caps)
             if cap
         ]
-        parts = await _gather(lane.run() for lane in lanes)
+        parts = await gather(lane.run() for lane in lanes)
         by_index = {i: rollout for part in parts for i, rollout in part.items()}
         rollouts = [by_index[i] for i in range(len(job.requests))]
         if len({rollout.ver for rollout in rollouts}) > 1:
@@ -297,14 +298,3 @@ def _within_micro_steps(spans: Sequence[Span], places: Sequence[Place]) -> list[
         inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]
         cut += [replace(span, start=start, stop=stop) for start, stop in pairwise(inside)]
     return cut
-
-
-async def _gather(work: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order, or the first error after everything else was cancelled and has ended."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

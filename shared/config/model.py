@@ -1,17 +1,11 @@
-"""What a pydantic model expects, in words: for error messages and for CONFIG.md.
+"""A configuration's model: how a key is declared, what it expects in words, and what is wrong with a value.
 
-`walk_keys` lists every key of a model; `describe` says a type in words; `mistake_of` turns one pydantic error into a
-`Mistake` with the nearest right key; `trusted_view` shows a configuration that did not validate to the rules between
-keys, refusing every value that is itself wrong. Used by `config_io.py` and `deploy/docs.py`.
-
-What is wrong with a configuration file: one `Mistake` per key, all of them in one `ConfigErrors`.
-
-A mistake prints as `path.to.key: found ... (file:line); wanted ...; what to do`. Paths are dotted, list items are
-`[0]`. Raised by `config_io.py`; printed, one line each, at the edge of both programs.
-
-What every section of a configuration is, and how a key is declared with all that CONFIG.md says of it.
-
-Used by `learner/config/schema.py`, `rollout_server/config.py` and `deploy/launch.py`.
+- `Section` and `key` declare a configuration. What `key` is given goes to CONFIG.md and the JSON Schemas.
+- `walk_keys` lists every key of a model; `describe` says a type in words, for error messages and for CONFIG.md.
+- `Mistake` is one thing that is wrong. It prints as `path.to.key: found ... (file:line); wanted ...; what to do`. Paths
+  are dotted, list items are `[0]`. `ConfigErrors` carries all mistakes of a file, one line each.
+- `mistake_of` turns one error of pydantic into a `Mistake`, which names the nearest right key.
+- `trusted_view` shows a configuration that is partly wrong to the rules between keys, and refuses every wrong value.
 """
 
 from __future__ import annotations
@@ -39,7 +33,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """One thing that is wrong. `path` is dotted (or a file name, where no key is to blame); `at` is `file:line`."""
+    """One thing that is wrong. `path` is dotted, or a file name if no key is at fault; `at` is `file:line`."""
 
     path: str
     found: str
@@ -49,7 +43,7 @@ class Mistake:
 
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
-        """What an error says of the key at `path`; `wanted` and `remedy` where it does not say them itself."""
+        """What an error says of the key at `path`; `wanted` and `remedy` fill in what the error leaves out."""
         found = f"{error.what}: {error.found}" if error.found else error.what
         return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
 
@@ -107,19 +101,14 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     kind = {str: "the string ", int: "the integer ", float: "the number "}.get(type(value), "")
-    return kind + _cut(repr(value) if not isinstance(value, int) else _int_text(value))
-
-
-def _int_text(value: int) -> str:
-    return str(value) if value.bit_length() < 256 else f"of {value.bit_length()} bits"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "..."
+    is_huge = isinstance(value, int) and value.bit_length() >= 256  # Python refuses to print thousands of digits
+    text = f"of {cast(int, value).bit_length()} bits" if is_huge else repr(value)
+    return kind + (text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "...")
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are refused; nothing is converted (an integer for a number aside); NaN is no number."""
+    """One section. It is frozen and refuses unknown keys. No value is converted, except an integer to a number. NaN is
+    not a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -127,7 +116,7 @@ class Section(BaseModel):
 def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
     """A pydantic field. `meaning`, `unit` and `req` (requirement ids) go to CONFIG.md and the JSON Schema.
 
-    Without a default the key is required. `bounds` are pydantic's `ge`, `gt`, `le`, `lt`, `min_length`.
+    A key without a default is required. `bounds` are pydantic's: `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`.
     """
     extra: dict[str, Any] = {name: text for name, text in (("unit", unit), ("requirement", req)) if text}
     return Field(default, description=meaning, json_schema_extra=extra, **bounds)
@@ -218,7 +207,7 @@ def item_of(annotation: Any) -> Any:
 
 
 def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
-    """Every key with its path, sections before what they hold; items of a list of sections stand under index 0."""
+    """Every key with its path, a section before its keys. The items of a list of sections have index 0."""
     for name, field in model.model_fields.items():
         here = (*path, name)
         yield here, field
@@ -259,7 +248,7 @@ def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
 def mistake_of(
     model: type[BaseModel], values: Mapping[str, Any], detail: Mapping[str, Any]
 ) -> tuple[KeyPath, Mistake, tuple[KeyPath, ...]]:
-    """One pydantic error as (path, mistake, every path whose value can no longer be trusted)."""
+    """One error of pydantic as (path, mistake, every path whose value cannot be trusted)."""
     kind = detail["type"]
     path = _real_path(detail["loc"], values, keep_last=kind == "missing")
     name = dotted(path)
@@ -278,26 +267,23 @@ def mistake_of(
 
 
 def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
-    """Of a missing section that has one required key, that key: what the user has to write down."""
+    """What the user has to write: if a missing section has one required key, that key."""
     section = _section_at(model, path)
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
 
 
 def _real_path(loc: tuple[str | int, ...], values: Any, *, keep_last: bool) -> KeyPath:
-    """Pydantic's location without the names of union members, which are no keys."""
+    """Pydantic's location without the names of union members, which are not keys."""
     path: list[str | int] = []
     for index, part in enumerate(loc):
-        known = part in values if isinstance(values, dict) else isinstance(part, int) and part < _length(values)
+        length = len(values) if isinstance(values, list) else 0
+        known = part in values if isinstance(values, dict) else isinstance(part, int) and part < length
         if known:
             values = values[part]
         if known or (keep_last and index == len(loc) - 1):
             path.append(part)
     return tuple(path)
-
-
-def _length(values: Any) -> int:
-    return len(values) if isinstance(values, list) else 0
 
 
 def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPath]]:
@@ -339,7 +325,7 @@ class UntrustedValueError(Exception):
 
 
 class _View:
-    """Reads like a model, from raw values. Values at `bad` paths raise UntrustedValueError."""
+    """Raw values that read like a model. A value at a `bad` path raises UntrustedValueError."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, Any], path: KeyPath, bad: set[KeyPath]) -> None:
         self._model, self._values, self._path, self._bad = model, values, path, bad
@@ -380,5 +366,5 @@ class _View:
 
 
 def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:
-    """`values` to be read like a `model` that did validate, except for what is wrong."""
+    """`values` as if they were a valid `model`; reading a wrong value raises UntrustedValueError."""
     return cast(Model, _View(model, values, (), bad))

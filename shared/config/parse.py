@@ -1,22 +1,19 @@
 """Configuration files of both programs: YAML in, a frozen pydantic model out, or every mistake at once.
 
-    document = load_yaml("run.yaml")                       # a dict that remembers where each key stands
+    document = load_yaml("run.yaml")                       # a dict that knows the line of each key
     config = parse(RunConfig, document)                    # raises ConfigErrors
     print(dump_yaml(config.model_dump(mode="json")))       # reads back as the same configuration
 
-`base:` composition and `${VAR}` are in `config_compose.py`, the YAML dialect in `config_yaml.py`, the words of a
-mistake in `config_errors.py`, the description of a model's keys in `config_model.py`. Paths inside a configuration are
-relative to the working directory (those of `base:` to the file). Imports nothing heavier than pydantic.
-
-`parse` finds everything that it can in one pass: YAML mistakes, retired keys, unknown and ill-typed keys, then the
-rules between keys. A rule is `rule(config) -> iterable of Mistake`; one that looks at a value which is itself wrong is
-left out, so that no mistake is told twice.
+`parse` finds all that it can in one pass: mistakes of the YAML, retired keys, unknown and ill-typed keys, then mistakes
+between keys. A rule is `rule(config) -> iterable of Mistake`. A rule that reads a value which is itself wrong is
+skipped, so no mistake is listed twice. This module imports nothing heavier than pydantic.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +31,7 @@ Retired = Mapping[str, tuple[str, str]]  # dotted path -> (what is wanted, what 
 
 
 class Document(dict[str, Any]):
-    """The values of a configuration, and where they stand. Mistakes of the YAML itself wait here for `parse`."""
+    """The values of a configuration and their lines. Mistakes of the YAML itself wait here for `parse`."""
 
     def __init__(self, parsed: Parsed, source: str) -> None:
         super().__init__(parsed.value)
@@ -45,7 +42,7 @@ class Document(dict[str, Any]):
 
 
 def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ) -> Document:
-    """The file with its bases and variables. Raises ConfigErrors where it is no YAML mapping at all."""
+    """The file with its bases and variables. Raises ConfigErrors if it is not a YAML mapping at all."""
     return Document(read_composed(Path(path), env), str(path))
 
 
@@ -59,8 +56,8 @@ def parse(
 ) -> Model:
     """`data` as a `model`. Raises ConfigErrors with every mistake.
 
-    `retired` keys are refused with their own advice. `rules` hold between keys; they see a valid configuration, or a
-    view of an invalid one that refuses to show what is wrong.
+    A `retired` key is refused with its own advice. `rules` hold between keys. They see a valid configuration, or a view
+    of an invalid one that refuses to show wrong values.
     """
     document = data if isinstance(data, Document) else Document(Parsed(value=dict(data)), str(source))
     values, mistakes = _without_retired(document, retired or {})
@@ -83,15 +80,13 @@ def parse(
 
 def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mistake]:
     mistakes: list[Mistake] = []
-    try:
-        mistakes.extend(rule(view))  # keeps what came before the value that can't be trusted
-    except UntrustedValueError:
-        return mistakes
+    with suppress(UntrustedValueError):
+        mistakes.extend(rule(view))  # keeps what came before the wrong value
     return mistakes
 
 
 def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, Any], list[Mistake]]:
-    """The values without retired keys (and without sections that held nothing else), and their mistakes."""
+    """The values without retired keys, and without sections that held nothing else; and the mistakes so far."""
     values: dict[str, Any] = _copy(document)
     mistakes = list(document.mistakes)
     for path, (wanted, remedy) in retired.items():
@@ -123,14 +118,14 @@ def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
 
 
 def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
-    """One mistake per key, and where the fault is: every member of a union complains, of the whole or of an item."""
+    """One mistake per key, at the innermost place: of a union, pydantic reports each member, whole or item."""
     first = dict(reversed(found))
     sections = {path[:depth] for path in first for depth in range(len(path))}
     return [mistake for path, mistake in reversed(first.items()) if path not in sections]
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    """With the line of its key, or of the nearest section around a key that is not written."""
+    """With the line of its key; if the key is not in the file, with that of the nearest section around it."""
     return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
 
 
@@ -144,7 +139,7 @@ def _line_of(path: str, lines: Mapping[str, str]) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or our own reader would take for something else than a string."""
+    """Quotes every string that YAML 1.1 or our own reader would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -154,7 +149,7 @@ add_numbers(_Dumper)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """YAML that `load_yaml` reads back as `values` (plain mappings, lists, strings, numbers, booleans, nulls)."""
+    """YAML that `load_yaml` reads back as `values`: plain mappings, lists, strings, numbers, booleans, nulls."""
     escaped = _escape(values)
     return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
@@ -168,6 +163,6 @@ def _escape(value: Any) -> Any:
 
 
 def write_yaml(path: Path, values: Mapping[str, Any], header: str = "") -> None:
-    """`values` into `path`, under `header` as comment lines. Raises OSError."""
+    """Write `values` to `path`, below `header` as comment lines. Raises OSError."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
     path.write_text(comment + dump_yaml(values), encoding="utf-8")

@@ -1,15 +1,13 @@
-"""YAML text to plain values, with the line of every key: bytes in, `(value, lines, mistakes)` out.
+"""One configuration out of YAML files, with the line of every key: bytes in, `(value, lines, mistakes)` out.
 
-Scalars follow YAML 1.2's core schema, plus what people write: `1e-4` is a number, `true` and `false` are the only
-booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. Refused, with the line: duplicate keys,
-keys that are not strings, tags, merge keys, several documents, and anything deeper or larger than a configuration can
-be (which also stops recursive aliases and alias bombs). Nothing here raises but `ConfigErrors`.
+PyYAML reads the text; types follow YAML 1.2's core schema, with the forms that people write: `1e-4` is a number, `true`
+and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. Refused, with the
+line: duplicate keys, keys that are not strings, tags, merge keys, several documents, and anything deeper or larger than
+a configuration can be (this also stops recursive aliases and alias bombs). Nothing here raises but `ConfigErrors`.
 
-One configuration out of several files: `base:` and `${VAR}`.
-
-`base: other.yaml` (or a list) names files relative to the file that says so; they are read first, later ones win,
+`base: other.yaml` (or a list) names files relative to the file that says so. They are read first; later ones win,
 mappings merge key by key, everything else is replaced. `${VAR}` inside a string value becomes the environment
-variable's text and stays a string; `$${` is a literal `${`. Called by `config_io.load_yaml`.
+variable's text and stays a string; `$${` is a literal `${`.
 """
 
 from __future__ import annotations
@@ -21,11 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from yaml.composer import Composer
-from yaml.parser import Parser
-from yaml.reader import Reader
 from yaml.resolver import BaseResolver
-from yaml.scanner import Scanner
 
 from shared.config.model import ConfigErrors, KeyPath, Mistake, dotted, show
 
@@ -43,19 +37,12 @@ NUMBER_START = list("-+.0123456789")
 _Resolver = TypeVar("_Resolver", bound=BaseResolver)
 
 
-class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
-    """PyYAML up to the node tree, with our scalar rules."""
-
-    def __init__(self, text: str) -> None:
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
-        BaseResolver.__init__(self)
+class _Composer(yaml.BaseLoader):
+    """PyYAML up to its node tree, with our scalar rules: `BaseLoader` has none of its own."""
 
 
 def add_numbers(resolver: type[_Resolver]) -> None:
-    """Teach a PyYAML resolver which plain scalars are numbers here (loader and dumper must agree)."""
+    """Teach a PyYAML resolver which plain scalars are numbers; loader and dumper must agree."""
     resolver.add_implicit_resolver("tag:yaml.org,2002:int", INT, NUMBER_START)
     resolver.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, NUMBER_START)
 
@@ -96,7 +83,7 @@ _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 @dataclass
 class Parsed:
-    """What one file says. `lines` maps dotted paths to `file:line`; `bad` are paths whose value can't be trusted."""
+    """What one file says. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted."""
 
     value: Any = None
     lines: dict[str, str] = field(default_factory=dict)
@@ -105,7 +92,7 @@ class Parsed:
 
 
 def parse_text(raw: bytes, file: str) -> Parsed:
-    """The values of one YAML document. Raises ConfigErrors where it can't be read at all."""
+    """The values of one YAML document. Raises ConfigErrors if it cannot be read at all."""
     builder = _Builder(file)
     node = _compose(raw, file)
     if node is not None:
@@ -129,12 +116,12 @@ def _compose(raw: bytes, file: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
-        remedy = "indent with spaces" if "\\t" in str(error.problem) else "mend the line, or quote the text"
+        remedy = "indent with spaces" if "\\t" in str(error.problem) else "fix the line, or quote the text"
         raise _unreadable(place, f"{error.problem or error.context}", "YAML", remedy) from error
     except yaml.YAMLError as error:
         raise _unreadable(file, str(error).splitlines()[0], "YAML text", "remove the special characters") from error
     except (ValueError, OverflowError) as error:  # escapes beyond Unicode, such as "\Uffffffff"
-        raise _unreadable(file, str(error), "YAML text", "mend the escape sequence") from error
+        raise _unreadable(file, str(error), "YAML text", "fix the escape sequence") from error
 
 
 def _unreadable(place: str, found: str, wanted: str, remedy: str) -> ConfigErrors:
@@ -142,7 +129,7 @@ def _unreadable(place: str, found: str, wanted: str, remedy: str) -> ConfigError
 
 
 class _Builder:
-    """Walks the node tree once; every value costs one of `MAX_VALUES`, counted after alias expansion."""
+    """Walks the node tree once. Every value counts towards `MAX_VALUES`, after alias expansion."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -172,7 +159,7 @@ class _Builder:
             return construct(node.value)
         except ValueError:
             kind = node.tag.rpartition(":")[2]
-            return self._refuse(node, path, "text that does not fit its tag", f"a YAML {kind}", "mend the value")
+            return self._refuse(node, path, "text that does not fit its tag", f"a YAML {kind}", "fix the value")
 
     def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -209,10 +196,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def read_composed(path: Path, env: Mapping[str, str]) -> Parsed:
-    """`path` merged over its bases, variables filled in. Raises ConfigErrors where a file can't be read at all."""
+    """`path` merged over its bases, with variables filled in. Raises ConfigErrors if a file cannot be read at all."""
     reader = _Reader(env)
     merged = reader.read(path, ())
-    merged.value = reader.fill(merged.value, (), merged)  # last, so that a value which was replaced needs no variable
+    merged.value = reader.fill(merged.value, (), merged)  # last: a replaced value needs no variable
     return merged
 
 
@@ -222,7 +209,7 @@ class _Reader:
         self.num_files = 0
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Parsed:
-        """One file over its bases; `chain` holds the files that led here."""
+        """One file over its bases; `chain` holds the files that include it."""
         self.num_files += 1
         if path.resolve() in chain or self.num_files > MAX_FILES:
             names = " -> ".join(p.name for p in (*chain[-3:], path))
@@ -244,7 +231,7 @@ class _Reader:
         return merged
 
     def _bases(self, path: Path, parsed: Parsed) -> list[str]:
-        """Takes `base` out of the file's values."""
+        """Take `base` out of the file's values."""
         said = self.fill(parsed.value.pop(BASE_KEY, None), (BASE_KEY,), parsed)
         bases = [said] if isinstance(said, str) else said
         if said is None:
@@ -303,7 +290,7 @@ def _fatal(path: Path, found: str, wanted: str, remedy: str) -> ConfigErrors:
 
 
 def _overlay(below: Parsed, above: Parsed) -> None:
-    """Lay `above` over `below`, in place; mistakes of both count, even where a value is replaced."""
+    """Merge `above` into `below`, in place. Mistakes of both count, even if the value was replaced."""
     below.value = _merge(below.value, above.value)
     below.lines |= above.lines
     below.mistakes += above.mistakes

@@ -70,7 +70,7 @@ def compare(model: Path, ranks: Ranks, name: str) -> dict[str, float]:
         segments = [segment(prompt, 20 + 9 * i, seed=i) for i, prompt in enumerate(prompts)]
         rows = ([row(*segments[:2]), row(segments[3])], [row(segments[2]), row()])[ranks.rank]
         results = [policy.backward(one) for one in rows]
-        (weight,) = ranks.all_reduce_sum(sum(result.weight_sum for result in results))
+        weight = sum(ranks.all_gather_object(sum(result.weight_sum for result in results)))
         policy.reduce_gradients(ranks, weight_sum=weight)
         found.append(torch.cat([whole(grad).flatten().double() for grad in gradients(policy).values()]))
     one, other = found
@@ -92,7 +92,7 @@ def measure(model: Path, ranks: Ranks, mode: str) -> dict[str, float]:
         begin = time.monotonic()
         one = row(segment(prompt, ROW_TOKENS if on_gpu else 64, seed=2 * step + ranks.rank))
         results = [policy.backward(one) for _ in range(2)]
-        (weight,) = ranks.all_reduce_sum(sum(result.weight_sum for result in results))
+        weight = sum(ranks.all_gather_object(sum(result.weight_sum for result in results)))
         policy.reduce_gradients(ranks, weight_sum=weight)
         optimizer.update(step)  # waits for the device
     seconds = time.monotonic() - begin

@@ -58,7 +58,8 @@ def learn(policy: Policy, optimizer: Optimizer, ranks: Ranks, step: int) -> dict
         rows = (rows[:1], rows[1:])[ranks.rank]
         rows += [row()] * (int(ranks.all_reduce_max(len(rows))) - len(rows))
     results = [policy.backward(one) for one in rows]
-    loss, weight = ranks.all_reduce_sum(sum(r.loss_sum for r in results), sum(r.weight_sum for r in results))
+    parts = ranks.all_gather_object((sum(r.loss_sum for r in results), sum(r.weight_sum for r in results)))
+    loss, weight = (sum(values) for values in zip(*parts, strict=True))
     policy.reduce_gradients(ranks, weight_sum=weight)
     found = {f"grad.{name}": whole(grad) for name, grad in gradients(policy).items()}
     _, norm = optimizer.update(step)

@@ -1,4 +1,4 @@
-"""Ports for programs that are about to start: free, different, and none that an outgoing connection can take."""
+"""Loopback addresses; free ports, which are different and never of the kind that an outgoing connection takes."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(ports, "_LAST", port)
         with pytest.raises(ConfigError, match=f"not enough free ports; found 0 between {port} and {port}; wanted 1"):
             ports.free_port()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("localhost", True), ("127.8.1.2", True), ("::1", True), ("a.localhost", True), ("10.0.0.1", False), ("b", False)],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert ports.is_loopback(host) is loopback

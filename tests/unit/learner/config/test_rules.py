@@ -123,6 +123,17 @@ def test_d7_decode_mode_contradicts(decoding: dict[str, Any], path: str) -> None
     assert only_mistake(minimal(), {DECODING: decoding, **HF}).path == f"{DECODING}.{path}"
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20)])
+def test_r29_sampling_needs_a_temperature(key: str, value: float) -> None:
+    """At temperature 0 nothing is sampled: the key would have no effect."""
+    mistake = only_mistake(minimal(), {f"{DECODING}.{key}": value})
+    assert mistake.path == f"{DECODING}.{key}"
+    assert "temperature" in mistake.remedy
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 4, **HF}
+    assert only_mistake(minimal(), {f"{DECODING}.{key}": value, **beam}).path == f"{DECODING}.{key}"
+    valid(minimal(), {f"{DECODING}.{key}": value, f"{DECODING}.temperature": 0.7})
+
+
 def test_a_rollout_leaves_room_for_its_prompt() -> None:
     longer = {"global_max_length": 512}
     assert only_mistake(minimal(), longer).path == f"{DECODING}.max_new_tokens"
@@ -172,7 +183,7 @@ def test_r08_dora_travels_merged() -> None:
 # ---- buffer, offload -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", [{}, {"enabled": False}, {"enabled": True, "m_steps": 4}])
+@pytest.mark.parametrize("buffer", [None, {}, {"enabled": False}, {"enabled": True, "m_steps": 4}])
 def test_d2_no_rollout_buffer_under_stage2(buffer: dict[str, Any]) -> None:
     mistake = only_mistake(stage2(), {f"{ROLLOUT}.rollout_buffer": buffer})
     assert mistake.path == f"{ROLLOUT}.rollout_buffer"
@@ -187,10 +198,11 @@ def test_r18_no_rollout_buffer_under_sft() -> None:
     valid(minimal(), {**sft, f"{ROLLOUT}.rollout_buffer": {"enabled": False}})
 
 
-def test_r20_offload_of_nothing() -> None:
+def test_r20_the_documented_defaults_are_legal() -> None:
+    """`enabled: true` and no more moves nothing, and may stand wherever it is."""
     offload = f"{ROLLOUT}.offload"
-    mistake = only_mistake(minimal(), {**COLOCATE, offload: {"enabled": True}})
-    assert mistake.path == f"{offload}.enabled"
+    valid(minimal(), {**COLOCATE, offload: {"enabled": True}})
+    valid(minimal(), {**COLOCATE, offload: {"enabled": True, "offload_model": False, "offload_optimizer": False}})
     valid(minimal(), {**COLOCATE, offload: {"enabled": True, "offload_optimizer": True}})
     valid(minimal(), {**COLOCATE, offload: {"offload_model": True}})
 
@@ -329,12 +341,22 @@ def test_r04_tensor_parallel_size_divides_the_ranks() -> None:
     changes = {f"{VLLM}.mode": "colocate"}
     assert valid(minimal(), changes, world_size=4).rollout_matching.vllm.tensor_parallel_size == 4
     valid(minimal(), changes, world_size=8)
-    valid(minimal(), changes, world_size=1)  # one device: TP 1
     mistake = only_mistake(minimal(), changes, world_size=6)
     assert mistake.path == f"{VLLM}.tensor_parallel_size"
     assert "1 or 2 or 3 or 6" in mistake.remedy
     for nothing_is_rolled_out in ({"custom.trainer_variant": "sft"}, {**STAGE2, "stage2_ab.schedule.b_ratio": 0.0}):
         valid(minimal(), {**changes, **nothing_is_rolled_out}, world_size=6)
+
+
+def test_r04_an_explicit_tensor_parallel_size_stands_or_is_refused() -> None:
+    """One rank lowers the default to 1; a size that the user wrote is never lowered in silence."""
+    colocated = {f"{VLLM}.mode": "colocate"}
+    assert valid(minimal(), colocated, world_size=1).rollout_matching.vllm.tensor_parallel_size == 1
+    for size in (2, 4):
+        mistake = only_mistake(minimal(), {**colocated, f"{VLLM}.tensor_parallel_size": size}, world_size=1)
+        assert (mistake.path, mistake.found) == (f"{VLLM}.tensor_parallel_size", str(size))
+        assert mistake.remedy == "set it to 1"
+    valid(minimal(), {f"{VLLM}.tensor_parallel_size": 4}, world_size=1)  # servers: not used
 
 
 @pytest.mark.parametrize("rollouts", [COLOCATE, HF])

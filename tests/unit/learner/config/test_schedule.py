@@ -1,4 +1,4 @@
-"""R26, R27, R31: the schedule's share is exact, the feasibility gate holds, the ranks' shares add up."""
+"""R26, R27: the schedule's share is exact, the feasibility gate holds."""
 
 from fractions import Fraction
 
@@ -10,8 +10,6 @@ from learner.config.schedule import (
     B_STEP_SKIPPED,
     decide_channel,
     exact_ratio,
-    local_rollouts_per_step,
-    rollout_share,
     scheduled_channel,
 )
 from shared.errors import ConfigError
@@ -62,13 +60,3 @@ def test_b_runs_only_where_every_rank_has_packs(step: int, b_ratio: float, neede
 def test_metric_name() -> None:
     """R27 fixes the name."""
     assert B_STEP_SKIPPED == "stage2_ab/async/b_step_skipped_due_to_queue"
-
-
-@given(st.integers(0, 500), st.integers(1, 64))
-def test_rank_shares_are_contiguous_even_and_complete(total: int, world_size: int) -> None:
-    """R31: the shares, in rank order, are the step's rollouts, each once."""
-    shares = [rollout_share(total, rank, world_size) for rank in range(world_size)]
-    assert [i for share in shares for i in share] == list(range(total))
-    sizes = [local_rollouts_per_step(total, rank, world_size) for rank in range(world_size)]
-    assert sizes == [len(share) for share in shares]
-    assert max(sizes) - min(sizes) <= 1

@@ -35,7 +35,7 @@ VLLM = f"{ROLLOUT}.vllm"
 def test_defaults_as_the_documents_give_them() -> None:
     """R02 R04 R05 R08 R18 R20 R21 D3 D7."""
     bare = {key: value for key, value in minimal().items() if key != "custom"}
-    config = valid({**bare, "custom": {"trainer_variant": "rollout_matching_sft"}})
+    config = valid({**bare, "custom": {"trainer_variant": "rollout_matching_sft"}}, world_size=4)
     rollout = config.rollout_matching
     assert (rollout.rollout_backend, rollout.vllm.mode, rollout.decode_batch_size) == ("vllm", "colocate", 1)
     assert (rollout.vllm.gpu_memory_utilization, rollout.vllm.tensor_parallel_size) == (0.45, 4)
@@ -197,7 +197,9 @@ def test_any_configuration_of_the_schema_survives_dump_and_load(tmp_path: Path, 
 
 
 @given(
-    data=st.sampled_from([minimal(), stage2(), everything()]),
+    data=st.sampled_from(
+        [minimal(), stage2(), everything(), changed(minimal(), {f"{VLLM}.mode": "colocate", f"{VLLM}.server": {}})]
+    ),
     rest=st.fixed_dictionaries(
         {},
         optional={
@@ -208,7 +210,9 @@ def test_any_configuration_of_the_schema_survives_dump_and_load(tmp_path: Path, 
             "model.freeze": st.lists(texts, max_size=3),
             "training.max_steps": st.integers(5, 10**9),
             f"{SERVER}.infer_timeout_s": st.none() | st.floats(-5, 5) | st.integers(-5, 5),
-            f"{ROLLOUT}.decoding": st.fixed_dictionaries({"temperature": st.floats(0, 5), "top_p": st.floats(0.1, 1)}),
+            f"{ROLLOUT}.decoding": st.fixed_dictionaries(
+                {"temperature": st.floats(0, 5, exclude_min=True), "top_p": st.floats(0.1, 1)}
+            ),
         },
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ import httpx
 import pytest
 import respx
 
-from learner.rollout.client import ServerClient, Timeouts, is_loopback
+from learner.rollout import client as client_module
+from learner.rollout.client import ServerClient, Timeouts
 from shared.errors import (
     DeadlineError,
     MediaError,
@@ -32,6 +34,7 @@ URL = "http://rollout.test/fleet/a"
 CALL = InferCall(
     infer_requests=[RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "request 7"}]})]
 )
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0)], timeout_s=1.0)
 
 
@@ -145,20 +148,79 @@ def test_an_answer_that_is_no_json_is_a_rollout_error(respx_mock: respx.MockRout
         use(lambda c: c.infer(CALL))
 
 
-def test_a_read_timeout_is_a_deadline_that_names_itself(respx_mock: respx.MockRouter) -> None:
-    """R05: infer_timeout_s is the read timeout of /infer/, and is not repeated here."""
-    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=httpx.ReadTimeout)
+async def forever(request: httpx.Request) -> httpx.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("infer_timeout_s", [0.3, None, 0.0])
+def test_a_swallowed_reply_is_given_up_while_health_answers(
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, infer_timeout_s: float | None
+) -> None:
+    """D16: the deadline holds whatever /health/ says; the error names server, age and phase. Nothing is repeated."""
+    monkeypatch.setattr(client_module, "MAX_INFER_S", 0.3)
+    sent: list[httpx.Request] = []
+
+    async def swallow(request: httpx.Request) -> httpx.Response:
+        sent.append(request)
+        return await forever(request)
+
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=swallow)
+    respx_mock.get(f"{URL}/health/").respond(200)
     with pytest.raises(DeadlineError, match="infer_timeout_s") as caught:
-        use(lambda c: c.infer(CALL), infer_timeout_s=0.5)
-    assert "0.5 s" in caught.value.found
-    assert route.call_count == 1
+        use(lambda c: asyncio.wait_for(c.infer(CALL), 20), infer_timeout_s=infer_timeout_s)
+    assert URL in caught.value.what
+    assert "0.3 s ago" in caught.value.found
+    assert "waiting for the reply" in caught.value.found
+    assert "pace" in caught.value.wanted or infer_timeout_s
+    assert len(sent) == 1
 
 
-@pytest.mark.parametrize(("infer_timeout_s", "read"), [(None, None), (0.0, None), (-1.0, None), (7.0, 7.0)])
+def test_bytes_that_trickle_in_do_not_move_the_deadline() -> None:
+    """D16: also where no single read is slow. A real socket: one byte of the reply every 50 ms, for ever."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1]
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" if b"infer" in path else OK)
+        with contextlib.suppress(ConnectionError):
+            while b"infer" in path:
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = ServerClient(url, timeouts=Timeouts.of(2.0, 0.5))
+        with pytest.raises(DeadlineError, match=url):
+            await asyncio.wait_for(client.infer(CALL), 20)
+        await client.aclose()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_the_derived_deadline_follows_the_server_s_pace() -> None:
+    """D16: from max_new_tokens and the rate that the server has shown, and never above ten minutes."""
+    pace = client_module.Pace()
+    assert pace.deadline_s(512) == 600.0
+    pace.saw(512, 32.0)  # 16 tokens per second
+    assert pace.deadline_s(512) == pytest.approx(4 * 32.0)
+    assert pace.deadline_s(64) == client_module.MIN_INFER_S
+    pace.saw(512, 64.0)  # the slowest counts
+    assert pace.deadline_s(512) == pytest.approx(4 * 64.0)
+    assert pace.deadline_s(10**6) == 600.0
+    for _ in range(client_module.PACE_CALLS):  # until newer calls have taken its place
+        pace.saw(512, 32.0)
+    assert pace.deadline_s(512) == pytest.approx(4 * 32.0)
+
+
+@pytest.mark.parametrize(("infer_timeout_s", "read"), [(None, 610.0), (0.0, 610.0), (-1.0, 610.0), (7.0, 17.0)])
 def test_the_four_timeouts_reach_httpx(
     respx_mock: respx.MockRouter, infer_timeout_s: float | None, read: float | None
 ) -> None:
-    """R05: null or <= 0 means no read timeout for /infer/; the others are always there."""
+    """R05, D16: all four are always there; the client's own deadline comes before httpx's."""
     route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
     use(lambda c: c.infer(CALL), gone_s=240.0, infer_timeout_s=infer_timeout_s)
     timeouts = route.calls.last.request.extensions["timeout"]
@@ -166,12 +228,7 @@ def test_the_four_timeouts_reach_httpx(
 
 
 def test_a_silent_server_without_infer_timeout_is_given_up_when_health_is_gone(respx_mock: respx.MockRouter) -> None:
-    """Every wait has a deadline: null infer_timeout_s waits only while /health/ answers."""
-
-    async def forever(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(60)
-        raise AssertionError
-
+    """A server that is gone is noticed before the deadline of its calls."""
     respx_mock.post(f"{URL}/infer/").mock(side_effect=forever)
     health = respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
     with pytest.raises(ServerUnreachableError) as caught:
@@ -231,14 +288,6 @@ def test_waiting_ends_at_once_where_the_answer_is_final(respx_mock: respx.MockRo
     with pytest.raises(ServerMismatchError, match="base_url"):
         use(lambda c: c.wait_healthy(), gone_s=60.0)
     assert health.call_count == 1
-
-
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("localhost", True), ("127.8.1.2", True), ("::1", True), ("a.localhost", True), ("10.0.0.1", False), ("b", False)],
-)
-def test_loopback(host: str, loopback: bool) -> None:
-    assert is_loopback(host) is loopback
 
 
 def test_a_proxy_in_the_environment_does_not_catch_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

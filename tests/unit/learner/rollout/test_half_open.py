@@ -43,7 +43,6 @@ CALLS: dict[str, Callable[[ServerClient], Awaitable[Any]]] = {
     "/get_world_size/": lambda c: c.world_size(),
     "/infer/": lambda c: c.infer(INFER),
     "/score/": lambda c: c.score(SCORE),
-    "/reset_prefix_cache/": lambda c: c.reset_prefix_cache(),
     "/init_communicator/": lambda c: c.init_communicator(INIT),
     "/update_weights/": lambda c: c.update_weights(UPDATE),
     "/close_communicator/": lambda c: c.close_communicator(CloseCommunicatorCall(incarnation="me")),

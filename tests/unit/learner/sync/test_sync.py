@@ -41,7 +41,7 @@ class Recorder:
             raise self.fails["check"]
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def updating(self, modes: object) -> Iterator[None]:
         yield
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
@@ -50,7 +50,7 @@ class Recorder:
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         self._note(mode)
-        return Delivered(mode=mode, num_bytes=1, num_tensors=1, gap=CanaryGap(mean=0.01, max=0.02))
+        return Delivered(mode=mode, num_bytes=1, num_tensors=1, gap=CanaryGap(mean=0.01, max=0.02), merge_gap=0.0)
 
     def accept(self, ver: int) -> None:
         self._note(f"accept {ver}")

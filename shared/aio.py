@@ -1,4 +1,4 @@
-"""Several coroutines as one: all results in order, or the first error once the others were cancelled and have ended."""
+"""Several coroutines at once, with one outcome."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ T = TypeVar("T")
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. If one fails, the others are cancelled, and the first error is raised, alone and with its
+    own cause, when all have ended."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+        first = errors.exceptions[0]
+    else:
+        return [task.result() for task in tasks]
+    raise first  # outside of `except`: the group is no context of it
