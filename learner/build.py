@@ -245,7 +245,13 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
     """The policy, equal on all ranks, the task and the samples."""
     torch.manual_seed(config.training.seed)
     shard_over = ranks if shards(config, ranks.world_size) else None
-    policy = load_policy(config.model, device=ranks.device, bf16=config.training.bf16, shard_over=shard_over)
+    policy = load_policy(
+        config.model,
+        device=ranks.device,
+        bf16=config.training.bf16,
+        shard_over=shard_over,
+        image_rules=config.data.image_rules,
+    )
     policy.broadcast(ranks)
     task = DetectionTask(config.task, policy.tokenizer)
     return Basis(config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task))

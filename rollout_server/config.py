@@ -8,12 +8,15 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
+
+if TYPE_CHECKING:
+    from shared.images import ImageRules
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
@@ -75,9 +78,22 @@ class ServerConfig(Section):
     )
     communicator_host: str = key("address at which learners join for weight syncs; empty: `host`", "", req="R09")
 
+    min_pixels: int | None = key(
+        "smaller images are enlarged to it; null: the checkpoint's own limit. As the learner's `model.min_pixels`",
+        None,
+        unit="pixels",
+        ge=1,
+    )
+    max_pixels: int | None = key(
+        "larger images are shrunk to it; null: the checkpoint's own limit. As the learner's `model.max_pixels`",
+        None,
+        unit="pixels",
+        ge=1,
+    )
     allowed_image_roots: list[Folder] = key("local images may lie below these folders; empty: no local paths", [])
     allowed_image_hosts: list[str] = key("images may be fetched from these hosts; empty: no URLs", [])
     image_timeout_s: float = key("for fetching one image", 10.0, unit="s", gt=0.0)
+    image_cache_bytes: int = key("fetched images that are kept in memory; 0: none", 256 << 20, unit="bytes", ge=0)
     max_image_bytes: int = key("size of one encoded image, at most", 32 << 20, unit="bytes", ge=1)
     max_image_pixels: int = key("width x height of one image, at most", 64_000_000, unit="pixels", ge=1)
     max_images_per_request: int = key("images of one request, at most", 8, unit="images", ge=1)
@@ -97,6 +113,20 @@ class ServerConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def image_rules(self) -> ImageRules:
+        from shared.images import ImageRules
+
+        return ImageRules(
+            roots=tuple(self.allowed_image_roots),
+            hosts=tuple(self.allowed_image_hosts),
+            timeout_s=self.image_timeout_s,
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+            cache_bytes=self.image_cache_bytes,
+            keys="the server's ",
+        )
 
     @property
     def group_host(self) -> str:
