@@ -53,7 +53,7 @@ def limit_pixels(
     """
     if min_pixels is None and max_pixels is None:
         return None
-    images = getattr(processor, "image_processor", None)
+    images: Any = getattr(processor, "image_processor", None)
     if "min_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", {}):
         raise ConfigError(
             f"{keys}min_pixels, {keys}max_pixels: this model has no such limits",

@@ -25,7 +25,6 @@ import re
 import struct
 import threading
 import time
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -58,6 +57,9 @@ _FETCH_CHUNK_BYTES = 1 << 16
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
 _URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # not to be quoted again
+
+# `max_pixels` is checked before anything is decoded. Pillow's own limit would warn, which no thread can silence alone.
+Image.MAX_IMAGE_PIXELS = None
 
 _ORIENTATION = 0x0112  # EXIF tag
 _TRANSPOSE = {
@@ -254,16 +256,10 @@ class Images:
 
     def _open(self, file: IO[bytes], source: str) -> Image.Image:
         """The image with its header read, and no pixels."""
-        most = self.rules.max_pixels
-        remedy = f"shrink the image, or raise {self.rules.keys}max_image_pixels"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit follows
-                image = Image.open(file, formats=FORMATS)
-        except Image.DecompressionBombError as error:
-            raise _error(source, str(error), f"at most {most} pixels", "shrink the image") from error
-        num_pixels = image.width * image.height
+        image = Image.open(file, formats=FORMATS)
+        most, num_pixels = self.rules.max_pixels, image.width * image.height
         if num_pixels > most:
+            remedy = f"shrink the image, or raise {self.rules.keys}max_image_pixels"
             raise _error(source, f"{image.width}x{image.height} = {num_pixels} pixels", f"at most {most}", remedy)
         return image
 
@@ -294,7 +290,7 @@ class _Cache:
 class _NoRedirects(HTTPRedirectHandler):
     """Every hop's host is checked by us."""
 
-    def redirect_request(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+    def redirect_request(self, *args: object, **kwargs: object) -> None:
         return None
 
 

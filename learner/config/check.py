@@ -15,9 +15,9 @@ from typing import Any
 
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
-from learner.config.schema import DataConfig
+from learner.config.schema import RunConfig
 from shared.config.model import ConfigErrors, Mistake
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError
 
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"
 
@@ -51,7 +51,7 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
     plan = resolve(config, world_size)
     report = plan.to_json()
     mistakes: list[Mistake] = []
-    looks = [partial(_samples, config.data)] if read_data else []
+    looks = [partial(_samples, config)] if read_data else []
     looks += [partial(_probed, plan, env.get(TOKEN_VARIABLE))] if probe else []
     for look in looks:
         try:
@@ -63,19 +63,18 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
     return report
 
 
-def _samples(data: DataConfig) -> dict[str, Any]:
-    """How many samples each annotation file has."""
-    from learner.data.check import count_samples, splits  # here, for keys alone can be checked without
+def _samples(config: RunConfig) -> dict[str, Any]:
+    """How many samples each split has, and what is dropped or clipped of it."""
+    from learner.data.check import check_split, splits  # here, for keys alone can be checked without
 
-    counts, mistakes = {}, []
-    for split, path in splits(data).items():
-        try:
-            counts[split] = count_samples(data, path)
-        except DataError as error:
-            mistakes.append(Mistake.of(error, f"data.{split}"))
+    data, geometry = config.data, config.task.geometry
+    checked = {split: check_split(data, split, path, geometry) for split, path in splits(data).items()}
+    mistakes = [mistake for found in checked.values() for mistake in found.mistakes]
     if mistakes:
         raise ConfigErrors("annotations can't be used", mistakes=mistakes)
-    return {"samples": counts}
+    bad = {split: found.dropped for split, found in checked.items() if found.dropped}
+    counts = {split: found.num_samples for split, found in checked.items()}
+    return {"samples": counts, "bad_records": bad} if bad else {"samples": counts}
 
 
 def _probed(plan: Plan, token: str | None) -> dict[str, Any]:

@@ -152,10 +152,8 @@ class DataConfig(Section):
         """`on_bad_record`, kind by kind."""
         if isinstance(self.on_bad_record, BadRecordConfig):
             return self.on_bad_record
-        if self.on_bad_record == "error":
-            return BadRecordConfig()
-        names = BadRecordConfig.model_fields
-        return BadRecordConfig(**{**dict.fromkeys(names, "drop"), "outside_image": self.on_bad_record})
+        one_for_all = dict.fromkeys(BadRecordConfig.model_fields, "error" if self.on_bad_record == "error" else "drop")
+        return BadRecordConfig.model_validate({**one_for_all, "outside_image": self.on_bad_record})
 
 
 class TaskConfig(Section):

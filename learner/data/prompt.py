@@ -70,6 +70,19 @@ class PromptEncoder:
             pixels=self.pixels,
         )
 
+    def num_tokens(self, sample: Sample) -> int:
+        """`len(encode(sample).token_ids)`, from the sizes of its images alone. Raises as `encode`."""
+        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        if sample.images and count is None:  # a processor that can't tell
+            return len(self.encode(sample).token_ids)
+        text = len(self._token_ids(self._text(sample)))  # with one placeholder per image
+        if count is None or not sample.images:
+            return text
+        one = len(sample.images) == 1  # whose size the reader has compared
+        sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
+        tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
+        return text - len(sizes) + sum(tokens)
+
     def _open_images(self, sample: Sample) -> list[Image.Image]:
         try:
             return [self.images.load(image) for image in sample.images]
