@@ -202,7 +202,7 @@ def export(checkpoint: str, out: str, dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """`bad_records`: by split, what was dropped or clipped, by kind and action."""
+    """`bad_records`: of `train` and `evaluation`, how many were dropped or clipped, by kind and action."""
 
     train: list[Sample]
     evaluation: list[Sample]
@@ -277,7 +277,7 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
     data, training, geometry = config.data, config.training, config.task.geometry
     limit = RowLimit(encoder=encoder, task=task, max_tokens=config.global_max_length)
     train = load_split(data, data.train, task, geometry=geometry, too_long=limit)
-    bad = {data.train: train.bad.summary()}
+    bad = {"train": train.bad.summary()}
     path = data.test or data.val
     evaluation: list[Sample] = []
     if training.eval_on_start or training.eval_on_end or training.eval_steps:
@@ -289,18 +289,18 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
                 remedy="name one, or switch evaluations off",
             )
         held_out = load_split(data, path, task, geometry=geometry)
-        bad[path], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
+        bad["evaluation"], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
     return RunData(
-        train=train.samples, evaluation=evaluation, bad_records={path: found for path, found in bad.items() if found}
+        train=train.samples, evaluation=evaluation, bad_records={part: found for part, found in bad.items() if found}
     )
 
 
 def _tell_bad_records(data: RunData, log: MetricsLog, console: Console) -> None:
     """What was dropped or clipped: in the log, and a line each on the screen."""
     log.write("data", {"train": len(data.train), "evaluation": len(data.evaluation), "bad_records": data.bad_records})
-    for path, kinds in data.bad_records.items():
+    for part, kinds in data.bad_records.items():
         counts = ", ".join(f"{n} {kind} ({action})" for kind, acts in kinds.items() for action, n in acts.items())
-        console.note(f"bad records of {path}: {counts}")
+        console.note(f"bad records of the {part} data: {counts}")
 
 
 def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from learner.build import load_data
 from learner.config.schema import TaskConfig
 from learner.data.lengths import RowLimit
 from learner.data.prompt import PromptEncoder
 from learner.records import DetectionObject
 from learner.target.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
+from shared.errors import DataError
+from tests.unit.learner.data.fakes import draw, make_run
 from tests.unit.learner.policy.rows import image, sample
 
 SIZES = [(128, 128), (64, 96), (300, 20), (9, 8)]
@@ -52,3 +56,25 @@ def test_a_sample_fits_to_the_token(tiny_vlm: Path, coordinates: Any, desc: str)
         assert told is not None
         assert f"{length} tokens" in told
         assert f"{number} objects" in told
+
+
+def test_a_run_is_refused_before_its_first_step_or_leaves_out_what_is_too_long(tiny_vlm: Path, tmp_path: Path) -> None:
+    """R41: told by line; dropped, it is an event of the run. Evaluation samples are never packed."""
+    draw(tmp_path, "1.png", size=(128, 128))
+    row = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["1.png"], "width": 128, "height": 128}
+    many = [{"desc": "cat", "bbox_2d": [i, i, 99, 99]} for i in range(20)]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({**row, "objects": objects}) + "\n" for objects in (many[:1], many)))
+    config, _ = make_run(train=str(file), val=str(file), on_bad_record="drop")
+    encoder = PromptEncoder.load(str(tiny_vlm))
+    task = DetectionTask(config.task, encoder.tokenizer)
+    short = config.model_copy(
+        update={"global_max_length": 256, "training": config.training.model_copy(update={"eval_on_end": True})}
+    )
+    data = load_data(short, task, encoder)
+    assert [s.sample_id for s in data.train] == ["1"]
+    assert [s.sample_id for s in data.evaluation] == ["1", "2"]
+    assert data.bad_records == {"train": {"too_long": {"drop": 1}}}
+    strict = short.model_copy(update={"data": config.data.model_copy(update={"on_bad_record": "error"})})
+    with pytest.raises(DataError, match=r"train\.jsonl, line 2: too long.*20 objects.*global_max_length"):
+        load_data(strict, task, encoder)
