@@ -20,8 +20,10 @@ from learner.config.load import load_config, write_resolved
 from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
+from learner.data import prompt
 from learner.data.batches import Batches, WindowRepeater, encoder_pool, steps_per_epoch
-from learner.data.readers import load_samples
+from learner.data.lengths import RowLimit
+from learner.data.readers import load_split
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
@@ -80,6 +82,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     batches, total_steps = _batches(basis, stack)
     console = _console(config, ranks, total_steps, stack)
     _tell_compilation(basis.policy, log, console)
+    _tell_bad_records(basis.data, log, console)
     timeline = Timeline(ranks.rank)
     after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
@@ -129,8 +132,11 @@ def export(checkpoint: str, out: str, dtype: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
+    """`bad_records`: of `train` and `evaluation`, how many were dropped or clipped, by kind and action."""
+
     train: list[Sample]
     evaluation: list[Sample]
+    bad_records: Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,10 +172,18 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
     """The policy, equal on all ranks, the task and the samples."""
     torch.manual_seed(config.training.seed)
     shard_over = ranks if shards(config, ranks.world_size) else None
-    policy = load_policy(config.model, device=ranks.device, bf16=config.training.bf16, shard_over=shard_over)
+    policy = load_policy(
+        config.model,
+        device=ranks.device,
+        bf16=config.training.bf16,
+        shard_over=shard_over,
+        image_rules=config.data.image_rules,
+    )
     policy.broadcast(ranks)
     task = DetectionTask(config.task, policy.tokenizer)
-    return Basis(config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task))
+    return Basis(
+        config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task, policy.encoder)
+    )
 
 
 def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None:
@@ -179,22 +193,35 @@ def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None
         console.note(f"not compiled: {policy.why_not_compiled}")
 
 
-def load_data(config: RunConfig, task: Task) -> RunData:
+def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RunData:
     """Training samples, and those to evaluate on: `data.test`, else `data.val`. Raises DataError with file and line."""
-    data, training = config.data, config.training
-    train = load_samples(data, data.train, task)
+    data, training, geometry = config.data, config.training, config.task.geometry
+    limit = RowLimit(encoder=encoder, task=task, max_tokens=config.global_max_length)
+    train = load_split(data, data.train, task, geometry=geometry, too_long=limit)
+    bad = {"train": train.bad.summary()}
     path = data.test or data.val
-    evaluates = training.eval_on_start or training.eval_on_end or training.eval_steps
-    if not evaluates:
-        return RunData(train=train, evaluation=[])
-    if path is None:
-        raise ConfigError(
-            "data.val: nothing to evaluate on",
-            found="neither data.val nor data.test",
-            wanted="a held-out set, since training.eval_* asks for evaluations",
-            remedy="name one, or switch evaluations off",
-        )
-    return RunData(train=train, evaluation=load_samples(data, path, task)[: training.eval_samples])
+    evaluation: list[Sample] = []
+    if training.eval_on_start or training.eval_on_end or training.eval_steps:
+        if path is None:
+            raise ConfigError(
+                "data.val: nothing to evaluate on",
+                found="neither data.val nor data.test",
+                wanted="a held-out set, since training.eval_* asks for evaluations",
+                remedy="name one, or switch evaluations off",
+            )
+        held_out = load_split(data, path, task, geometry=geometry)
+        bad["evaluation"], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
+    return RunData(
+        train=train.samples, evaluation=evaluation, bad_records={part: found for part, found in bad.items() if found}
+    )
+
+
+def _tell_bad_records(data: RunData, log: MetricsLog, console: Console) -> None:
+    """What was dropped or clipped: in the log, and a line each on the screen."""
+    log.write("data", {"train": len(data.train), "evaluation": len(data.evaluation), "bad_records": data.bad_records})
+    for part, kinds in data.bad_records.items():
+        counts = ", ".join(f"{n} {kind} ({action})" for kind, acts in kinds.items() for action, n in acts.items())
+        console.note(f"bad records of the {part} data: {counts}")
 
 
 def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:

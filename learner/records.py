@@ -43,7 +43,9 @@ class DetectionObject(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
-    assistant's last turn; `images` are strings as the server will get them; `objects` are in canonical order."""
+    assistant's last turn; `images` are strings as the server will get them; `objects` are in canonical order. In the
+    regions `ignored` nothing is known (crowds, difficult objects): they are not taught, and what is predicted there is
+    neither right nor wrong. A region with an empty description is one for every class."""
 
     sample_id: str
     messages: tuple[Mapping[str, Any], ...]
@@ -51,6 +53,7 @@ class Sample:
     objects: tuple[DetectionObject, ...]
     width: int  # pixels
     height: int  # pixels
+    ignored: tuple[DetectionObject, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,8 @@ from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.wire import TOKEN_VARIABLE
 
+if TYPE_CHECKING:
+    from shared.images import ImageRules
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
 # This configuration has a key for these, or the server decides them itself.
@@ -77,9 +79,22 @@ class ServerConfig(Section):
     )
     communicator_host: str = key("address where learners join for weight syncs; empty: `host`", "", req="R09")
 
+    min_pixels: int | None = key(
+        "smaller images are enlarged to it; null: the checkpoint's limit. As for the learner's `model.min_pixels`",
+        None,
+        unit="pixels",
+        ge=1,
+    )
+    max_pixels: int | None = key(
+        "larger images are shrunk to it; null: the checkpoint's limit. As for the learner's `model.max_pixels`",
+        None,
+        unit="pixels",
+        ge=1,
+    )
     allowed_image_roots: list[Folder] = key("folders with local images; empty: no local paths", [])
     allowed_image_hosts: list[str] = key("hosts of image URLs; empty: no URLs", [])
     image_timeout_s: float = key("longest fetch of one image", 10.0, unit="s", gt=0.0)
+    image_cache_bytes: int = key("fetched images that are kept in memory; 0: none", 256 << 20, unit="bytes", ge=0)
     max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
     max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
@@ -107,6 +122,20 @@ class ServerConfig(Section):
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.data_parallel_size
+
+    @property
+    def image_rules(self) -> ImageRules:
+        from shared.images import ImageRules
+
+        return ImageRules(
+            roots=tuple(self.allowed_image_roots),
+            hosts=tuple(self.allowed_image_hosts),
+            timeout_s=self.image_timeout_s,
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+            cache_bytes=self.image_cache_bytes,
+            keys="the server's ",
+        )
 
     @property
     def group_host(self) -> str:

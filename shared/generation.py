@@ -8,11 +8,11 @@ samples, and only then.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import NotFiniteError
+from shared.errors import ConfigError, NotFiniteError
 from shared.wire import RequestConfig
 
 if TYPE_CHECKING:
@@ -25,15 +25,54 @@ CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids with one placeholder per image, which vLLM expands to the image's size; and the images, RGB."""
+    """Token ids with one placeholder per image, which vLLM expands to the image's size; and the images, RGB.
+
+    `pixels` overrides the checkpoint's limits of an image's size, as `limit_pixels` gives them."""
 
     token_ids: list[int]
     images: list[Image.Image]
+    pixels: Mapping[str, int] | None = None
 
     def for_engine(self) -> dict[str, Any]:
         """As vLLM takes it."""
-        data = {"multi_modal_data": {"image": self.images}} if self.images else {}
-        return {"prompt_token_ids": self.token_ids, **data}
+        asked: dict[str, Any] = {"prompt_token_ids": self.token_ids}
+        if self.images:
+            asked["multi_modal_data"] = {"image": self.images}
+            if self.pixels:
+                asked["mm_processor_kwargs"] = {"size": dict(self.pixels)}
+        return asked
+
+
+def limit_pixels(
+    processor: Any, *, min_pixels: int | None, max_pixels: int | None, keys: str
+) -> Mapping[str, int] | None:
+    """Make a Hugging Face processor resize images into these limits (width x height). Returns what `Prompt.pixels` must
+    be; None where both limits are the checkpoint's own. `keys` stands before the keys' names in messages.
+
+    Raises ConfigError where the processor has no such limits.
+    """
+    if min_pixels is None and max_pixels is None:
+        return None
+    images: Any = getattr(processor, "image_processor", None)
+    if "min_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", {}):
+        raise ConfigError(
+            f"{keys}min_pixels, {keys}max_pixels: this model has no such limits",
+            found=f"a {type(images or processor).__name__}",
+            wanted="a model whose processor resizes images by their number of pixels, such as Qwen-VL's",
+            remedy="remove both keys",
+        )
+    if min_pixels and max_pixels and min_pixels > max_pixels:
+        raise ConfigError(
+            f"{keys}min_pixels is above {keys}max_pixels",
+            found=f"{min_pixels} and {max_pixels}",
+            wanted="min_pixels <= max_pixels",
+            remedy="correct one of them",
+        )
+    own = images.size  # with names of edges, but numbers of pixels; where only one is given, the other makes way
+    least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
+    size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}
+    images.size = type(own)(**size)
+    return size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +115,7 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
     """The prompt and the settings with which vLLM scores a response. Read the output with `read_scores`."""
     from vllm import SamplingParams
 
-    whole = Prompt(token_ids=prompt.token_ids + response_token_ids, images=prompt.images)
+    whole = replace(prompt, token_ids=prompt.token_ids + response_token_ids)
     return whole, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
 from learner.config.rules import ROLLOUT, SERVER, WAY_OUT
-from learner.config.schema import DataConfig
+from learner.config.schema import RunConfig
 from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
-from shared.errors import ConfigError, DataError, ProjectError
+from shared.errors import ConfigError, ProjectError
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
     plan = resolve(config, world_size)
     report = plan.to_json()
     mistakes: list[Mistake] = []
-    looks = [partial(_samples, config.data)] if read_data else []
+    looks = [partial(_samples, config)] if read_data else []
     looks += [partial(_probed, plan, env.get(TOKEN_VARIABLE))] if probe else []
     for look in looks:
         try:
@@ -70,19 +70,18 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
     return report
 
 
-def _samples(data: DataConfig) -> dict[str, Any]:
-    """How many samples each annotation file has."""
-    from learner.data.check import count_samples, splits  # here: keys alone are checked without it
+def _samples(config: RunConfig) -> dict[str, Any]:
+    """How many samples each split has, and what is dropped or clipped of it."""
+    from learner.data.check import check_split, splits  # here: keys alone are checked without it
 
-    counts, mistakes = {}, []
-    for split, path in splits(data).items():
-        try:
-            counts[split] = count_samples(data, path)
-        except DataError as error:
-            mistakes.append(Mistake.of(error, f"data.{split}"))
+    data, geometry = config.data, config.task.geometry
+    checked = {split: check_split(data, split, path, geometry) for split, path in splits(data).items()}
+    mistakes = [mistake for found in checked.values() for mistake in found.mistakes]
     if mistakes:
         raise ConfigErrors("annotations cannot be used", mistakes=mistakes)
-    return {"samples": counts}
+    bad = {split: found.dropped for split, found in checked.items() if found.dropped}
+    counts = {split: found.num_samples for split, found in checked.items()}
+    return {"samples": counts, "bad_records": bad} if bad else {"samples": counts}
 
 
 def _probed(plan: Plan, token: str | None) -> dict[str, Any]:

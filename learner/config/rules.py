@@ -206,10 +206,18 @@ def given(section: Section, name: str) -> str:
 # ---- data, training ------------------------------------------------------------------------------------------------
 
 
-def prompt_needs_coco(config: RunConfig) -> Iterator[Mistake]:
-    """`data.prompt` goes with `data.format: coco`; JSONL rows have their own messages."""
-    if config.data.prompt is not None and config.data.format != "coco":
-        remedy = "remove it (JSONL rows have their own messages), or set data.format: coco"
+def pixel_limits(config: RunConfig) -> Iterator[Mistake]:
+    """`model.min_pixels` is not above `model.max_pixels`."""
+    least, most = config.model.min_pixels, config.model.max_pixels
+    if least is not None and most is not None and least > most:
+        wanted, remedy = f"at most model.max_pixels ({most})", "correct one of the two"
+        yield Mistake(path="model.min_pixels", found=str(least), wanted=wanted, remedy=remedy)
+
+
+def prompt_has_a_use(config: RunConfig) -> Iterator[Mistake]:
+    """`data.prompt` is for formats without messages; JSONL rows carry their own."""
+    if config.data.prompt is not None and config.data.format == "jsonl":
+        remedy = "remove it: JSONL rows carry their own messages"
         yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
 
 
@@ -464,7 +472,8 @@ def async_queue(config: RunConfig) -> Iterator[Mistake]:
 
 
 RULES: tuple[Rule, ...] = (
-    prompt_needs_coco,
+    pixel_limits,
+    prompt_has_a_use,
     run_length,
     warmup_fits,
     evaluation_has_data,

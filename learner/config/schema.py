@@ -7,11 +7,14 @@ config.schema.json from this file.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from shared.config.model import Section, key
+
+if TYPE_CHECKING:
+    from shared.images import ImageRules
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -37,6 +40,19 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = key("dtype of the trained weights", "float32")
     lora: LoraConfig | None = key("train an adapter; null: train the weights themselves", None, req="R09")
     freeze: list[str] = key("parameters that are not trained: those whose name starts with one of these", [])
+    min_pixels: int | None = key(
+        "smaller images are enlarged to it; null: the checkpoint's limit. The servers' `min_pixels` must be the same",
+        None,
+        unit="pixels (width x height)",
+        ge=1,
+    )
+    max_pixels: int | None = key(
+        "larger images are shrunk to it: fewer tokens per image; null: the checkpoint's own limit. The servers' "
+        "`max_pixels` must be the same",
+        None,
+        unit="pixels (width x height)",
+        ge=1,
+    )
     gradient_checkpointing: bool = key("save memory: recompute activations in the backward pass", False)
     compile: Literal["auto"] | bool = key(
         "compile the model's layers and the loss for learning, with torch.compile. The first row triggers compilation, "
@@ -51,18 +67,96 @@ class ModelConfig(Section):
     )
 
 
-class DataConfig(Section):
-    """Annotation files. Paths are relative to the working directory."""
+class BadRecordConfig(Section):
+    """What happens to each kind of bad record. `error`: all of them are listed, and nothing starts. `drop`: the object
+    (or, for images and lengths, the whole sample) is left out. Whatever is dropped or clipped is counted and logged."""
 
-    train: str = key("training annotations", min_length=1, req="R12")
-    val: str | None = key("evaluation annotations, used if `test` is not given", None)
-    test: str | None = key("evaluation annotations", None)
-    format: Literal["jsonl", "coco"] = key("the project's JSONL, or COCO JSON", "jsonl")
-    image_root: str | None = key("relative image paths start here; null: the annotation file's folder", None)
-    prompt: str | None = key("`coco` only: the user's turn, with `<image>` where the image goes", None)
-    shuffle: bool = key("shuffle every epoch; the order follows from `training.seed`", True)
-    max_samples: int | None = key("use only the first samples of `train`", None, unit="samples", ge=1)
-    num_workers: int = key("processes per rank that read and encode images; 0: the learner does it itself", 0, ge=0)
+    no_area: Literal["error", "drop"] = key("an object without area", "error", req="R41")
+    outside_image: Literal["error", "drop", "clip"] = key(
+        "an object that reaches more than a pixel out of its image; `clip`: it is cut at the border", "error", req="R41"
+    )
+    unknown_class: Literal["error", "drop"] = key(
+        "an object whose class the annotations do not name", "error", req="R41"
+    )
+    image_missing: Literal["error", "drop"] = key("an image that is missing or can't be read", "error", req="R41")
+    image_size: Literal["error", "drop"] = key(
+        "an image of another size than the annotation says (upright, by its EXIF orientation)", "error", req="R41"
+    )
+    too_long: Literal["error", "drop"] = key(
+        "a training sample whose prompt and labels are longer than `global_max_length`", "error", req="R41"
+    )
+
+
+class DataConfig(Section):
+    """Annotations and images. Paths are relative to the working directory."""
+
+    train: str = key(
+        "annotations that are trained on: a JSONL or COCO file, a folder of Pascal VOC XML (or a text file with the "
+        "names of some of them), a YOLO `data.yaml:SPLIT`, or a Hugging Face data set `FOLDER:SPLIT`",
+        min_length=1,
+        req="R12 R41",
+    )
+    val: str | None = key("annotations to evaluate on, where `test` is not given", None)
+    test: str | None = key("annotations to evaluate on", None)
+    format: Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"] = key(
+        "`auto`: found out from the files. A data set by its name on the Hugging Face hub needs `datasets`",
+        "auto",
+        req="R41",
+    )
+    image_root: str | None = key(
+        "relative image paths start here; null: the annotation file's folder (`voc`: `JPEGImages` or `images` near it)",
+        None,
+    )
+    annotation_root: str | None = key(
+        "`voc` with a list of names: the folder of the XML files; null: `Annotations` or `voc` near the list", None
+    )
+    prompt: str | None = key(
+        "the user's turn where the annotations hold none (all formats but `jsonl`), with `<image>` where the image "
+        "goes; null: `<image>Detect every object.`",
+        None,
+    )
+    box_format: Literal["xywh", "xyxy"] = key(
+        "`datasets`: boxes as left, top, width, height, or as two corners; in pixels", "xywh"
+    )
+    on_bad_record: Literal["error", "drop", "clip"] | BadRecordConfig = key(
+        "what happens to bad records: one rule for all, or one per kind. `clip`: what reaches out of its image is cut "
+        "at the border, every other kind is dropped",
+        "error",
+        req="R41",
+    )
+    shuffle: bool = key("a new order every epoch, derived from `training.seed`", True)
+    max_samples: int | None = key("use only the first so many of `train`", None, unit="samples", ge=1)
+    num_workers: int = key("processes per rank that read and encode images; 0: the learner itself", 0, ge=0)
+    allowed_image_hosts: list[str] = key(
+        "image URLs may be fetched from these hosts; empty: no URLs. Servers have a list of their own", [], req="D13"
+    )
+    image_timeout_s: float = key("for fetching one image", 10.0, unit="s", gt=0.0)
+    image_cache_bytes: int = key(
+        "fetched images that each process keeps in memory; 0: none", 256 << 20, unit="bytes", ge=0
+    )
+    max_image_bytes: int = key("size of one encoded image, at most", 32 << 20, unit="bytes", ge=1)
+    max_image_pixels: int = key("width x height of one image, at most", 64_000_000, unit="pixels", ge=1)
+
+    @property
+    def image_rules(self) -> ImageRules:
+        """Local images may be anywhere: the data set is the user's own."""
+        from shared.images import ImageRules
+
+        return ImageRules(
+            hosts=tuple(self.allowed_image_hosts),
+            timeout_s=self.image_timeout_s,
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+            cache_bytes=self.image_cache_bytes,
+        )
+
+    @property
+    def bad_records(self) -> BadRecordConfig:
+        """`on_bad_record`, kind by kind."""
+        if isinstance(self.on_bad_record, BadRecordConfig):
+            return self.on_bad_record
+        one_for_all = dict.fromkeys(BadRecordConfig.model_fields, "error" if self.on_bad_record == "error" else "drop")
+        return BadRecordConfig.model_validate({**one_for_all, "outside_image": self.on_bad_record})
 
 
 class TaskConfig(Section):
@@ -78,6 +172,12 @@ class TaskConfig(Section):
     )
     iou_threshold: float = key(
         "a predicted and a true object match only if their IoU is at least this", 0.5, unit="IoU", ge=0.0, le=1.0
+    )
+    geometry: Literal["bbox_2d", "poly"] = key(
+        "`poly`: objects are polygons where the annotations have an outline (COCO's segmentations, YOLO's segments); "
+        "`bbox_2d`: boxes. The project's JSONL says it itself, object by object",
+        "bbox_2d",
+        req="R41",
     )
 
 

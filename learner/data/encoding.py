@@ -5,8 +5,8 @@ tensor in shared memory, which the learner cuts into views: no copy and no pickl
 feed a GPU. Errors raised in a worker keep their type.
 
 Workers are not forked from the learner: a process that talks to CUDA, NCCL or gloo has threads that a fork would break.
-They are forked from a server process that has done nothing but import what they need, once for all of them: where files
-are slow, eight processes that import torch side by side take a minute and more. Called by `batches.py`.
+They are forked from a server process that has only imported what they need, once for all of them: on slow file
+systems, eight processes that import torch side by side take a minute and more.
 """
 
 from __future__ import annotations

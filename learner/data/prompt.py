@@ -1,27 +1,24 @@
 """A sample's prompt as the model sees it, on the learner's side, and the check that the server saw the same (R03).
 
-In: a `Sample`, whose images are local paths, data URLs or base64. Out: an `EncodedPrompt`: token ids with image
+In: a `Sample`, whose images are strings (`shared/images.py`). Out: an `EncodedPrompt`: token ids with image
 placeholders expanded, and pixels. Chat template and processor are the checkpoint's own, so ids equal the server's.
 
-`PromptEncoder` pickles, for DataLoader workers.
+`PromptEncoder` pickles, for data workers.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from learner.records import EncodedPrompt, Sample, VisionInputs
-from shared.errors import ConfigError, DataError, PromptMismatchError, RequestError
-from shared.generation import Prompt
+from shared.errors import ConfigError, DataError, MediaError, PromptMismatchError, RequestError
+from shared.generation import Prompt, limit_pixels
+from shared.images import ImageRules, Images
 from shared.prompt import render_messages
 
 CONTEXT = 8  # tokens shown around a difference
@@ -29,14 +26,19 @@ CONTEXT = 8  # tokens shown around a difference
 
 @dataclass(frozen=True)
 class PromptEncoder:
-    """Encodes prompts by a checkpoint's processor, or by its tokenizer where the model is text-only."""
+    """Encodes prompts with a checkpoint's processor, or with its tokenizer if the model is text-only."""
 
     tokenizer: Any
     processor: Any | None
+    images: Images = field(default_factory=lambda: Images(ImageRules()))
+    pixels: Mapping[str, int] | None = None  # as in `Prompt`
 
     @classmethod
-    def load(cls, path: str) -> PromptEncoder:
-        """Raises ConfigError where the checkpoint has no tokenizer, processor or chat template."""
+    def load(
+        cls, path: str, *, rules: ImageRules | None = None, min_pixels: int | None = None, max_pixels: int | None = None
+    ) -> PromptEncoder:
+        """Raises ConfigError where the checkpoint has no tokenizer, processor or chat template, or where its processor
+        knows no limits of pixels and one is given."""
         try:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
@@ -44,14 +46,15 @@ class PromptEncoder:
             raise _load_error(path, str(error).splitlines()[0]) from error
         if not (processor or tokenizer).chat_template:
             raise _load_error(path, "no chat template")
-        return cls(tokenizer, processor)
+        pixels = limit_pixels(processor, min_pixels=min_pixels, max_pixels=max_pixels, keys="model.")
+        return cls(tokenizer, processor, Images(rules or ImageRules()), pixels)
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         """The prompt up to where the assistant begins. Raises DataError for a bad image or wrong turns."""
         text = self._text(sample)
         if self.processor is None:
             return EncodedPrompt(token_ids=tuple(self._token_ids(text)), vision=None)
-        images = [open_image(sample, image) for image in sample.images]
+        images = self._open_images(sample)
         inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
         vision = None
         if images:
@@ -63,8 +66,28 @@ class PromptEncoder:
         one placeholder each, and the pictures. Raises as `encode`."""
         return Prompt(
             token_ids=self._token_ids(self._text(sample)),
-            images=[open_image(sample, image) for image in sample.images],
+            images=self._open_images(sample),
+            pixels=self.pixels,
         )
+
+    def num_tokens(self, sample: Sample) -> int:
+        """`len(encode(sample).token_ids)`, from the sizes of its images alone. Raises as `encode`."""
+        count = getattr(self.processor, "_get_num_multimodal_tokens", None)
+        if sample.images and count is None:  # a processor that can't tell
+            return len(self.encode(sample).token_ids)
+        text = len(self._token_ids(self._text(sample)))  # with one placeholder per image
+        if count is None or not sample.images:
+            return text
+        one = len(sample.images) == 1  # whose size the reader has compared
+        sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
+        tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
+        return text - len(sizes) + sum(tokens)
+
+    def _open_images(self, sample: Sample) -> list[Image.Image]:
+        try:
+            return [self.images.load(image) for image in sample.images]
+        except MediaError as error:
+            raise _data_error(sample, error.what, error.found, error.wanted, error.remedy) from error
 
     def _text(self, sample: Sample) -> str:
         if sample.images and self.processor is None:
@@ -80,15 +103,6 @@ class PromptEncoder:
     def _token_ids(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
-
-
-def open_image(sample: Sample, image: str) -> Image.Image:
-    """One of the sample's images as RGB. Raises DataError, naming sample and image."""
-    try:
-        with Image.open(_image_file(sample, image)) as opened:
-            return opened.convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise _data_error(sample, "an image can't be read", f"{_short(image)}: {error}", "an image file") from error
 
 
 def check_prompt_prefix(
@@ -116,7 +130,8 @@ def check_prompt_prefix(
         f"learner and server tokenize the prompt of sample {sample_id!r} differently, from token {index} on",
         found=f"served {describe(served)} ({len(served)} tokens)",
         wanted=f"as the learner has it: {describe(expected)} ({len(expected)} tokens)",
-        remedy="serve the same checkpoint folder (tokenizer, chat template, processor) that the learner loads",
+        remedy="serve the same checkpoint folder (tokenizer, chat template, processor) that the learner loads, and set "
+        "the server's min_pixels and max_pixels as model.min_pixels and model.max_pixels",
     )
 
 
@@ -124,27 +139,10 @@ def _has_vision(path: str) -> bool:
     return hasattr(AutoConfig.from_pretrained(path), "vision_config")
 
 
-def _image_file(sample: Sample, image: str) -> Path | io.BytesIO:
-    if image.startswith(("http://", "https://")):
-        raise _data_error(sample, "the learner fetches no images", _short(image), "a local path, a data URL or base64")
-    if not image.startswith("data:") and (len(image) < 4096 and Path(image).exists()):
-        return Path(image)
-    try:
-        return io.BytesIO(
-            base64.b64decode(image.partition(",")[2] if image.startswith("data:") else image, validate=True)
-        )
-    except binascii.Error as error:
-        wanted = "an existing file, a data URL or base64"
-        raise _data_error(sample, "an image is missing", _short(image), wanted) from error
-
-
-def _short(image: str) -> str:
-    return image if len(image) <= 200 else f"{image[:60]}... ({len(image)} characters)"
-
-
-def _data_error(sample: Sample, what: str, found: str, wanted: str) -> DataError:
-    remedy = f"fix or remove sample {sample.sample_id!r} of the dataset"
-    return DataError(f"{what} (sample {sample.sample_id!r})", found=found, wanted=wanted, remedy=remedy)
+def _data_error(sample: Sample, what: str, found: str, wanted: str, remedy: str = "") -> DataError:
+    fix = f"fix or remove sample {sample.sample_id!r} of the dataset"
+    remedy = f"{remedy}, or {fix}" if remedy else fix
+    return DataError(f"sample {sample.sample_id!r}: {what}", found=found, wanted=wanted, remedy=remedy)
 
 
 def _load_error(path: str, found: str) -> ConfigError:

@@ -29,9 +29,9 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim
 
 def annotation_files(situation: Situation) -> Finding:
     """Every row of every annotation file."""
-    data = situation.config.data
+    data, geometry = situation.config.data, situation.config.task.geometry
     try:
-        counts = {split: count_samples(data, path) for split, path in splits(data).items()}
+        counts = {split: count_samples(data, path, geometry) for split, path in splits(data).items()}
     except ProjectError as error:
         return failed(error)
     return ok(", ".join(f"{number} samples in {split}" for split, number in counts.items()))

@@ -29,8 +29,14 @@ JOIN_TIMEOUT_S = 30.0
 
 def first_sample(config: RunConfig) -> CanaryItem:
     """The first training sample as the learner encodes it. Raises ProjectError."""
-    sample = load_samples(config.data.model_copy(update={"max_samples": 1}), config.data.train, WithoutTokenizer())[0]
-    encoder = PromptEncoder.load(config.model.path)
+    first = config.data.model_copy(update={"max_samples": 1})
+    sample = load_samples(first, first.train, WithoutTokenizer(), geometry=config.task.geometry)[0]
+    encoder = PromptEncoder.load(
+        config.model.path,
+        rules=config.data.image_rules,
+        min_pixels=config.model.min_pixels,
+        max_pixels=config.model.max_pixels,
+    )
     return CanaryItem(
         sample=sample, prompt=encoder.encode(sample), response_token_ids=(encoder.tokenizer.eos_token_id,)
     )

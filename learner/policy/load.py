@@ -41,6 +41,7 @@ from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.records import EncodedPrompt, PackedRow, Segment
 from shared.errors import ConfigError
+from shared.images import ImageRules
 from shared.wire import TensorSpec
 
 
@@ -206,7 +207,12 @@ class Policy:
 
 
 def load_policy(
-    config: ModelConfig, *, device: torch.device, bf16: bool = False, shard_over: Ranks | None = None
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    bf16: bool = False,
+    shard_over: Ranks | None = None,
+    image_rules: ImageRules | None = None,
 ) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`, whole or, with
     `shard_over`, each of these ranks its part (collective).
@@ -230,7 +236,9 @@ def load_policy(
     return Policy(
         model=model,
         adapter=adapter,
-        encoder=PromptEncoder.load(base_path),
+        encoder=PromptEncoder.load(
+            base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
+        ),
         device=device,
         bf16=bf16,
         why_not_compiled=compile_layers(model, config.compile, device, sharded=sharded is not None),

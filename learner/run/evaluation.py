@@ -60,6 +60,7 @@ def _scene(assignment: Assignment, counts: Mapping[str, float]) -> dict[str, Any
         "width": sample.width,
         "height": sample.height,
         "truth": [_object(o) for o in sample.objects],
+        "ignored": [_object(o) for o in sample.ignored],
         "predictions": [_object(p.object) for p in parsed.objects],
         "pairs": [list(pair) for pair in assignment.pairs],
         "drops": dict(parsed.drops),

@@ -30,23 +30,36 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
     """[len(a), len(b)] intersection over union; 0 where both areas are 0."""
     if not a or not b:
         return np.zeros((len(a), len(b)))
+    overlap, area_a, area_b = _overlaps(a, b)
+    return _ratio(overlap, area_a[:, None] + area_b[None, :] - overlap)
+
+
+def covered_share(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> NDArray[np.float64]:
+    """[len(a), len(b)] the share of each `a` that lies in each `b`; 0 where its area is 0."""
+    if not a or not b:
+        return np.zeros((len(a), len(b)))
+    overlap, area_a, _ = _overlaps(a, b)
+    return _ratio(overlap, area_a[:, None])
+
+
+def _overlaps(
+    a: Sequence[DetectionObject], b: Sequence[DetectionObject]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Areas: of the intersections [len(a), len(b)], of `a` and of `b`."""
     boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
     poly_a, poly_b = _is_poly(a), _is_poly(b)
     if not (any(poly_a) or any(poly_b)):
-        return _ratio(overlap, _box_areas(boxes_a), _box_areas(boxes_b))
+        return overlap, _box_areas(boxes_a), _box_areas(boxes_b)
     shapes_a, shapes_b = _shapes(a), _shapes(b)
     # Disjoint bounding boxes need no polygon clipping, and two boxes are exact already.
     rows, cols = np.nonzero((np.array(poly_a)[:, None] | np.array(poly_b)) & (overlap > 0))
     overlap[rows, cols] = shapely.area(shapely.intersection(shapes_a[rows], shapes_b[cols]))
-    return _ratio(overlap, shapely.area(shapes_a), shapely.area(shapes_b))
+    return overlap, shapely.area(shapes_a), shapely.area(shapes_b)
 
 
-def _ratio(
-    overlap: NDArray[np.float64], area_a: NDArray[np.float64], area_b: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    union = area_a[:, None] + area_b[None, :] - overlap
-    return overlap / np.maximum(union, np.finfo(np.float64).tiny)
+def _ratio(overlap: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
+    return overlap / np.maximum(whole, np.finfo(np.float64).tiny)
 
 
 def _boxes(objects: Sequence[DetectionObject]) -> NDArray[np.float64]:

@@ -1,14 +1,16 @@
-"""What the metrics add up: one row of counts per sample, so that a bootstrap can resample scenes.
+"""Detection metrics: counts per sample, ratios of their sums, bootstrap intervals, and COCO's AP as a cross-check.
 
-In: assignments. Out: a `CountTable`. Every metric is a ratio of column sums (micro average), so rows of several ranks
-or runs can be put together. The matching made for training ignores descriptions and is not used here: each IoU
-threshold has an assignment of its own, among pairs of the same description (`tp`) and among all (`tp_any`).
+Counts. In: assignments. Out: a `CountTable`, one row per sample, so that a bootstrap can resample scenes. Every metric
+is a ratio of column sums (a micro average over the whole set), so rows of several ranks or runs can be put together.
+The matching made for training ignores descriptions and is not used here: each IoU threshold has an assignment of its
+own, among pairs of the same description (`tp`) and among all (`tp_any`).
 
-Detection metrics by name: each a function of column sums, so that the bootstrap computes it for all resamples at
-once.
+Ignore regions (`Sample.ignored`). A prediction that hits no object, and lies in an ignore region of its class with a
+share of its area of at least the threshold, is neither a hit nor a false one: it is taken out of the predictions. This
+is COCO's rule for crowds.
 
-A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. All are micro averages over
-the whole set; a ratio with nothing below it is 0. In: a `CountTable`. Out: name -> value.
+Metrics by name. A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. A ratio with
+nothing below it is 0.
 
     f1@0.5, precision@0.5, recall@0.5     at IoU 0.5
     f1@miou                               mean of F1 at IoU 0.50, 0.55, ..., 0.95
@@ -23,18 +25,14 @@ the whole set; a ratio with nothing below it is 0. In: a `CountTable`. Out: name
     objects_per_rollout, truth_per_sample valid predictions, ground-truth objects
     drop/<reason>                         dropped objects per rollout, by reason
 
-Bootstrap intervals over scenes: how far a metric, or the difference of two runs, is from chance.
+Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
+replacement, as many as there are, and the metric is computed on each draw's column sums. The paired form draws the same
+scenes for both runs, so what makes a scene hard cancels out. Deterministic in `seed`.
 
-Percentile intervals (Efron & Tibshirani 1993, ch. 13): scenes are drawn with replacement, as many as there are, and
-the metric is computed on each draw's column sums. The paired form draws the same scenes for both runs, so what makes
-a scene hard cancels out. Deterministic in `seed`. Used by the evaluation's report.
-
-COCO average precision by pycocotools: an independent cross-check of our own F1.
-
-In: assignments. Out: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions. Geometry is
-compared by bounding boxes, in bins (IoU does not change with the scale of an axis). A generated answer has no scores:
-all are 1.0, so AP here is that of one operating point, and its value says less than its change. COCO matches greedily
-and looks at 100 predictions per image and category at most.
+COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
+Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). A generated answer has
+no scores: all are 1.0, so AP here is that of one operating point, and its value says less than its change. COCO matches
+greedily and looks at 100 predictions per image and category at most.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ from pycocotools.cocoeval import COCOeval
 
 from learner.records import Assignment, DetectionObject, DropReason, ParsedRollout
 from learner.tasks.detection.bins import bounding_box
-from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.geometry import covered_share, iou_matrix
 from learner.tasks.detection.grammar import NUM_BINS
 from learner.tasks.detection.match import assign
 from shared.errors import DataError
@@ -66,6 +64,8 @@ COLUMNS = (
     "predictions",  # valid ones
     *(f"tp@{t:.2f}" for t in THRESHOLDS),
     *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # descriptions ignored
+    *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are no true positives
+    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # likewise, descriptions ignored
     "iou_sum",  # over the true positives at 0.50
     "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object
@@ -117,19 +117,42 @@ def _count_answer(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
 
 
 def _count_matches(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
-    predictions = [p.object for p in parsed.objects]
-    truth = parsed.rollout.sample.objects
-    descs = np.array([o.desc for o in predictions], dtype=object)
-    iou = iou_matrix(predictions, truth)
-    same_desc = descs[:, None] == np.array([o.desc for o in truth], dtype=object)[None, :]
+    predictions, sample = [p.object for p in parsed.objects], parsed.rollout.sample
+    descs = _descriptions(predictions)
+    iou = iou_matrix(predictions, sample.objects)
+    same_desc = descs[:, None] == _descriptions(sample.objects)[None, :]
+    ignored, ignored_any = _ignored_shares(predictions, sample.ignored)
     for threshold in THRESHOLDS:
-        pairs = assign(iou, (iou >= threshold) & same_desc)
-        row[_COLUMN[f"tp@{threshold:.2f}"]] = len(pairs)
-        row[_COLUMN[f"tp_any@{threshold:.2f}"]] = len(assign(iou, iou >= threshold))
+        name = f"{threshold:.2f}"
+        pairs, pairs_any = assign(iou, (iou >= threshold) & same_desc), assign(iou, iou >= threshold)
+        row[_COLUMN[f"tp@{name}"]] = len(pairs)
+        row[_COLUMN[f"tp_any@{name}"]] = len(pairs_any)
+        if sample.ignored:
+            row[_COLUMN[f"ignored@{name}"]] = _count_unmatched(ignored >= threshold, pairs)
+            row[_COLUMN[f"ignored_any@{name}"]] = _count_unmatched(ignored_any >= threshold, pairs_any)
         if threshold == THRESHOLDS[0]:
             row[_COLUMN["iou_sum"]] = sum(pair_iou for _, _, pair_iou in pairs)
     alike = (iou_matrix(predictions, predictions) >= DUPLICATE_IOU) & (descs[:, None] == descs[None, :])
     row[_COLUMN["duplicates"]] = np.count_nonzero(np.tril(alike, k=-1).any(axis=1))
+
+
+def _descriptions(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
+    return np.array([obj.desc for obj in objects], dtype=object)
+
+
+def _ignored_shares(
+    predictions: Sequence[DetectionObject], regions: Sequence[DetectionObject]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The largest share of each prediction [P] in one ignore region: of its class, and of any class."""
+    if not regions:
+        return np.zeros(len(predictions)), np.zeros(len(predictions))
+    shares, classes = covered_share(predictions, regions), _descriptions(regions)
+    applies = (_descriptions(predictions)[:, None] == classes[None, :]) | (classes == "")[None, :]
+    return np.where(applies, shares, 0.0).max(axis=1), shares.max(axis=1)
+
+
+def _count_unmatched(inside: NDArray[np.bool_], pairs: Sequence[tuple[int, int, float]]) -> int:
+    return int(np.count_nonzero(np.delete(inside, [prediction for prediction, *_ in pairs])))
 
 
 Totals = Mapping[str, NDArray[np.float64]]  # column name -> sums, all of one shape [...]
@@ -146,8 +169,17 @@ def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np
     return np.divide(above, below, out=np.zeros_like(above), where=below > 0)
 
 
+def _judged(t: Totals, hits: str, threshold: float) -> NDArray[np.float64]:
+    """Predictions that are right or wrong."""
+    return t["predictions"] - t[f"{hits.replace('tp', 'ignored')}@{threshold:.2f}"]
+
+
 def _f1_at(hits: str, threshold: float) -> Metric:
-    return lambda t: _ratio(2 * t[f"{hits}@{threshold:.2f}"], t["predictions"] + t["truth"])
+    return lambda t: _ratio(2 * t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold) + t["truth"])
+
+
+def _precision_at(hits: str, threshold: float) -> Metric:
+    return lambda t: _ratio(t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold))
 
 
 def _f1_over_thresholds(hits: str) -> Metric:
@@ -166,12 +198,12 @@ def _object_parse_rate(t: Totals) -> NDArray[np.float64]:
 METRICS: Mapping[str, Metric] = {
     "f1@0.5": _f1_at("tp", 0.5),
     "f1@miou": _f1_over_thresholds("tp"),
-    "precision@0.5": _share("tp@0.50", "predictions"),
+    "precision@0.5": _precision_at("tp", 0.5),
     "recall@0.5": _share("tp@0.50", "truth"),
     "mean_iou": _share("iou_sum", "tp@0.50"),
     "f1_any@0.5": _f1_at("tp_any", 0.5),
     "f1_any@miou": _f1_over_thresholds("tp_any"),
-    "precision_any@0.5": _share("tp_any@0.50", "predictions"),
+    "precision_any@0.5": _precision_at("tp_any", 0.5),
     "recall_any@0.5": _share("tp_any@0.50", "truth"),
     "parse_rate": _share("parsed", "samples"),
     "usable_rate": _share("usable", "samples"),
@@ -258,15 +290,25 @@ _STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # plac
 
 def coco_ap(assignments: Sequence[Assignment]) -> dict[str, float]:
     """AP and AR as COCO defines them; all 0.0 without ground truth or without predictions."""
-    truth = [(image, obj) for image, a in enumerate(assignments, 1) for obj in a.parsed.rollout.sample.objects]
+    samples = [(image, a.parsed.rollout.sample) for image, a in enumerate(assignments, 1)]
+    truth = [(image, obj) for image, sample in samples for obj in sample.objects]
     predicted = [(image, p.object) for image, a in enumerate(assignments, 1) for p in a.parsed.objects]
     if not truth or not predicted:
         return dict.fromkeys(_STATS, 0.0)
     categories = {desc: i for i, desc in enumerate(sorted({obj.desc for _, obj in truth + predicted}), 1)}
+    regions = [
+        (image, obj._replace(desc=desc))
+        for image, sample in samples
+        for obj in sample.ignored
+        for desc in ([obj.desc] if obj.desc else categories)
+        if desc in categories
+    ]
+    boxes = [_box(image, obj, categories) for image, obj in truth]
+    boxes += [{**_box(image, obj, categories), "iscrowd": 1} for image, obj in regions]
     dataset: dict[str, Any] = {
-        "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i in range(1, len(assignments) + 1)],
+        "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i, _ in samples],
         "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
-        "annotations": [{"id": n, **_box(image, obj, categories)} for n, (image, obj) in enumerate(truth, 1)],
+        "annotations": [{"id": n, **box} for n, box in enumerate(boxes, 1)],
     }
     results = [{"score": 1.0, **_box(image, obj, categories)} for image, obj in predicted]
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress

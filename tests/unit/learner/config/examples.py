@@ -55,7 +55,13 @@ def everything() -> dict[str, Any]:
     """Every section present, with every key written out."""
     data = changed(
         stage2(),
-        {"model.lora": {}, f"{ROLLOUT}.vllm.enable_lora": True, "data.val": "val.jsonl", "training.eval_steps": 5},
+        {
+            "model.lora": {},
+            f"{ROLLOUT}.vllm.enable_lora": True,
+            "data.val": "val.jsonl",
+            "data.on_bad_record": {},
+            "training.eval_steps": 5,
+        },
     )
     full = config_of(data).model_dump(mode="json")
     # The paired form of the same section is the one thing that can't stand beside the other.

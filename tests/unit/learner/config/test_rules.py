@@ -57,9 +57,17 @@ def test_evaluation_needs_data(key: str) -> None:
     valid(minimal(), {**asked, "data.test": "test.jsonl"})
 
 
-def test_a_prompt_is_for_coco() -> None:
-    assert only_mistake(minimal(), {"data.prompt": "<image>Look"}).path == "data.prompt"
-    valid(minimal(), {"data.prompt": "<image>Look", "data.format": "coco"})
+def test_a_prompt_is_for_annotations_without_messages() -> None:
+    prompt = {"data.prompt": "<image>Look"}
+    assert only_mistake(minimal(), {**prompt, "data.format": "jsonl"}).path == "data.prompt"
+    valid(minimal(), {**prompt, "data.format": "coco"})
+    valid(minimal(), prompt)  # found out from the files
+
+
+def test_limits_of_pixels_are_in_order() -> None:
+    limits = {"model.min_pixels": 65, "model.max_pixels": 64}
+    assert only_mistake(minimal(), limits).path == "model.min_pixels"
+    valid(minimal(), {**limits, "model.max_pixels": 65})
 
 
 # ---- packing -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
@@ -101,9 +102,11 @@ class AnyTask:
             raise DataError("the task can't use it", found="bad", wanted="good", remedy="rename it")
 
 
-def touch(folder: Path, *names: str) -> None:
-    """Empty files: loaders look for images and do not open them."""
+def draw(folder: Path, *names: str, size: tuple[int, int] = (200, 100), orientation: int = 1) -> None:
+    """Black images: readers look at their headers."""
     for name in names:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.new("RGB", size).save(file, exif=exif)

@@ -13,6 +13,7 @@ import pytest
 from learner.__main__ import main
 from shared.config.parse import dump_yaml
 from tests.unit.learner.config.examples import changed, minimal
+from tests.unit.learner.data.fakes import draw
 
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "shapely")
 ROW = {
@@ -26,7 +27,7 @@ ROW = {
 
 
 def write(folder: Path, *rows: Any) -> str:
-    (folder / "1.png").touch()
+    draw(folder, "1.png")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "run.yaml"
     path.write_text(dump_yaml(changed(minimal(), {"data.train": str(folder / "train.jsonl")})))
@@ -43,7 +44,7 @@ def test_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("broken", "reason"),
     [
         ({**ROW, "id": "b", "objects": [{"desc": " ", "bbox_2d": [1, 1, 5, 5]}]}, "blank"),
-        ({**ROW, "id": "b", "objects": [{"desc": "cat", "bbox_2d": [9, 9, 1, 1]}]}, "x1 < x2"),
+        ({**ROW, "id": "b", "objects": [{"desc": "cat", "bbox_2d": [9, 9, 1, 1]}]}, "on_bad_record.no_area"),
         ({**ROW, "id": "b", "width": None}, "width"),
         (ROW, "id"),
     ],
@@ -67,8 +68,34 @@ def test_every_split_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.Captur
     assert main(["--config", str(path), "--check"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert [line.split(": ")[0] for line in err.splitlines()] == ["data.train", "data.val", "data.test"]
+    keys = [line.split(": ")[0] for line in err.splitlines()]
+    assert list(dict.fromkeys(keys)) == ["data.train", "data.val", "data.test"]
     assert all(line.count("; ") >= 2 for line in err.splitlines())
+
+
+def test_every_record_that_is_wrong_is_told_and_above_fifty_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R41."""
+    flat = [{"desc": "cat", "bbox_2d": [9, 9, 9, 20]}]
+    path = write(tmp_path, ROW, *({**ROW, "id": i, "objects": flat} for i in range(53)))
+    assert main(["--config", path, "--check"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 51
+    assert [f"line {n}: " in lines[n - 2] for n in range(2, 52)] == [True] * 50
+    assert all("[9.0, 9.0, 9.0, 20.0]" in line for line in lines[:50])
+    assert "3 more" in lines[-1]
+
+
+def test_what_is_dropped_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, ROW, {**ROW, "id": "b", "objects": [{"desc": "cat", "bbox_2d": [9, 9, 9, 20]}]})
+    path = tmp_path / "run.yaml"
+    keys = {"data.train": str(tmp_path / "train.jsonl"), "data.on_bad_record": "drop"}
+    path.write_text(dump_yaml(changed(minimal(), keys)))
+    assert main(["--config", str(path), "--check"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["samples"] == {"train": 2}
+    assert report["bad_records"] == {"train": {"no_area": {"drop": 1}}}
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:

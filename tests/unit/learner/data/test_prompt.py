@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import pickle
+import threading
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from PIL import Image
 from learner.data.prompt import PromptEncoder, check_prompt_prefix
 from learner.records import Sample
 from shared.errors import ConfigError, DataError, PromptMismatchError
+from shared.images import ImageRules
 from tests.unit.learner.policy.rows import image, sample
 
 
@@ -84,6 +88,60 @@ def test_a_prompt_without_images_has_no_vision(encoder: PromptEncoder) -> None:
     found = encoder.encode(sample(text="Hello"))
     assert found.vision is None
     assert encoder.tokenizer.decode(found.token_ids).endswith("Hello<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_limits_of_pixels_change_the_number_of_tokens(tiny_vlm: Path) -> None:
+    """`model.min_pixels`, `model.max_pixels`; the engine is told the same."""
+
+    def grid(size: tuple[int, int], **limits: int) -> list[int]:
+        encoder = PromptEncoder.load(str(tiny_vlm), **limits)
+        one = sample([image(*size)])
+        assert encoder.for_engine(one).pixels == encoder.pixels
+        vision = encoder.encode(one).vision
+        assert vision is not None
+        return vision.image_grid_thw[0].tolist()
+
+    assert grid((128, 128)) == [1, 16, 16]
+    assert grid((128, 128), max_pixels=64 * 64) == [1, 8, 8]
+    assert grid((16, 16), min_pixels=96 * 96) == [1, 12, 12]
+    assert grid((16, 16), max_pixels=32 * 32)[1:] == [4, 4]  # below the checkpoint's smallest, which makes way
+    with pytest.raises(ConfigError, match=r"model\.min_pixels"):
+        PromptEncoder.load(str(tiny_vlm), min_pixels=200, max_pixels=100)
+
+
+def test_a_model_of_text_has_no_limits_of_pixels(tiny_text: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.max_pixels"):
+        PromptEncoder.load(str(tiny_text), max_pixels=100)
+
+
+def test_a_turned_photograph_is_seen_upright(encoder: PromptEncoder, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (96, 64)).save(tmp_path / "turned.jpg", exif=exif)
+    found = encoder.encode(sample([str(tmp_path / "turned.jpg")])).vision
+    assert found is not None
+    assert found.image_grid_thw.tolist() == [[1, 12, 8]]
+
+
+def test_urls_are_fetched_where_their_host_is_allowed(tiny_vlm: Path, tmp_path: Path) -> None:
+    """D13: under the rules that the server has."""
+    (tmp_path / "a.png").write_bytes(base64.b64decode(image(64, 64)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        one = sample([f"http://127.0.0.1:{server.server_port}/a.png"])
+        allowed = PromptEncoder.load(str(tiny_vlm), rules=ImageRules(hosts=("127.0.0.1",)))
+        assert allowed.encode(one).token_ids == allowed.encode(sample([image(64, 64)])).token_ids
+        with pytest.raises(DataError, match=r"sample 's'.*data\.allowed_image_hosts"):
+            PromptEncoder.load(str(tiny_vlm)).encode(one)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 @pytest.mark.parametrize("how", ["missing", "broken", "truncated", "url"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from learner.config.schema import DataConfig
 from learner.data.readers import load_samples
 from learner.records import DetectionObject, Sample
 from shared.errors import DataError
-from tests.unit.learner.data.fakes import AnyTask, touch
+from tests.unit.learner.data.fakes import AnyTask, draw
 
 ROW: dict[str, Any] = {
     "id": "a",
@@ -31,7 +32,7 @@ def box(desc: str, *bins: int) -> DetectionObject:
 
 def load(folder: Path, *rows: Any, **data: Any) -> list[Sample]:
     """The rows, written as JSONL (a string as it is) beside an image `images/1.png`, and read."""
-    touch(folder, "images/1.png")
+    draw(folder, "images/1.png")
     file = folder / "data.jsonl"
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return load_samples(DataConfig(train=str(file), **data), str(file), AnyTask())
@@ -83,13 +84,19 @@ def test_a_row_without_id_is_called_by_its_line(tmp_path: Path) -> None:
 
 
 def test_images_may_be_inline_and_stay_as_they_are(tmp_path: Path) -> None:
-    images = ["http://host/a.png", "data:image/png;base64,AAAA", "A" * 5000]
-    (sample,) = load(tmp_path, {**ROW, "images": images, "messages": [{"role": "user", "content": "Detect."}]})
+    draw(tmp_path, "images/1.png")
+    body = base64.b64encode((tmp_path / "images/1.png").read_bytes()).decode()
+    assert len(body) < 1024  # of any length
+    images = ["http://host/a.png", f"data:image/png;base64,{body}", body]
+    row = {**ROW, "images": images, "messages": [{"role": "user", "content": "Detect."}]}
+    (sample,) = load(tmp_path, row, allowed_image_hosts=["host"])
     assert list(sample.images) == images
+    with pytest.raises(DataError, match=r"line 1: .*http://host/a\.png.*data\.allowed_image_hosts"):
+        load(tmp_path, row)
 
 
 def test_image_root_moves_relative_paths_only(tmp_path: Path) -> None:
-    touch(tmp_path, "root/images/1.png", "else.png")
+    draw(tmp_path, "root/images/1.png", "else.png")
     rows = [ROW, {**ROW, "id": "b", "images": [str(tmp_path / "else.png")]}]
     samples = load(tmp_path, *rows, image_root=str(tmp_path / "root"))
     assert [s.images[0] for s in samples] == [str(tmp_path / "root/images/1.png"), str(tmp_path / "else.png")]
@@ -106,12 +113,13 @@ def test_max_samples_limits_the_training_set_only(tmp_path: Path) -> None:
     ("row", "reason"),
     [
         ("{", "EOF"),
-        ("[]", "row is wrong"),
+        ("[]", "the record is wrong"),
         (without("messages"), "messages is missing; found only id, images.*wanted a value"),
         (without("objects"), "objects is missing"),
         (without("width"), "width is missing"),
         ({**ROW, "height": 0}, "height is wrong.*found 0"),
-        ({**ROW, "width": "200"}, "width is wrong"),
+        ({**ROW, "width": "wide"}, "width is wrong"),
+        ({**ROW, "width": 200.5}, r"width is wrong.*200\.5"),
         ({**ROW, "messages": []}, "messages is wrong"),
         ({**ROW, "messages": [{"role": "bot", "content": "x"}]}, r"messages\.0\.role is wrong.*bot"),
         ({**ROW, "messages": [{"role": "assistant", "content": "x"}]}, "messages ask nothing"),
@@ -120,13 +128,15 @@ def test_max_samples_limits_the_training_set_only(tmp_path: Path) -> None:
             "messages hold an image",
         ),
         ({**ROW, "images": []}, "placeholders and images differ"),
-        ({**ROW, "images": ["images/2.png"]}, r"image is missing.*2\.png.*data\.image_root"),
-        (with_object(bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is missing"),
-        (with_object(desc="", bbox_2d=[0, 0, 1, 1]), r"objects\.0\.desc is wrong"),
+        ({**ROW, "images": ["images/2.png"]}, r"image 'images/2\.png' can't be used.*data\.image_root"),
+        (with_object(bbox_2d=[0, 0, 1, 1]), r"objects\.0 is wrong.*wanted a desc"),
+        (with_object(desc="", bbox_2d=[0, 0, 1, 1]), r"objects\.0 is wrong.*wanted a desc"),
         (with_object(desc="x"), "exactly one of bbox_2d and poly"),
         (with_object(desc="x", bbox_2d=[0, 0, 1, 1], poly=[0, 0, 1, 0, 1, 1]), "exactly one of bbox_2d and poly"),
         (with_object(desc="x", bbox_2d=[0, 0, 1]), r"objects\.0\.bbox_2d is wrong"),
-        (with_object(desc="x", bbox_2d=[5, 0, 5, 1]), "x1 < x2"),
+        (with_object(desc="x", bbox_2d=[5, 0, 5, 1]), r"object 1 \('x'\) has no area.*\[5\.0, 0\.0, 5\.0, 1\.0\]"),
+        (with_object(desc="x", bbox_2d=[5, 0, 5.01, 1]), r"has no area.*5\.01.*rounding"),
+        (with_object(desc="x", poly=[0, 0, 50, 50, 100, 100]), "has no area"),
         (with_object(desc="x", bbox_2d=[0, 0, 1, None]), r"objects\.0\.bbox_2d\.3 is wrong"),
         (with_object(desc="x", bbox_2d=[0, 0, math.nan, 1]), r"objects\.0\.bbox_2d\.2 is wrong"),
         (with_object(desc="x", poly=[0, 0, 1, 0, 1, 1, 2]), "even number"),
@@ -148,6 +158,17 @@ def test_coordinates_on_the_edge_are_let_through(tmp_path: Path) -> None:
     assert sample.objects[0].bins == (0, 0, 999, 999)
 
 
+def test_rows_with_messages_need_no_prompt(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.prompt"):
+        load(tmp_path, ROW, prompt="<image>Look")
+
+
+def test_numbers_may_be_written_in_several_ways(tmp_path: Path) -> None:
+    """As tools and spreadsheets export them (R41)."""
+    (sample,) = load(tmp_path, {**with_object(desc="x", bbox_2d=["0", 0, "20.0", 50]), "width": "200", "height": 100.0})
+    assert (sample.width, sample.height, sample.objects) == (200, 100, (box("x", 0, 0, 100, 500),))
+
+
 def test_an_id_that_comes_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 3: its id is taken.*'a', also at line 1"):
         load(tmp_path, ROW, {**ROW, "id": "b"}, ROW)
@@ -166,19 +187,20 @@ COCO: dict[str, Any] = {
     "info": {"year": 2017},
     "images": [
         {"id": 4, "file_name": "images/1.png", "width": 200, "height": 100, "license": 1},
-        {"id": 9, "file_name": "images/1.png", "width": 100, "height": 100},
+        {"id": 9, "file_name": "images/2.png", "width": "100", "height": 100.0},
     ],
     "annotations": [
         {"id": 1, "image_id": 4, "category_id": 2, "bbox": [10, 50, 10, 40], "iscrowd": 0, "segmentation": [[1, 2]]},
         {"id": 2, "image_id": 4, "category_id": 1, "bbox": [0, 0, 200, 100.0]},
-        {"id": 3, "image_id": 9, "category_id": 1, "bbox": [0, 0, 50, 50], "iscrowd": 1},
+        {"id": 3, "image_id": 9, "category_id": 1, "bbox": [0, 0, 50, 50], "iscrowd": True},
     ],
     "categories": [{"id": 1, "name": "sky"}, {"id": 2, "name": "dog", "supercategory": "animal"}],
 }
 
 
 def load_coco(folder: Path, coco: Any, **data: Any) -> list[Sample]:
-    touch(folder, "images/1.png")
+    draw(folder, "images/1.png")
+    draw(folder, "images/2.png", size=(100, 100))
     file = folder / "instances.json"
     file.write_text(json.dumps(coco))
     return load_samples(DataConfig(train=str(file), format="coco", **data), str(file), AnyTask())
@@ -191,7 +213,8 @@ def changed(section: str, index: int, **fields: Any) -> dict[str, Any]:
 
 
 def test_coco_images_become_samples(tmp_path: Path) -> None:
-    """xywh becomes x1 y1 x2 y2, categories descriptions; crowds are no objects; an image without any is kept (R12)."""
+    """xywh becomes x1 y1 x2 y2, categories descriptions; crowds are ignore regions; an image without objects is kept
+    (R12, R41)."""
     first, second = load_coco(tmp_path, COCO, prompt="<image>Find all.")
     assert first == Sample(
         sample_id="4",
@@ -202,6 +225,7 @@ def test_coco_images_become_samples(tmp_path: Path) -> None:
         height=100,
     )
     assert (second.sample_id, second.objects) == ("9", ())
+    assert second.ignored == (box("sky", 0, 0, 500, 500),)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +234,15 @@ def test_coco_images_become_samples(tmp_path: Path) -> None:
         ({"images": []}, "COCO JSON: annotations is missing"),
         (changed("images", 0, width=0), r"COCO JSON: images\.0\.width is wrong"),
         ({**COCO, "images": [*COCO["images"], COCO["images"][0]]}, "image 4: its id is taken"),
-        (changed("images", 1, file_name="2.png"), "image 9: an image is missing"),
+        (changed("images", 1, file_name="2.png"), r"image 9: image '2\.png' can't be used"),
         (changed("annotations", 0, image_id=5), "annotation 1: its image is not there; found image_id 5"),
-        (changed("annotations", 0, category_id=5), "annotation 1: its category is not there; found category_id 5"),
-        (changed("annotations", 0, bbox=[10, 50, 0, 40]), "annotation 1: its box is empty"),
-        (changed("annotations", 0, bbox=[10, 50, 10, 80]), "image 4: object 1 .* lies outside the image"),
+        (changed("annotations", 0, category_id=5), "annotation 1: .* unknown class; found category_id 5"),
+        (
+            changed("annotations", 0, bbox=[10, 50, 0, 40]),
+            r"annotation 1: .* has no area.*\[10\.0, 50\.0, 0\.0, 40\.0\]",
+        ),
+        (changed("annotations", 0, bbox=[10, 50, 10, 80]), "annotation 1: .* lies outside the image"),
+        (changed("images", 0, width=201), "image 4: its image has another size.*201 x 100.*200 x 100"),
         (changed("categories", 0, name="bad"), "image 4: the task can't use it"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from learner.tasks.detection.metrics import (
     evaluate_counts,
 )
 from shared.errors import DataError
-from tests.unit.learner.tasks.fakes import box, make_rollout, make_task
+from tests.unit.learner.tasks.fakes import box, make_rollout, make_task, poly
 
 TASK, TOKENIZER = make_task(coordinates="digits")
 ONE, TWO = box("one", 0, 0, 100, 100), box("two", 300, 300, 400, 400)
@@ -82,6 +84,52 @@ def test_answers_are_counted_as_parsed_usable_unclosed_and_truncated() -> None:
     metrics = TASK.evaluate([good, cut, unusable, trailing])
     names = ("parse_rate", "usable_rate", "unclosed_rate", "truncation_rate", "drop/truncated", "object_parse_rate")
     assert [metrics[name] for name in names] == [0.25, 0.75, 0.5, 0.25, 0.25, pytest.approx(2 / 3)]
+
+
+def ignoring(assignment: Assignment, *regions: DetectionObject) -> Assignment:
+    rollout = assignment.parsed.rollout
+    sample = replace(rollout.sample, ignored=regions)
+    return replace(assignment, parsed=replace(assignment.parsed, rollout=replace(rollout, sample=sample)))
+
+
+CROWD = box("one", 500, 500, 900, 900)
+IN_CROWD = [box("one", 500 + 50 * i, 500, 540 + 50 * i, 560) for i in range(3)]
+
+
+def test_a_prediction_in_an_ignore_region_is_neither_hit_nor_false() -> None:
+    """R41: as many as there are, at every threshold; COCO's own evaluation agrees."""
+    found = ignoring(answer([ONE, *IN_CROWD], [ONE]), CROWD)
+    ones = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "precision_any@0.5", "f1_any@miou", "coco/ap")
+    metrics = TASK.evaluate([found])
+    assert {name: metrics[name] for name in ones} == pytest.approx(dict.fromkeys(ones, 1.0))
+    assert metrics["truth_per_sample"] == 1.0  # nor is the region an object that could be missed
+    assert TASK.evaluate([answer([ONE, *IN_CROWD], [ONE])])["precision@0.5"] == 0.25
+    assert TASK.evaluate([ignoring(answer([], [ONE]), CROWD)])["recall@0.5"] == 0.0
+
+
+def test_an_ignore_region_is_one_of_its_class_and_of_every_class_where_it_has_none() -> None:
+    other = box("two", 500, 500, 540, 560)
+    metrics = TASK.evaluate([ignoring(answer([ONE, other], [ONE]), CROWD)])
+    assert (metrics["precision@0.5"], metrics["precision_any@0.5"]) == (0.5, 1.0)
+    metrics = TASK.evaluate([ignoring(answer([ONE, other], [ONE]), CROWD._replace(desc=""))])
+    assert (metrics["precision@0.5"], metrics["coco/ap"]) == (1.0, pytest.approx(1.0))
+
+
+def test_a_prediction_must_lie_in_the_region_as_far_as_the_threshold_says() -> None:
+    """By the share of the prediction itself: six tenths of this one."""
+    metrics = TASK.evaluate([ignoring(answer([ONE, box("one", 460, 500, 560, 600)], [ONE]), CROWD)])
+    assert metrics["precision@0.5"] == 1.0
+    totals = count_objects([ignoring(answer([box("one", 460, 500, 560, 600)], []), CROWD)]).totals()
+    assert [totals[f"ignored@{t:.2f}"] for t in (0.5, 0.6, 0.65, 0.95)] == [1, 1, 0, 0]
+
+
+def test_a_hit_in_an_ignore_region_stays_a_hit() -> None:
+    inside = IN_CROWD[0]
+    totals = count_objects([ignoring(answer([inside, IN_CROWD[1]], [inside]), CROWD)]).totals()
+    assert (totals["tp@0.50"], totals["ignored@0.50"], totals["ignored_any@0.50"]) == (1, 1, 1)
+    outline = poly("one", 500, 500, 900, 500, 900, 900, 500, 900)
+    totals = count_objects([ignoring(answer([inside, IN_CROWD[1]], [inside]), outline)]).totals()
+    assert (totals["tp@0.50"], totals["ignored@0.50"]) == (1, 1)
 
 
 def test_nothing_to_count_is_zero_everywhere() -> None:

@@ -1,0 +1,329 @@
+"""Records as annotation files have them, and how each becomes a `Sample` or is counted as bad (R12, R41).
+
+In: a `RawRecord`, which every reader yields: images as strings, objects in pixels of the upright image. Out: a `Sample`
+with absolute image paths, and objects in bins and canonical order. Of each image only the header is read.
+
+Nothing is skipped in silence. A bad record is of one of the kinds below, and `data.on_bad_record` says what happens to
+it. `BadRecords` keeps the first errors and counts all of them, so that a user sees all mistakes of a file at once.
+
+    no_area          an object without area, in pixels or after rounding to bins
+    outside_image    an object that reaches more than a pixel out of its image
+    unknown_class    an object whose class the annotations do not name
+    image_missing    an image that is missing or can't be read
+    image_size       an image of another size than the annotation says
+    too_long         prompt and labels do not fit a packed row
+    malformed        everything else (not JSON, a field missing, an id twice): always an error
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import ValidationError
+
+from learner.config.schema import BadRecordConfig
+from learner.records import DetectionObject, GeometryKind, Sample
+from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
+from shared.errors import DataError, MediaError, RequestError
+from shared.images import Images
+from shared.prompt import render_messages
+
+Kind = Literal["no_area", "outside_image", "unknown_class", "image_missing", "image_size", "too_long", "malformed"]
+Action = Literal["error", "drop", "clip"]
+EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
+MAX_SHOWN = 50  # errors that are kept word for word
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record stands, for messages: file, and "line 7" or "image 12"."""
+
+    file: Path
+    record: str
+
+    def error(self, what: str, *, found: str, wanted: str, remedy: str = "correct the record") -> DataError:
+        return DataError(f"{self.file}, {self.record}: {what}", found=found, wanted=wanted, remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawObject:
+    """One annotated object. `coords` are x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
+
+    desc: str | None  # None: the annotations do not name its class
+    kind: GeometryKind
+    coords: tuple[float, ...]
+    written: str  # its class and place as the file has them
+    name: str  # what messages call it
+    place: Place
+    ignored: bool = False  # a region where nothing is known, not an object
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawRecord:
+    """One annotated image (or row of images)."""
+
+    place: Place
+    sample_id: str
+    messages: Sequence[Mapping[str, Any]]  # the prompt, without the assistant's last turn
+    images: tuple[str, ...]  # as the file has them
+    objects: Sequence[RawObject]
+    width: int | None  # of the annotated image in pixels; None: the image's own
+    height: int | None
+    relative: bool = False  # coordinates are shares of width and height
+
+
+@dataclass
+class BadRecords:
+    """What was wrong with one annotation file, and what `policy` made of it."""
+
+    policy: BadRecordConfig
+    errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
+    num_errors: int = 0
+    counts: Counter[tuple[Kind, Action]] = field(default_factory=Counter)
+    examples: dict[Kind, str] = field(default_factory=dict)  # of what was dropped or clipped: the first
+
+    def meet(self, kind: Kind, error: DataError) -> Action:
+        """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`."""
+        action: Action = "error" if kind == "malformed" else getattr(self.policy, kind)
+        if action == "error":
+            self.num_errors += 1
+            if len(self.errors) < MAX_SHOWN:
+                self.errors.append(_with_way_out(kind, error))
+        else:
+            self.counts[kind, action] += 1
+            self.examples.setdefault(kind, f"{error.what}; found {error.found}")
+        return action
+
+    def malformed(self, place: Place, error: ValidationError) -> None:
+        """All mistakes that pydantic found in one record."""
+        for detail in error.errors(include_url=False):
+            self.meet("malformed", _in_words(place, detail))
+
+    def raise_errors(self, file: str) -> None:
+        """Raise DataError where there are any: the only one as it is, several as a list."""
+        if self.num_errors == 1:
+            raise self.errors[0]
+        if self.num_errors:
+            shown = "".join(f"\n  {error}" for error in self.errors)
+            more = self.num_errors - len(self.errors)
+            raise DataError(
+                f"{self.num_errors} records of {file} can't be used",
+                found=f"{shown}\n" + (f"  and {more} more\n" if more else ""),
+                wanted="records without mistakes",
+                remedy="correct them, or choose what happens to each kind with data.on_bad_record",
+            )
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        """What was dropped and clipped, by kind: `{"no_area": {"drop": 2}}`."""
+        found: dict[str, dict[str, int]] = {}
+        for (kind, action), number in sorted(self.counts.items()):
+            found.setdefault(kind, {})[action] = number
+        return found
+
+
+def _with_way_out(kind: Kind, error: DataError) -> DataError:
+    if kind == "malformed":
+        return error
+    drop = f"{error.remedy}, or set data.on_bad_record.{kind}: drop"
+    remedy = f"{drop} (or clip)" if kind == "outside_image" else drop
+    return DataError(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
+
+
+def _in_words(place: Place, detail: Mapping[str, Any]) -> DataError:
+    """One of pydantic's errors."""
+    name = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "json_invalid":
+        text = detail["input"]
+        shown = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+        return place.error("not JSON", found=f"{detail['msg']}: {shown:.200}", wanted="one JSON object")
+    if detail["type"] == "missing":
+        found = f"only {', '.join(map(str, detail['input'])) or 'nothing'}"
+        return place.error(f"{name} is missing", found=found, wanted=f"a value for {name}")
+    wanted = detail["msg"].removeprefix("Value error, ")
+    return place.error(f"{name or 'the record'} is wrong", found=f"{detail['input']!r:.200}", wanted=wanted)
+
+
+# ---- from records to samples ---------------------------------------------------------------------------------------
+
+
+class Validates(Protocol):
+    """The part of a `Task` that is needed here."""
+
+    def validate(self, sample: Sample) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenImages:
+    """A record's images: as any process understands them, and their upright sizes (None: URLs, which are not fetched
+    for it). `error`: the first that can't be had."""
+
+    sources: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int] | None, ...] = ()
+    error: MediaError | None = None
+
+
+def look_at_images(record: RawRecord, images: Images, folder: Path) -> SeenImages:
+    """Find a record's images, relative paths below `folder`, and read their headers. Called from several threads."""
+    try:
+        sources = tuple(images.resolve(image, folder) for image in record.images)
+        sizes = tuple(None if source[:4].lower() == "http" else images.size(source) for source in sources)
+    except MediaError as error:
+        return SeenImages(error=error)
+    return SeenImages(sources=sources, sizes=sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleMaker:
+    """Makes samples and takes note of what is bad. `too_long` says how long a sample is, if it does not fit a row."""
+
+    task: Validates
+    bad: BadRecords
+    too_long: Callable[[Sample], str | None] | None = None
+
+    def make(self, record: RawRecord, seen: SeenImages) -> Sample | None:
+        """None where the record is not used. After an error the rest of the record is looked at all the same."""
+        errors = self.bad.num_errors
+        size = self._size(record, seen)
+        if not self._asks_something(record) or size is None:
+            return None
+        kept = [(obj, made) for obj in record.objects if (made := self._object(obj, size, record.relative))]
+        if self.bad.num_errors > errors:
+            return None
+        sample = Sample(
+            sample_id=record.sample_id,
+            messages=tuple(record.messages),
+            images=seen.sources,
+            objects=canonical_order(made for obj, made in kept if not obj.ignored),
+            width=size[0],
+            height=size[1],
+            ignored=tuple(made for obj, made in kept if obj.ignored),
+        )
+        return sample if self._is_valid(sample, record.place) and self._fits(sample, record.place) else None
+
+    def _size(self, record: RawRecord, seen: SeenImages) -> tuple[int, int] | None:
+        """Width and height of the annotated image; None where the record is dropped, or they are not known."""
+        place, error = record.place, seen.error
+        size = (record.width, record.height) if record.width and record.height else None
+        if error is not None:
+            remedy = f"{error.remedy}, or set data.image_root to the images' folder"
+            bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
+            return size if self.bad.meet("image_missing", bad) == "error" else None
+        known = [size for size in seen.sizes if size is not None]
+        if size is None and not known:
+            bad = place.error("the size of its image is not known", found="no width and height", wanted="both")
+            self.bad.meet("malformed", bad)
+            return None
+        if size is not None and size not in known and len(known) == len(seen.sizes) > 0:
+            return size if self.bad.meet("image_size", _wrong_size(place, size, known)) == "error" else None
+        return size or known[0]
+
+    def _asks_something(self, record: RawRecord) -> bool:
+        try:
+            render_messages(record.messages, len(record.images))
+        except RequestError as error:
+            self.bad.meet("malformed", record.place.error(error.what, found=error.found, wanted=error.wanted))
+            return False
+        return True
+
+    def _object(self, obj: RawObject, size: tuple[int, int], relative: bool) -> DetectionObject | None:
+        """In bins; None where it is not used. Of ignore regions only the part inside the image counts."""
+        if obj.desc is None and not obj.ignored:
+            error = obj.place.error(f"{obj.name} has an unknown class", found=obj.written, wanted="a class with a name")
+            self.bad.meet("unknown_class", error)
+            return None
+        coords = [v * size[i % 2] for i, v in enumerate(obj.coords)] if relative else list(obj.coords)
+        if not obj.ignored and not _has_area(obj.kind, coords):
+            self._no_area(obj, "an area above 0")
+            return None
+        if not _inside(coords, size):
+            if not obj.ignored and self._outside(obj, size) != "clip":
+                return None
+            coords = _clipped(obj.kind, coords, size)
+        bins = to_bins(coords, *size) if coords else ()
+        if bins and _has_area(obj.kind, bins):
+            return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins)
+        if not obj.ignored and coords:
+            self._no_area(obj, f"an area above 0 after rounding to a thousandth of {size[0]} x {size[1]} pixels")
+        return None
+
+    def _no_area(self, obj: RawObject, wanted: str) -> None:
+        self.bad.meet("no_area", obj.place.error(f"{obj.name} has no area", found=obj.written, wanted=wanted))
+
+    def _outside(self, obj: RawObject, size: tuple[int, int]) -> Action:
+        what, wanted = f"{obj.name} lies outside the image", f"pixels within {size[0]} x {size[1]}"
+        return self.bad.meet("outside_image", obj.place.error(what, found=obj.written, wanted=wanted))
+
+    def _is_valid(self, sample: Sample, place: Place) -> bool:
+        try:
+            self.task.validate(sample)
+        except DataError as error:
+            bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=error.remedy)
+            self.bad.meet("malformed", bad)
+            return False
+        return True
+
+    def _fits(self, sample: Sample, place: Place) -> bool:
+        found = self.too_long(sample) if self.too_long else None
+        if found is None:
+            return True
+        remedy = "raise global_max_length, or lower model.max_pixels"
+        error = place.error("too long for a packed row", found=found, wanted="at most global_max_length", remedy=remedy)
+        self.bad.meet("too_long", error)
+        return False
+
+
+def _wrong_size(place: Place, said: tuple[int, int], known: Sequence[tuple[int, int]]) -> DataError:
+    own = ", ".join(f"{width} x {height}" for width, height in known)
+    turned = said[::-1] in known
+    return place.error(
+        "its image has another size than the annotation says",
+        found=f"{said[0]} x {said[1]} in the annotation, {own} of the image"
+        + (" as its EXIF orientation turns it" if turned else ""),
+        wanted="boxes in pixels of the upright image, and its size",
+        remedy="annotate the upright image, or remove its EXIF orientation" if turned else "correct the annotation",
+    )
+
+
+# ---- geometry in pixels --------------------------------------------------------------------------------------------
+
+
+def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
+    return all(-EDGE_TOLERANCE <= value <= size[i % 2] + EDGE_TOLERANCE for i, value in enumerate(coords))
+
+
+def _has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
+    """Of pixels as of bins."""
+    if not encloses_something(kind, coords):  # type: ignore[arg-type]
+        return False
+    if kind == "bbox_2d":
+        return True
+    from learner.tasks.detection.geometry import area  # here, so that boxes are checked without loading shapely
+
+    return area(DetectionObject(desc="", kind=kind, bins=tuple(coords))) > 0  # type: ignore[arg-type]
+
+
+def _clipped(kind: GeometryKind, coords: Sequence[float], size: tuple[int, int]) -> list[float]:
+    """The part inside the image (of a polygon in several parts the largest); [] where nothing is."""
+    if kind == "bbox_2d":
+        cut = [min(max(value, 0.0), float(size[i % 2])) for i, value in enumerate(coords)]
+        return cut if encloses_something(kind, cut) else []  # type: ignore[arg-type]
+    import shapely
+
+    outline = shapely.make_valid(shapely.Polygon(list(zip(coords[0::2], coords[1::2], strict=True))))
+    return ring_of(shapely.intersection(outline, shapely.box(0, 0, *size)))
+
+
+def ring_of(shape: Any) -> list[float]:
+    """x1, y1, x2, y2, ... of a shape's outline: of its largest part, without holes; [] where it has no area."""
+    import shapely
+
+    parts = shapely.get_parts(shape)
+    areas = shapely.area(parts)
+    if not len(parts) or areas.max() <= 0:
+        return []
+    ring = shapely.get_coordinates(parts[areas.argmax()].exterior)[:-1]
+    return [float(value) for point in ring for value in point]

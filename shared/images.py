@@ -1,0 +1,405 @@
+"""Image strings: one rule for both programs (D13, R13), and one way from a string to pixels.
+
+A string names an image in one of five ways, tried in this order:
+
+1. a `data:` URL
+2. an `http(s)://` URL, of a host that is allowed
+3. a `file://` URL
+4. the path of an existing file, below a folder that is allowed
+5. base64 of an image: the decoded bytes begin like JPEG, PNG, WebP, GIF, BMP or TIFF
+
+Everything else is a MediaError that names all five. Its message does not tell a file outside the allowed folders from
+one that does not exist.
+
+Pixels are RGB and upright: the EXIF orientation is applied, so boxes are in the picture as people see it. 16-bit grey
+is scaled to 8 bits. Of an animation the first frame is taken. The size in bytes is checked before an image is read, the
+size in pixels before it is decoded. Everything here blocks, and may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import struct
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Literal
+from urllib.error import HTTPError
+from urllib.parse import quote, unquote, unquote_to_bytes, urljoin, urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from PIL import Image, UnidentifiedImageError
+
+from shared.errors import MediaError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+FIVE_WAYS = (
+    "a data: URL, an http(s):// URL, a file:// URL, the path of an existing file, "
+    f"or base64 of an image ({', '.join(FORMATS)})"
+)
+Way = Literal["data", "http", "file", "path", "base64"]
+
+_SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM|II[\x2a\x2b]\x00|MM\x00[\x2a\x2b]", re.DOTALL
+)
+_SIGNATURE_CHARS = 16  # of base64: 12 bytes, as long as the longest signature
+_SPACES = re.compile(r"\s+")
+_LONGEST_PATH = 4096  # Linux's PATH_MAX
+_SHOWN_CHARS = 200
+
+_FETCH_CHUNK_BYTES = 1 << 16
+_MAX_REDIRECTS = 3
+_REDIRECTS = {301, 302, 303, 307, 308}
+_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # not to be quoted again
+
+# `max_pixels` is checked before anything is decoded. Pillow's own limit would warn, which no thread can silence alone.
+Image.MAX_IMAGE_PIXELS = None
+
+_ORIENTATION = 0x0112  # EXIF tag
+_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_DECODING_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, struct.error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRules:
+    """Which images may be used. `keys` is what stands before a key's name in messages."""
+
+    roots: tuple[Path, ...] | None = None  # local images lie below these; (): no local images; None: anywhere
+    hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
+    timeout_s: float = 10.0  # for fetching one image
+    max_bytes: int = 32 << 20  # of one encoded image
+    max_pixels: int = 64_000_000  # of one image
+    cache_bytes: int = 0  # of fetched images that are kept in memory
+    keys: str = "data."
+
+
+class Images:
+    """Reads images by `ImageRules`. Pickles and copies without its cache."""
+
+    def __init__(self, rules: ImageRules) -> None:
+        self.rules = rules
+        self._cache = _Cache(rules.cache_bytes)
+
+    def __reduce__(self) -> tuple[type[Images], tuple[ImageRules]]:
+        return Images, (self.rules,)
+
+    def resolve(self, source: str, folder: Path = Path()) -> str:
+        """The string as any process of this machine understands it: a path, relative to `folder`, made absolute, and
+        everything else as it is. Raises MediaError where no image can be had by it. Fetches nothing."""
+        way = _way_of(source, folder)
+        if way == "http":
+            self._check_host(source, source)
+        elif way == "data":
+            self._from_data_url(source)
+        elif way != "base64" or not self._from_base64(source):
+            return str(self._file(source, folder))
+        return source
+
+    def load(self, source: str) -> Image.Image:
+        """The image: RGB, upright, fully decoded. Raises MediaError."""
+        data = self._bytes(source)
+        try:
+            image = self._open(io.BytesIO(data), source)
+            image.load()
+            return _to_rgb(_upright(image))
+        except _DECODING_ERRORS as error:
+            raise _no_image(source, data, error) from error
+
+    def size(self, source: str) -> tuple[int, int]:
+        """(width, height) of the upright image, from its header. Raises MediaError."""
+        way = _way_of(source)
+        file: IO[bytes]
+        if way in ("file", "path"):
+            path = self._file(source)
+            self._check_bytes(path.stat().st_size, source)
+            file = path.open("rb")
+        else:
+            file = io.BytesIO(self._bytes(source))
+        with file:
+            try:
+                return _upright_size(self._open(file, source), file)
+            except _DECODING_ERRORS as error:
+                file.seek(0)
+                raise _no_image(source, file.read(self.rules.max_bytes), error) from error
+
+    # ---- bytes -----------------------------------------------------------------------------------------------------
+
+    def _bytes(self, source: str) -> bytes:
+        way = _way_of(source)
+        if way == "http":
+            return self._cache.get(source) or self._cache.keep(source, self._fetch(source))
+        if way == "data":
+            return self._from_data_url(source)
+        if way == "base64" and (data := self._from_base64(source)):
+            return data
+        with self._file(source).open("rb") as file:
+            data = file.read(self.rules.max_bytes + 1)
+        self._check_bytes(len(data), source)
+        return data
+
+    def _file(self, source: str, folder: Path = Path()) -> Path:
+        """The file that a path or a `file://` URL names. Raises MediaError."""
+        for text in _paths_in(source):
+            try:
+                path = (folder / text).resolve(strict=True)
+            except (OSError, ValueError, RuntimeError):  # also a name that is too long, or holds a zero byte
+                continue
+            roots = self.rules.roots
+            if path.is_file() and (roots is None or any(path.is_relative_to(root.resolve()) for root in roots)):
+                return (folder / text).absolute()
+        raise self._nothing_there(source, folder)
+
+    def _nothing_there(self, source: str, folder: Path) -> MediaError:
+        """Equal for what does not exist and for what may not be read."""
+        rules = self.rules
+        if rules.roots is None:
+            found = f"no file {folder.absolute() / source}" if len(source) <= _SHOWN_CHARS else "no file of that name"
+            return _error(source, f"{found}, and no base64 of an image", FIVE_WAYS, "correct the path or the string")
+        if not rules.roots:
+            remedy = f"set {rules.keys}allowed_image_roots, or send the image itself as base64"
+            return _error(source, "no base64 of an image, and local paths are not allowed", FIVE_WAYS, remedy)
+        roots = ", ".join(str(root) for root in rules.roots)
+        found = f"no such file in an allowed folder ({roots}), and no base64 of an image"
+        return _error(
+            source, found, FIVE_WAYS, f"correct the path, or add its folder to {rules.keys}allowed_image_roots"
+        )
+
+    def _from_data_url(self, source: str) -> bytes:
+        header, comma, body = source.partition(",")
+        if not comma:
+            raise _error(source, "a data URL without a comma", "data:image/png;base64,...", "encode the image again")
+        if not header.lower().endswith(";base64"):
+            self._check_bytes(len(body) // 3, source)
+            return unquote_to_bytes(body)
+        body = _SPACES.sub("", unquote(body) if "%" in body else body)
+        self._check_bytes(len(body) * 3 // 4 - 2, source)
+        try:
+            return base64.b64decode(body, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _error(source, f"text that is not base64 ({error})", "base64", "encode the image again") from error
+
+    def _from_base64(self, source: str) -> bytes | None:
+        """None where the text is no base64 after all."""
+        text = _SPACES.sub("", source)
+        try:
+            self._check_bytes(len(text) * 3 // 4 - 2, source)
+            return base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            return None
+
+    def _check_bytes(self, num_bytes: int, source: str) -> None:
+        most = self.rules.max_bytes
+        if num_bytes > most:
+            remedy = f"shrink the image, or raise {self.rules.keys}max_image_bytes"
+            raise _error(source, f"more than {most} bytes", f"at most {most} bytes", remedy)
+
+    # ---- URLs ------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, source: str) -> bytes:
+        url, deadline = source, time.monotonic() + self.rules.timeout_s
+        opener = build_opener(ProxyHandler({}), _NoRedirects)  # the environment's proxies would see every image
+        try:
+            for _ in range(_MAX_REDIRECTS + 1):
+                self._check_host(url, source)
+                request = Request(quote(url, safe=_URL_CHARS), headers={"User-Agent": "rollout-matching"})
+                try:
+                    with opener.open(request, timeout=self.rules.timeout_s) as response:
+                        if response.status != 200:
+                            raise _error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
+                        return self._body(response, source, deadline)
+                except HTTPError as error:
+                    with error:
+                        if error.code not in _REDIRECTS:
+                            raise _error(source, f"HTTP {error.code}", "HTTP 200", "check the URL") from error
+                        url = urljoin(url, error.headers.get("Location", ""))
+        except (OSError, HTTPException, ValueError) as error:
+            found = f"{type(error).__name__}: {error}"
+            remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
+            raise _error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
+        raise _error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
+
+    def _body(self, response: IO[bytes], source: str, deadline: float) -> bytes:
+        data = bytearray()
+        while chunk := response.read(_FETCH_CHUNK_BYTES):
+            data += chunk
+            self._check_bytes(len(data), source)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{len(data)} bytes so far")
+        return bytes(data)
+
+    def _check_host(self, url: str, source: str) -> None:
+        try:
+            scheme, host = urlsplit(url).scheme.lower(), urlsplit(url).hostname
+        except ValueError as error:
+            raise _error(source, f"no URL ({error})", "http(s)://host/path", "correct the URL") from error
+        if scheme not in {"http", "https"} or host not in self.rules.hosts:
+            allowed = ", ".join(self.rules.hosts) or "none"
+            found = f"host {host!r} over {scheme or 'nothing'}"
+            remedy = f"add the host to {self.rules.keys}allowed_image_hosts, or use files"
+            raise _error(source, found, f"http(s) to one of: {allowed}", remedy)
+
+    # ---- headers ---------------------------------------------------------------------------------------------------
+
+    def _open(self, file: IO[bytes], source: str) -> Image.Image:
+        """The image with its header read, and no pixels."""
+        image = Image.open(file, formats=FORMATS)
+        most, num_pixels = self.rules.max_pixels, image.width * image.height
+        if num_pixels > most:
+            remedy = f"shrink the image, or raise {self.rules.keys}max_image_pixels"
+            raise _error(source, f"{image.width}x{image.height} = {num_pixels} pixels", f"at most {most}", remedy)
+        return image
+
+
+class _Cache:
+    """Bytes by URL, at most `size` of them in all; the least recently used go first."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._used = size, 0
+        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, url: str) -> bytes | None:
+        with self._lock:
+            if url in self._kept:
+                self._kept.move_to_end(url)
+            return self._kept.get(url)
+
+    def keep(self, url: str, data: bytes) -> bytes:
+        with self._lock:
+            self._used += len(data) - len(self._kept.pop(url, b""))
+            self._kept[url] = data
+            while self._used > self._size:
+                self._used -= len(self._kept.popitem(last=False)[1])
+        return data
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Every hop's host is checked by us."""
+
+    def redirect_request(self, *args: object, **kwargs: object) -> None:
+        return None
+
+
+# ---- the rule ------------------------------------------------------------------------------------------------------
+
+
+def _way_of(source: str, folder: Path = Path()) -> Way:
+    """`base64` is told by the first bytes alone: the rest may still be wrong."""
+    start = source[:8].lower()
+    if start.startswith("data:"):
+        return "data"
+    if start.startswith(("http://", "https://")):
+        return "http"
+    if start.startswith("file://"):
+        return "file"
+    if _looks_like_image(source) and not _is_file(folder, source):
+        return "base64"
+    return "path"
+
+
+def _looks_like_image(text: str) -> bool:
+    """Whether the text is base64 whose first bytes are those of an image."""
+    head = _SPACES.sub("", text[: 2 * _SIGNATURE_CHARS])[:_SIGNATURE_CHARS]
+    try:
+        return _SIGNATURE.match(base64.b64decode(head, validate=True)) is not None
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _is_file(folder: Path, source: str) -> bool:
+    try:
+        return len(source) < _LONGEST_PATH and (folder / source).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _paths_in(source: str) -> tuple[str, ...]:
+    """A `file://` URL's path, with and without its percent signs read; any other string as it is."""
+    if source[:7].lower() != "file://":
+        return (source,) if len(source) < _LONGEST_PATH else ()
+    path = source[7:].removeprefix("localhost") if source[7:].startswith("localhost/") else source[7:]
+    return (unquote(path), path)
+
+
+# ---- pixels --------------------------------------------------------------------------------------------------------
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        value = image.getexif().get(_ORIENTATION, 1)
+    except _DECODING_ERRORS:  # broken EXIF says nothing about the pixels
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """A loaded image by its EXIF orientation. (TIFF is upright when loaded, and then has none.)"""
+    method = _TRANSPOSE.get(_orientation(image))
+    return image if method is None else image.transpose(method)
+
+
+def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
+    """`_upright(image).size`, without decoding where the header can say it."""
+    if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
+        return image.size  # else Pillow decodes it all, in search of a later chunk
+    turned = _orientation(image) >= 5
+    if turned and image.format == "TIFF":  # versions of Pillow differ in which size this is
+        image.load()
+        return image.size
+    return (image.height, image.width) if turned else image.size
+
+
+def _png_has_exif(file: IO[bytes]) -> bool:
+    place = file.tell()
+    file.seek(8)
+    found = False
+    while not found and len(head := file.read(8)) == 8:
+        length, name = struct.unpack(">I4s", head)
+        found = name == b"eXIf"
+        file.seek(length + 4, io.SEEK_CUR)
+    file.seek(place)
+    return found
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16-bit grey; plain conversion cuts it off at 255 in some versions of Pillow
+        wide = image.convert("I")
+        _, most = wide.getextrema()
+        if isinstance(most, int | float) and most > 0xFFFF:
+            raise ValueError(f"grey values up to {most}, more than 16 bits")
+        image = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
+    elif image.mode == "F":
+        raise ValueError("floating-point pixels, whose range nobody knows")
+    return image.convert("RGB")
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def short(source: str) -> str:
+    """An image string as messages show it."""
+    return source if len(source) <= _SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"
+
+
+def _no_image(source: str, data: bytes, error: Exception) -> MediaError:
+    why = f"begins with {data[:16]!r}" if isinstance(error, UnidentifiedImageError) else str(error)[:200]
+    found = f"{len(data)} bytes that are no image ({why})"
+    return _error(source, found, " or ".join(FORMATS), "repair or replace the image")
+
+
+def _error(source: str, found: str, wanted: str, remedy: str) -> MediaError:
+    return MediaError(f"image {short(source)!r} can't be used", found=found, wanted=wanted, remedy=remedy)

@@ -1,0 +1,454 @@
+"""Annotations as they are (R41): the formats besides JSONL and COCO boxes, ignore regions, outlines, bad records."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pycocotools import mask as coco_mask
+
+from learner.config.schema import BadRecordConfig, DataConfig
+from learner.data.readers import Split, format_of, load_split
+from learner.records import DetectionObject, GeometryKind, Sample
+from learner.tasks.detection.geometry import iou_matrix
+from shared.errors import DataError
+from tests.unit.learner.data.fakes import AnyTask, draw
+
+
+def box(desc: str, *bins: int) -> DetectionObject:
+    return DetectionObject(desc=desc, kind="bbox_2d", bins=bins)
+
+
+def split_of(path: Path | str, geometry: GeometryKind = "bbox_2d", **data: Any) -> Split:
+    return load_split(DataConfig(train=str(path), **data), str(path), AnyTask(), geometry=geometry)
+
+
+def samples_of(path: Path | str, geometry: GeometryKind = "bbox_2d", **data: Any) -> list[Sample]:
+    return split_of(path, geometry, **data).samples
+
+
+def refusal(path: Path | str, geometry: GeometryKind = "bbox_2d", **data: Any) -> str:
+    with pytest.raises(DataError) as raised:
+        split_of(path, geometry, **data)
+    return str(raised.value)
+
+
+# ---- Pascal VOC ----------------------------------------------------------------------------------------------------
+
+
+def voc_object(name: str, *corners: object, **flags: object) -> str:
+    tags = "".join(f"<{key}>{value}</{key}>" for key, value in flags.items())
+    bounds = "".join(f"<{c}>{v}</{c}>" for c, v in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True))
+    return f"<object><name>{name}</name>{tags}<bndbox>{bounds}</bndbox></object>"
+
+
+def voc(folder: Path, stem: str, *objects: str, size: tuple[object, object] = (200, 100), filename: str = "") -> None:
+    (folder / "Annotations").mkdir(exist_ok=True)
+    (folder / "Annotations" / f"{stem}.xml").write_text(
+        f"<annotation><filename>{filename or stem + '.jpg'}</filename><path>/home/somebody/{stem}.jpg</path>"
+        f"<size><width>{size[0]}</width><height>{size[1]}</height><depth>3</depth></size>{''.join(objects)}</annotation>"
+    )
+    draw(folder, f"JPEGImages/{stem}.jpg")
+
+
+@pytest.fixture
+def cells(tmp_path: Path) -> Path:
+    voc(tmp_path, "b", voc_object("RBC", "0", 50.0, "20.0", 100, difficult=0, truncated=1))
+    voc(tmp_path, "a", voc_object("WBC", 0, 0, 200, 100), voc_object("RBC", 0, 50, 20, 100, difficult=1))
+    voc(tmp_path, "c")
+    (tmp_path / "ImageSets").mkdir()
+    (tmp_path / "ImageSets" / "train.txt").write_text("b\na  1\n\n")
+    return tmp_path
+
+
+def test_voc_files_become_samples(cells: Path) -> None:
+    first, second, third = samples_of(cells / "Annotations", prompt="<image>Count.")
+    assert first == Sample(
+        sample_id="a",
+        messages=({"role": "user", "content": "<image>Count."},),
+        images=(str(cells / "JPEGImages/a.jpg"),),
+        objects=(box("WBC", 0, 0, 999, 999),),
+        ignored=(box("RBC", 0, 500, 100, 999),),
+        width=200,
+        height=100,
+    )
+    assert second.objects == (box("RBC", 0, 500, 100, 999),)
+    assert (third.sample_id, third.objects) == ("c", ())
+
+
+def test_a_list_names_voc_files_in_its_order(cells: Path) -> None:
+    assert [s.sample_id for s in samples_of(cells / "ImageSets/train.txt")] == ["b", "a"]
+    (cells / "Annotations").rename(cells / "elsewhere")
+    assert "data.annotation_root" in refusal(cells / "ImageSets/train.txt")
+    found = samples_of(cells / "ImageSets/train.txt", annotation_root=str(cells / "elsewhere"))
+    assert [s.sample_id for s in found] == ["b", "a"]
+    (cells / "ImageSets/train.txt").write_text("b\nnone\n")
+    assert "none.xml" in refusal(cells / "ImageSets/train.txt", annotation_root=str(cells / "elsewhere"))
+
+
+def test_a_voc_image_is_found_without_its_ending_or_under_the_annotations_name(tmp_path: Path) -> None:
+    voc(tmp_path, "a", filename="a")
+    voc(tmp_path, "b", filename="IMG_0007.png")
+    assert [Path(s.images[0]).name for s in samples_of(tmp_path / "Annotations")] == ["a.jpg", "b.jpg"]
+
+
+def test_an_unknown_voc_size_is_the_images_own(tmp_path: Path) -> None:
+    voc(tmp_path, "a", voc_object("RBC", 0, 50, 20, 100), size=(0, ""))
+    assert samples_of(tmp_path / "Annotations")[0].objects == (box("RBC", 0, 500, 100, 999),)
+
+
+def test_all_bad_voc_records_are_told_with_file_object_and_value(cells: Path) -> None:
+    voc(cells, "d", voc_object("RBC", 5, 5, 5, 9), voc_object("WBC", 1, 1, 9, 999), size=("300", 100))
+    voc(cells, "e", voc_object("RBC", "", 5, 5, 9))
+    (cells / "Annotations" / "f.xml").write_text("<annotation>")
+    text = refusal(cells / "Annotations")
+    assert "5 records" in text
+    for found in (
+        r"d.xml, annotation: its image has another size than the annotation says; found 300 x 100",
+        r"d.xml, object 1: the object ('RBC') has no area; found xmin 5, ymin 5, xmax 5, ymax 9",
+        r"d.xml, object 2: the object ('WBC') lies outside the image; found xmin 1, ymin 1, xmax 9, ymax 999",
+        r"e.xml, annotation: not Pascal VOC; found object 1 ('RBC'): xmin , ymin 5",
+        r"f.xml, annotation: not Pascal VOC",
+        "data.on_bad_record.outside_image: drop (or clip)",
+    ):
+        assert found in text
+
+
+# ---- YOLO ----------------------------------------------------------------------------------------------------------
+
+
+def yolo(folder: Path, *lines: str, content: str = "path: .\ntrain: images/train\nval: images/val\n") -> Path:
+    draw(folder, "images/train/a.jpg", "images/train/sub/b.png", "images/val/c.jpg")
+    (folder / "labels/train").mkdir(parents=True)
+    (folder / "labels/train/a.txt").write_text("\n".join(lines))
+    (folder / "data.yaml").write_text(f"{content}names:\n  0: cat\n  1: dog\n")
+    return folder / "data.yaml"
+
+
+def test_yolo_labels_become_samples(tmp_path: Path) -> None:
+    """Shares of width and height; an image without labels is a sample without objects."""
+    file = yolo(tmp_path, "1 0.5 0.5 1 1", "0 0.05 0.75 0.1 0.5", "")
+    first, second = samples_of(f"{file}:train")
+    assert first.objects == (box("dog", 0, 0, 999, 999), box("cat", 0, 500, 100, 999))
+    assert (first.sample_id, first.width, first.height) == ("images/train/a.jpg", 200, 100)
+    assert (second.sample_id, second.objects) == ("images/train/sub/b.png", ())
+    assert [s.sample_id for s in samples_of(f"{file}:val")] == ["images/val/c.jpg"]
+
+
+def test_yolo_segments_are_polygons_or_their_boxes(tmp_path: Path) -> None:
+    file = yolo(tmp_path, "0 0 0 0.5 0 0.5 1")
+    (obj,) = samples_of(f"{file}:train", "poly")[0].objects
+    assert obj == DetectionObject(desc="cat", kind="poly", bins=(0, 0, 500, 0, 500, 999))
+    assert samples_of(f"{file}:train")[0].objects == (box("cat", 0, 0, 500, 999),)
+
+
+def test_a_yolo_split_is_named(tmp_path: Path) -> None:
+    """Or `train` and `val`, which name the same file, would be the same samples."""
+    file = yolo(tmp_path)
+    assert f"{file}:train" in refusal(file)
+    assert "one of train, val" in refusal(f"{file}:test")
+
+
+@pytest.mark.parametrize("content", ["train: ../train/images\n", "train: list.txt\n", "train: [images/train]\n"])
+def test_yolo_images_may_be_listed_in_several_ways(tmp_path: Path, content: str) -> None:
+    file = yolo(tmp_path, content=content)
+    draw(tmp_path, "train/images/x.jpg")
+    (tmp_path / "list.txt").write_text("./images/train/a.jpg\nimages/train/sub/b.png\n")
+    assert [Path(s.images[0]).name for s in samples_of(file)] in (["x.jpg"], ["a.jpg", "b.png"])
+
+
+def test_bad_yolo_lines_are_told_as_they_are(tmp_path: Path) -> None:
+    file = yolo(tmp_path, "2 0.5 0.5 1 1", "0 0.5 0.5 0 1", "0 0.9 0.5 0.5 1", "0 0.5 0.5 1", "cat 0.5 0.5 1 1")
+    text = refusal(f"{file}:train")
+    for number, found in enumerate(
+        ("has an unknown class; found 2 0.5 0.5 1 1", "no area; found 0 0.5", "outside the image; found 0 0.9"), 1
+    ):
+        assert f"a.txt, line {number}: " in text
+        assert found in text
+    assert "line 4: not a YOLO label; found 0 0.5 0.5 1" in text
+    assert "line 5: not a YOLO label; found cat" in text
+    (tmp_path / "data.yaml").write_text("train: images/train\n")
+    assert "no `names`" in refusal(file)
+
+
+# ---- COCO outlines -------------------------------------------------------------------------------------------------
+
+BLOB = np.zeros((100, 200), np.uint8)
+BLOB[20:70, 30:120] = 1
+BLOB[40:90, 100:160] = 1
+BLOB[5:8, 190:193] = 1  # a crumb
+
+
+def coco(folder: Path, *annotations: dict[str, Any]) -> Path:
+    draw(folder, "1.png")
+    file = folder / "instances.json"
+    rows = [{"id": i, "image_id": 1, "category_id": 1, "bbox": [0, 0, 50, 50], **a} for i, a in enumerate(annotations)]
+    images = [{"id": "1", "file_name": "1.png", "width": 200, "height": 100}]
+    content = {"images": images, "annotations": rows, "categories": [{"id": 1, "name": "cat"}]}
+    file.write_text(json.dumps(content, indent=1))
+    return file
+
+
+def test_coco_polygons_are_read_where_asked_for(tmp_path: Path) -> None:
+    """Of an object in several parts, the largest."""
+    parts = [[0, 0, 10, 0, 10, 10], [0, 0, 100, 0, 100, 100, 0, 100.0]]
+    file = coco(tmp_path, {"segmentation": parts}, {"segmentation": []})
+    outline = DetectionObject(desc="cat", kind="poly", bins=(0, 0, 500, 0, 500, 999, 0, 999))
+    assert samples_of(file, "poly")[0].objects == (outline, box("cat", 0, 0, 250, 500))
+    assert [obj.kind for obj in samples_of(file)[0].objects] == ["bbox_2d", "bbox_2d"]
+
+
+@pytest.mark.parametrize("form", ["list", "text"])
+def test_coco_run_lengths_become_polygons(tmp_path: Path, form: str) -> None:
+    text = coco_mask.encode(np.asfortranarray(BLOB))
+    pixels = BLOB.T.ravel()  # column by column, zeros first
+    runs = np.diff(np.flatnonzero(np.diff(pixels)) + 1, prepend=0, append=len(pixels)).tolist()
+    counts = runs if form == "list" else text["counts"].decode()
+    file = coco(tmp_path, {"segmentation": {"size": [100, 200], "counts": counts}})
+    (obj,) = samples_of(file, "poly")[0].objects
+    by_hand = (150, 200, 600, 200, 600, 400, 799, 400, 799, 899, 500, 899, 500, 699, 150, 699)
+    expected = DetectionObject(desc="cat", kind="poly", bins=by_hand)
+    assert iou_matrix([obj], [expected])[0, 0] > 0.98
+    assert len(obj.bins) <= 20  # corners, not pixels
+
+
+def test_wrong_outlines_are_told(tmp_path: Path) -> None:
+    wrong: list[Any] = [[[1, 2, 3, 4]], {"size": [10, 10], "counts": [100]}, {"size": [100, 200], "counts": [7]}, "x"]
+    file = coco(tmp_path, *({"segmentation": one} for one in wrong))
+    text = refusal(file, "poly")
+    assert "4 records" in text
+    assert all(f"annotation {i}: its segmentation is wrong" in text for i in range(4))
+    assert len(samples_of(file)[0].objects) == 4  # boxes do not need them
+
+
+def test_an_id_may_be_a_number_here_and_a_string_there(tmp_path: Path) -> None:
+    file = coco(tmp_path, {"image_id": "1", "category_id": "1", "bbox": ["0", 0.0, "20.0", 50], "iscrowd": 0})
+    assert samples_of(file)[0].objects == (box("cat", 0, 0, 100, 500),)
+
+
+# ---- ignore regions ------------------------------------------------------------------------------------------------
+
+
+def jsonl(folder: Path, *objects: dict[str, Any], name: str = "data.jsonl", **fields: Any) -> Path:
+    """One row per object, on one image of 200 x 100."""
+    draw(folder, "1.png")
+    rows = [
+        {"id": i, "messages": [{"role": "user", "content": "<image>?"}], "images": ["1.png"], "objects": [obj]}
+        | {"width": 200, "height": 100, **fields}
+        for i, obj in enumerate(objects)
+    ]
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / name
+
+
+@pytest.mark.parametrize("flag", [{"ignore": True}, {"iscrowd": 1}, {"difficult": "1"}])
+def test_flags_make_ignore_regions(tmp_path: Path, flag: dict[str, Any]) -> None:
+    """They may reach out of the image, and may have no class."""
+    file = jsonl(tmp_path, {"bbox_2d": [-50, 0, 100, 500], **flag}, {"bbox_2d": [0, 0, 0, 0], "desc": "x", **flag})
+    first, second = samples_of(file)
+    assert (first.objects, first.ignored) == ((), (box("", 0, 0, 500, 999),))
+    assert (second.objects, second.ignored) == ((), ())
+    assert [s.ignored for s in samples_of(coco(tmp_path, {"ignore": 1, "bbox": [0, 0, 200, 100]}))] == [
+        (box("cat", 0, 0, 999, 999),)
+    ]
+
+
+# ---- bad records ---------------------------------------------------------------------------------------------------
+
+FLAT, OUT, FINE = [{"desc": "x", "bbox_2d": b} for b in ([5, 5, 5, 9], [150, 50, 260, 90], [0, 0, 20, 50])]
+THIN_OUT = {"desc": "x", "poly": [150, 0, 250, 50, 150, 100]}
+
+
+def test_every_error_is_listed_and_above_fifty_counted(tmp_path: Path) -> None:
+    text = refusal(jsonl(tmp_path, *[FLAT] * 30, FINE, *[OUT] * 40))
+    assert text.count("line ") == 50
+    assert "70 records" in text
+    assert "20 more" in text
+    assert "object 1 ('x') has no area; found bbox_2d [5.0, 5.0, 5.0, 9.0]" in text
+
+
+def test_drop_leaves_objects_out_and_counts_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    split = split_of(jsonl(tmp_path, FLAT, OUT, FINE), on_bad_record="drop")
+    assert [len(s.objects) for s in split.samples] == [0, 0, 1]
+    assert split.bad.summary() == {"no_area": {"drop": 1}, "outside_image": {"drop": 1}}
+    assert "line 2" in caplog.text
+
+
+def test_clip_cuts_at_the_border(tmp_path: Path) -> None:
+    beyond = {"desc": "x", "bbox_2d": [300, 0, 400, 50]}
+    split = split_of(jsonl(tmp_path, OUT, THIN_OUT, beyond, FLAT), on_bad_record="clip")
+    out, thin, gone, flat = (s.objects for s in split.samples)
+    assert (out, gone, flat) == ((box("x", 749, 500, 999, 899),), (), ())
+    assert thin[0].kind == "poly"
+    assert set(zip(thin[0].bins[::2], thin[0].bins[1::2], strict=True)) == {
+        (749, 0), (999, 250), (999, 749), (749, 999)
+    }  # fmt: skip
+    assert split.bad.summary() == {"no_area": {"drop": 1}, "outside_image": {"clip": 3}}
+
+
+def test_each_kind_has_a_policy_of_its_own(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, FLAT, OUT)
+    text = refusal(file, on_bad_record=BadRecordConfig(outside_image="clip"))
+    assert "line 1" in text
+    assert "line 2" not in text
+    assert split_of(file, on_bad_record=BadRecordConfig(no_area="drop", outside_image="clip")).bad.summary()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no image"])
+def test_an_image_that_is_missing_or_unreadable(tmp_path: Path, content: bytes | None) -> None:
+    file = jsonl(tmp_path, FINE, images=["2.png"])
+    if content is not None:
+        (tmp_path / "2.png").write_bytes(content)
+    assert "line 1: image '" in refusal(file)
+    assert "2.png" in refusal(file)
+    with file.open("a") as lines:
+        lines.write(json.dumps({**json.loads(file.read_text()), "id": "b", "images": ["1.png"]}) + "\n")
+    split = split_of(file, on_bad_record="drop")
+    assert [s.sample_id for s in split.samples] == ["b"]
+    assert split.bad.summary() == {"image_missing": {"drop": 1}}
+
+
+def test_an_image_of_another_size_than_the_annotation(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, FINE, width=100, height=200)
+    assert "found 100 x 200 in the annotation, 200 x 100 of the image" in refusal(file)
+    assert "only bad records" in refusal(file, on_bad_record="drop")
+    body = base64.b64encode((tmp_path / "1.png").read_bytes()).decode()
+    for inline in (body, f"data:image/png;base64,{body}"):
+        assert "another size" in refusal(jsonl(tmp_path, FINE, width=100, images=[inline]))
+
+
+def test_sizes_are_those_of_the_upright_image(tmp_path: Path) -> None:
+    """Annotated lying, as the pixels are stored: every box would be somewhere else."""
+    file = jsonl(tmp_path, FINE)
+    draw(tmp_path, "1.png", orientation=6)
+    assert "EXIF" in refusal(file)
+    jsonl(tmp_path, FINE, width=100, height=200)
+    draw(tmp_path, "1.png", orientation=6)
+    assert samples_of(file)[0].objects == (box("x", 0, 0, 200, 250),)
+
+
+def test_of_several_images_one_has_the_annotated_size(tmp_path: Path) -> None:
+    draw(tmp_path, "2.png", size=(7, 7))
+    turn = [{"role": "user", "content": "<image><image>?"}]
+    assert samples_of(jsonl(tmp_path, FINE, images=["2.png", "1.png"], messages=turn))
+    assert "another size" in refusal(jsonl(tmp_path, FINE, images=["2.png", "2.png"], messages=turn))
+
+
+def test_malformed_records_are_errors_whatever_the_policy(tmp_path: Path) -> None:
+    assert "bbox_2d is wrong" in refusal(jsonl(tmp_path, FINE, {"desc": "x", "bbox_2d": [1]}), on_bad_record="drop")
+
+
+def test_what_is_too_long_is_told_or_dropped(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, FINE, FINE)
+
+    def load(**data: Any) -> Split:
+        data_config = DataConfig(train=str(file), **data)
+        return load_split(
+            data_config, str(file), AnyTask(), too_long=lambda s: "999 tokens" if s.sample_id == "1" else None
+        )
+
+    with pytest.raises(DataError, match=r"line 2: too long.*999 tokens.*global_max_length"):
+        load()
+    split = load(on_bad_record="drop")
+    assert [s.sample_id for s in split.samples] == ["0"]
+    assert split.bad.summary() == {"too_long": {"drop": 1}}
+
+
+# ---- which format --------------------------------------------------------------------------------------------------
+
+
+def test_the_format_is_found_out(tmp_path: Path, cells: Path) -> None:
+    yolo_file = yolo(tmp_path)
+    detected = {
+        jsonl(tmp_path, FINE): "jsonl",
+        jsonl(tmp_path, FINE, name="rows.json"): "jsonl",
+        coco(tmp_path): "coco",
+        cells / "Annotations": "voc",
+        cells / "ImageSets/train.txt": "voc",
+        yolo_file: "yolo",
+        f"{yolo_file}:train": "yolo",
+    }
+    for path, name in detected.items():
+        assert format_of(DataConfig(train="x"), str(path)) == name
+    (tmp_path / "one-line.json").write_text(json.dumps(json.loads(coco(tmp_path).read_text())))
+    assert format_of(DataConfig(train="x"), str(tmp_path / "one-line.json")) == "coco"
+    for path in (tmp_path / "labels", tmp_path / "1.png"):
+        with pytest.raises(DataError, match=r"data\.format"):
+            format_of(DataConfig(train="x"), str(path))
+    with pytest.raises(DataError, match="datasets"):
+        format_of(DataConfig(train="x"), "somebody/cells")
+
+
+# ---- Hugging Face datasets -----------------------------------------------------------------------------------------
+
+
+def test_without_the_package_its_install_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install" in refusal("somebody/cells:train", format="datasets")
+
+
+def cells_as_dataset(folder: Path, *, embedded: bool) -> Any:
+    datasets = pytest.importorskip("datasets")
+    draw(folder, "a.png", "b.png")
+    features = datasets.Features(
+        {
+            "image_id": datasets.Value("int64"),
+            "image": datasets.Image() if embedded else datasets.Value("string"),
+            "width": datasets.Value("int32"),
+            "height": datasets.Value("int32"),
+            "objects": datasets.Sequence(
+                {
+                    "bbox": datasets.Sequence(datasets.Value("float32"), length=4),
+                    "category": datasets.ClassLabel(names=["RBC", "WBC"]),
+                    "iscrowd": datasets.Value("bool"),
+                }
+            ),
+        }
+    )
+    objects = {"bbox": [[0, 50, 20, 50], [0, 0, 200, 100]], "category": [0, 1], "iscrowd": [False, True]}
+
+    rows = {
+        "image_id": [7, 8],
+        "image": [str(folder / "a.png"), str(folder / "b.png")],
+        "width": [200, 200],
+        "height": [100, 100],
+        "objects": [objects, {"bbox": [], "category": [], "iscrowd": []}],
+    }
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_saved_data_set_becomes_samples(tmp_path: Path, embedded: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = cells_as_dataset(tmp_path, embedded=embedded)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
+    first, second = samples_of(f"{tmp_path}/saved:train")
+    assert (first.sample_id, first.objects) == ("7", (box("RBC", 0, 500, 100, 999),))
+    assert first.ignored == (box("WBC", 0, 0, 999, 999),)
+    assert (second.sample_id, second.objects) == ("8", ())
+    assert first.images[0].endswith("a.png") is not embedded
+    assert "one of test, train" in refusal(f"{tmp_path}/saved")
+    (corners, _) = samples_of(f"{tmp_path}/saved:train", box_format="xyxy", on_bad_record="drop")
+    assert corners.objects == ()  # [0, 50, 20, 50] as corners has no area
+
+
+def test_a_parquet_folder_with_the_columns_of_the_jsonl(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    file = jsonl(tmp_path, FINE, {**THIN_OUT, "poly": [0, 0, 50, 0, 50, 50]})
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    (tmp_path / "set").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "train-00000.parquet")
+    found = samples_of(f"{tmp_path}/set:train", image_root=str(tmp_path))
+    assert [s.objects for s in found] == [s.objects for s in samples_of(file)]
+
+
+def test_a_data_set_without_objects_is_told(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    assert "['text']" in refusal(tmp_path / "saved")
+    assert "can't be loaded" in refusal(tmp_path / "nothing-here", format="datasets")
