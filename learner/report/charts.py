@@ -92,7 +92,7 @@ def number(value: float) -> str:
 def _digits(value: float) -> str:
     if value == int(value):
         return f"{int(value):,}"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if abs(value) >= 1 else 3
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -130,10 +130,10 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Whole numbers, because steps and versions are counted, as far as the axis' name leaves room."""
+        """As far as the axis' name leaves room. Steps and versions are counted, so they get whole numbers."""
         end = self.right - 8 * len(self.x_label)
-        marks = ticks(self.x_low, self.x_high, 5)
-        return [t for t in marks if self.x_low <= t <= self.x_high and t == int(t) and self.x(t) < end]
+        marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high and self.x(t) < end]
+        return [t for t in marks if t == int(t) or self.x_high - self.x_low < 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +152,7 @@ class Chart:
     intervals: Sequence[Bar] = ()
     row_height: float = 0.0
     text: str = ""
+    note: str = ""  # an explanation below the drawing
 
 
 def line_chart(
@@ -162,6 +163,7 @@ def line_chart(
     unit: str = "",
     y_max: float | None = None,
     dots: bool = False,
+    note: str = "",
 ) -> Chart | None:
     """One line per series, with y from 0 or below. `dots`: each point has one, unless there are too many."""
     drawn = [(s, columns) for s in series if (columns := thin(s.points))]
@@ -182,6 +184,7 @@ def line_chart(
         plane=Plane(x_low=min(xs), x_high=max(xs), y_ticks=ticks(low, high), x_label=x_label),
         lines=[(s.color, columns, (dots and len(columns) <= MAX_DOTS) or len(columns) == 1) for s, columns in drawn],
         tips=[(column, f"{_where(column, x_label)}: {', '.join(said)}") for column, said in texts.values()],
+        note=note,
     )
 
 

@@ -72,6 +72,16 @@ class EvalPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SyncPoint:
+    """One weight sync. `metrics` are all numbers of its event. `before` is what came next: a `step`, whose line on the
+    console names the sync, or an `eval`, which has no such line; empty if the run ended there."""
+
+    receipt: SyncReceipt
+    metrics: Mapping[str, float]
+    before: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What one run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
     happened."""
@@ -80,7 +90,7 @@ class Run:
     path: Path
     config: Mapping[str, Any]
     steps: tuple[StepResult, ...]
-    syncs: tuple[SyncReceipt, ...]
+    syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
     timelines: tuple[StepTimeline, ...]
     wall_s: float  # between the first and the last event
@@ -143,7 +153,7 @@ def read_run(path: Path) -> Run:
         path=path,
         config=config,
         steps=tuple(steps[key] for key in sorted(steps)),
-        syncs=tuple(map(_sync, named.get("sync", ()))),
+        syncs=_syncs(events),
         evals=evals,
         timelines=tuple(timelines[key] for key in sorted(timelines)),
         wall_s=max(times) - min(times) if times else math.nan,
@@ -234,9 +244,16 @@ def _step(event: Mapping[str, Any]) -> StepResult:
     return _record(StepResult, event, channel=channel, metrics=_numbers(event.get("metrics")))
 
 
-def _sync(event: Mapping[str, Any]) -> SyncReceipt:
-    mode = "adapter" if event.get("mode") == "adapter" else "full"
-    return _record(SyncReceipt, event, mode=mode, fallback=str(event.get("fallback", "")))
+def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:
+    found, before = [], ""
+    for event in reversed(events):
+        if event.get("event") in ("step", "eval"):
+            before = str(event["event"])
+        elif event.get("event") == "sync":
+            mode = "adapter" if event.get("mode") == "adapter" else "full"
+            receipt = _record(SyncReceipt, event, mode=mode, fallback=str(event.get("fallback", "")))
+            found.append(SyncPoint(receipt=receipt, metrics=_numbers(event), before=before))
+    return tuple(reversed(found))
 
 
 def _timeline(event: Mapping[str, Any]) -> StepTimeline:

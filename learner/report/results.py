@@ -1,4 +1,4 @@
-"""What came of the run: the result in a sentence and four cards, notes, F1 as charts, and tables of metrics.
+"""What came of the run: the result in a sentence and four cards, notes, F1 as charts, tables, confused names.
 
 In: the runs and their `Progress`. Out: text, `Card`, `Chart` and `Table` records for `templates/page.html`.
 """
@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from learner.report.charts import Bar, Chart, Series, Table, interval_chart, line_chart, number
-from learner.report.read import Run, RunSet
-from learner.report.scores import F1, Estimate, Progress, gain_between
+from learner.report.read import EvalPoint, Run, RunSet, Scene
+from learner.report.scores import (
+    F1,
+    Counts,
+    Estimate,
+    Progress,
+    confusion,
+    counts_by_class,
+    counts_by_iou,
+    gain_between,
+)
 
+MAX_CLASSES, MAX_NAMES, MAX_NAME = 30, 12, 32  # rows of the table, names of the matrix, characters of a name
 SHOWN = (
     "f1@0.5",
     "f1@miou",
@@ -82,7 +93,7 @@ def cards(runs: Sequence[Progress]) -> list[Card]:
     if not (main.run.steps or main.run.evals or main.run.syncs):
         return []
     third = _comparison_card(main, runs[1]) if len(runs) > 1 else _parse_rate_card(main)
-    return [_f1_card(main), _gain_card("Gain", main.gain), third, _sync_card(main.run)]
+    return [_f1_card(main), _gain_card("Gain", main.gain), third, _sync_card([p.run for p in runs])]
 
 
 def _f1_card(progress: Progress) -> Card:
@@ -117,16 +128,20 @@ def _parse_rate_card(progress: Progress) -> Card:
     return Card(name="Parse rate", big=f"{points[-1]:.1%}", sub=sub)
 
 
-def _sync_card(run: Run) -> Card:
-    if not run.syncs:
-        speeds = [s.metrics["tokens_per_s"] for s in run.steps if "tokens_per_s" in s.metrics]
+def _sync_card(runs: Sequence[Run]) -> Card:
+    """Syncs of all runs together, as the console counts them when it ends; the main run's speed if there are none."""
+    syncs = [sync.receipt for run in runs for sync in run.syncs]
+    if not syncs:
+        speeds = [s.metrics["tokens_per_s"] for s in runs[0].steps if "tokens_per_s" in s.metrics]
         big = number(statistics.median(speeds)) if speeds else "–"
         return Card(name="Tokens/s", big=big, sub="median step; no sync recorded")
-    gaps = [s.canary_gap for s in run.syncs if math.isfinite(s.canary_gap)]
-    seconds = [s.seconds for s in run.syncs if math.isfinite(s.seconds)]
+    gaps = [s.canary_gap for s in syncs if math.isfinite(s.canary_gap)]
+    seconds = [s.seconds for s in syncs if math.isfinite(s.seconds)]
     typical = f" × {number(statistics.median(seconds))} s" if seconds else ""
     sub = f"worst canary gap {number(max(gaps))}" if gaps else "no canary gap recorded"
-    return Card(name="Weight syncs", big=f"{len(run.syncs)}{typical}", sub=sub)
+    if len(runs) > 1:
+        sub = f"{', '.join(f'{run.name} {len(run.syncs)}' for run in runs)}; {sub}"
+    return Card(name="Weight syncs", big=f"{len(syncs)}{typical}", sub=sub)
 
 
 def notes(runs: Sequence[Progress]) -> list[str]:
@@ -151,9 +166,8 @@ def _missing(progress: Progress, main: Run) -> list[str]:
         said.append("The scenes of an evaluation were not kept; its F1 has no interval.")
     if progress.borrowed:
         said.append(f"“Before” is {main.name}'s evaluation at step 0: both began from the same model.")
-    said += [
-        f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in run.syncs if s.fallback
-    ]
+    fallbacks = [sync.receipt for sync in run.syncs if sync.receipt.fallback]
+    said += [f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in fallbacks]
     return said
 
 
@@ -208,13 +222,107 @@ def comparison_table(runs: Sequence[Progress]) -> Table | None:
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
     """The task's metrics, before and after: all by name, or those of `only` that there are."""
     several = len(runs) > 1
-    columns = [("Before", runs[0].before)]
+    columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
     shown = [(name, point.metrics) for name, point in columns if point and point.metrics]
     names = sorted({key for _, metrics in shown for key in metrics})
     names = [key for key in only if key in names] if only else names
     rows = [[key, *(f"{metrics[key]:.3f}" if key in metrics else "–" for _, metrics in shown)] for key in names]
     return Table(["Metric", *(name for name, _ in shown)], rows) if rows else None
+
+
+def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
+    """Precision, recall and F1 by IoU threshold, one line per evaluation that matters; none without scenes."""
+    main = runs[0]
+    shown = [("before" if main.after else "one evaluation", "before", main.before)]
+    shown += [(p.run.name if len(runs) > 1 else "after", p.color, p.after) for p in runs]
+    counted = [(name, color, counts_by_iou(point.scenes)) for name, color, point in shown if point and point.scenes]
+
+    def chart(title: str, read: Callable[[Counts], float], note: str) -> Chart | None:
+        series = [Series(name, [(t, read(c)) for t, c in by_iou.items()], color) for name, color, by_iou in counted]
+        return line_chart(title, series, x_label="IoU", y_max=1.0, dots=True, note=note)
+
+    note = (
+        "Share of predictions that are right if boxes must fit this well. Answers carry no scores, so there is no "
+        "precision-recall curve over confidence."
+    )
+    drawn = [
+        chart("Precision by IoU threshold", lambda counts: counts.precision, note),
+        chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
+        chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
+    ]
+    return [replace(chart, value="") for chart in drawn if chart]  # the last threshold is no result
+
+
+def class_table(runs: Sequence[Progress]) -> Table | None:
+    """The main run's last evaluation by description, those with most objects first, beside F1 of the other evaluations.
+    None if there are fewer than two descriptions."""
+    main = runs[0]
+    last = counts_by_class(_scenes(main.after or main.before))
+    if len(last) < 2:
+        return None
+    columns = [("F1@0.5 before", counts_by_class(_scenes(main.before)))] if main.after else []
+    columns.append(((f"after {main.run.name}" if len(runs) > 1 else "after") if main.after else "F1@0.5", last))
+    columns += [(f"after {p.run.name}", counts_by_class(_scenes(p.after))) for p in runs[1:] if p.after]
+    rows = []
+    for name, counts in list(last.items())[:MAX_CLASSES]:
+        f1 = [by_class[name].f1 if name in by_class else math.nan for _, by_class in columns]
+        values = [f"{v:.3f}" if math.isfinite(v) else "–" for v in (counts.precision, counts.recall, *f1)]
+        rows.append([_short(name), str(counts.truth), str(counts.predictions), *values])
+    if len(last) > MAX_CLASSES:
+        rows.append([f"… and {len(last) - MAX_CLASSES} more", *["" for _ in rows[0][1:]]])
+    return Table(["Class", "Objects", "Predicted", "Precision", "Recall", *(name for name, _ in columns)], rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfusionMatrix:
+    """Row i is what an object is, column j what the model called it. The last column are missed objects, the last row
+    predictions where there was no object. The kind of a cell is its color: `right`, `wrong` or nothing."""
+
+    source: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (name, objects, (count, kind) per column)
+
+
+def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
+    """The run's last evaluation, most frequent names. Rarer names are one row and one column. None if there are fewer
+    than two names."""
+    point = progress.after or progress.before
+    found = confusion(_scenes(point))
+    weight: Counter[str] = Counter()
+    for pair, count in found.items():
+        weight.update({name: count for name in pair if name is not None})
+    kept = sorted(name for name, _ in weight.most_common(MAX_NAMES))
+    if len(kept) < 2:
+        return None
+    rare = "other names" if len(weight) > len(kept) else None
+    names = [*kept, *((rare,) if rare else ()), None]
+    pooled: Counter[tuple[str | None, str | None]] = Counter()
+    for (truth, said), count in found.items():
+        pooled[(truth if truth in (*kept, None) else rare, said if said in (*kept, None) else rare)] += count
+    rows = []
+    for truth in names:
+        cells = [(pooled[truth, said], _kind(truth, said, rare)) for said in names]
+        label = "no object there" if truth is None else _short(truth)
+        rows.append((label, sum(count for count, _ in cells), cells))
+    source = f"{progress.run.name}, evaluation at step {point.global_step if point else 0}"
+    columns = ["missed" if name is None else _short(name) for name in names]
+    return ConfusionMatrix(source=source, columns=columns, rows=rows)
+
+
+def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
+    """Among rarer names, right and wrong ones are in the same cell."""
+    if truth == said:
+        return "" if truth in (None, rare) else "right"
+    return "wrong"
+
+
+def _scenes(point: EvalPoint | None) -> Sequence[Scene]:
+    return point.scenes if point else ()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
 def _estimate_cell(estimate: Estimate | None, *, sign: bool = False) -> tuple[str, str] | str:

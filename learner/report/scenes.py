@@ -16,7 +16,7 @@ import io
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from PIL import Image
 
@@ -57,11 +57,22 @@ class Panel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SceneRow:
+    """One scene, a panel per evaluation. `file` is its image's name, `gain` what F1 gained between the first two."""
+
+    scene_id: str
+    file: str
+    picture: Picture | None
+    panels: Sequence[Panel]
+    gain: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Gallery:
-    """`groups` are (heading, scenes); a scene is (its id, its picture, a panel per evaluation)."""
+    """`groups` are (heading, scenes)."""
 
     lead: str
-    groups: Sequence[tuple[str, Sequence[tuple[str, Picture | None, Sequence[Panel]]]]]
+    groups: Sequence[tuple[str, Sequence[SceneRow]]]
     legend: Mapping[str, str]
 
 
@@ -80,39 +91,63 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
             evaluations.append(("After" if len(runs) == 1 else f"After {run.run.name}", scenes))
     roots = _image_roots(main.run)
     when = "before and after training" if after else f"at {first}"
-    groups = []
-    for heading, keys in chosen:
-        rows = []
-        for key in keys:
-            panels = [_panel(name, scenes[key]) for name, scenes in evaluations if key in scenes]
-            images = panels[0].scene.images
-            rows.append((key, load_picture(images[0], roots) if images else None, panels))
-        groups.append((heading, rows))
+    groups = [(heading, [_row(key, evaluations, roots) for key in keys]) for heading, keys in chosen]
     lead = f"Scenes of the test set as the model answered them, greedily, {when}."
+    if after:
+        gains = [_gain(before[key], after[key]) for key in before.keys() & after.keys()]
+        better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
+        same, model = len(gains) - better - worse, "" if len(runs) == 1 else f" after {main.run.name}"
+        lead += f" Of {len(gains)}, {better} are better{model}, {worse} are worse and {same} are the same."
     return Gallery(lead=lead, groups=groups, legend=LEGEND)
 
 
 def choose_scenes(
     before: Mapping[str, Scene], after: Mapping[str, Scene] | None, *, count: int = PER_GROUP
 ) -> list[tuple[str, list[str]]]:
-    """(heading, at most `count` scene ids) per group. With one evaluation: the best, the worst and a random few."""
+    """(heading, at most `count` scene ids) per group: those that improved most, those that improved least, and a random
+    few. A scene that did not improve is never among the first. With one evaluation: the best and the worst instead."""
     if after is None:
         score = {key: classify(scene).f1 for key, scene in before.items()}
         best, worst = "Best answers", "Worst answers"
     else:
-        score = {key: classify(after[key]).f1 - classify(scene).f1 for key, scene in before.items() if key in after}
+        score = {key: _gain(scene, after[key]) for key, scene in before.items() if key in after}
         best, worst = "Most improved", "Least improved"
     size = {key: len(before[key].truth) for key in score}
     ranked = sorted(score, key=lambda key: (-score[key], -size[key], key))
-    top = ranked[:count]
-    bottom = sorted(ranked[count:], key=lambda key: (score[key], -size[key], key))[:count]
+    top = [key for key in ranked[:count] if after is None or score[key] > 0]
+    bottom = sorted(ranked[len(top) :], key=lambda key: (score[key], -size[key], key))[:count]
     rest = [key for key in ranked if key not in top and key not in bottom]
     drawn = random.Random(0).sample(sorted(rest), min(count, len(rest)))
     return [(name, keys) for name, keys in ((best, top), (worst, bottom), ("At random", drawn)) if keys]
 
 
+def _gain(before: Scene, after: Scene) -> float:
+    return classify(after).f1 - classify(before).f1
+
+
 def _by_id(point: EvalPoint | None) -> dict[str, Scene]:
     return {scene.scene_id: scene for scene in point.scenes} if point else {}
+
+
+def _row(scene_id: str, evaluations: Sequence[tuple[str, Mapping[str, Scene]]], roots: Sequence[Path]) -> SceneRow:
+    panels = [_panel(name, scenes[scene_id]) for name, scenes in evaluations if scene_id in scenes]
+    images = panels[0].scene.images
+    return SceneRow(
+        scene_id=scene_id,
+        file=_file_name(images),
+        picture=load_picture(images[0], roots) if images else None,
+        panels=panels,
+        gain=panels[1].f1 - panels[0].f1 if len(panels) == 2 else None,
+    )
+
+
+def _file_name(images: Sequence[str]) -> str:
+    """Of the first image. An image inside the annotations has none."""
+    if not images:
+        return "no image named"
+    first = images[0]
+    name = "image in the annotations" if first.startswith("data:") or len(first) > 1024 else PurePath(first).name
+    return name if len(images) == 1 else f"{name} and {len(images) - 1} more"
 
 
 def _panel(name: str, scene: Scene) -> Panel:

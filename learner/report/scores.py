@@ -1,4 +1,4 @@
-"""What each prediction was, F1@0.5 with its intervals, and how far each run got.
+"""What each prediction was, F1@0.5 with its intervals, scores per class and per IoU, and how far each run got.
 
 By the evaluation's own definition: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
 with IoU >= 0.5 and the same description. Of the others, one that can be paired at IoU >= 0.5 with an object that is
@@ -11,17 +11,26 @@ drawn again and again, with a fixed seed, so the same run gives the same page.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from learner.report.read import EvalPoint, Run, Scene
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
-from learner.tasks.detection.metrics import COLUMNS, CountTable, Interval, bootstrap_difference, bootstrap_interval
+from learner.tasks.detection.metrics import (
+    COLUMNS,
+    THRESHOLDS,
+    CountTable,
+    Interval,
+    bootstrap_difference,
+    bootstrap_interval,
+)
 
 Outcome = Literal["correct", "wrong_class", "false_positive"]
 IOU_THRESHOLD = 0.5
@@ -32,11 +41,12 @@ _USED = tuple(COLUMNS.index(name) for name in ("tp@0.50", "predictions", "truth"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneOutcome:
-    """`outcomes[i]` and `ious[i]`, its best IoU with any object, belong to prediction i. `found` are the ground-truth
-    objects that have a correct prediction."""
+    """Prediction i is `outcomes[i]`, has the IoU `ious[i]` with its nearest object, and is paired with the ground-truth
+    object `paired[i]` (None: a false positive). `found` are the objects that have a correct prediction."""
 
     outcomes: tuple[Outcome, ...]
     ious: tuple[float, ...]
+    paired: tuple[int | None, ...]
     found: frozenset[int]
     num_truth: int
 
@@ -50,14 +60,13 @@ class SceneOutcome:
 @lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
 def classify(scene: Scene) -> SceneOutcome:
     """What each prediction of a scene was."""
-    iou = iou_matrix(scene.predictions, scene.truth)
+    iou, same = _compare(scene)
     close = iou >= IOU_THRESHOLD
-    same = np.array([[p.desc == t.desc for t in scene.truth] for p in scene.predictions], dtype=bool).reshape(iou.shape)
     correct = {p: t for p, t, _ in assign(iou, close & same)}
     left = close.copy()
     left[list(correct.keys()), :] = False
     left[:, list(correct.values())] = False
-    confused = {p for p, _, _ in assign(iou, left)}
+    confused = {p: t for p, t, _ in assign(iou, left)}
     outcomes: list[Outcome] = [
         "correct" if p in correct else "wrong_class" if p in confused else "false_positive"
         for p in range(len(scene.predictions))
@@ -65,9 +74,76 @@ def classify(scene: Scene) -> SceneOutcome:
     return SceneOutcome(
         outcomes=tuple(outcomes),
         ious=tuple(iou.max(axis=1, initial=0.0).tolist()),
+        paired=tuple(correct.get(p, confused.get(p)) for p in range(len(scene.predictions))),
         found=frozenset(correct.values()),
         num_truth=len(scene.truth),
     )
+
+
+def _compare(scene: Scene) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """[predictions, truth]: IoU, and whether the descriptions are the same."""
+    iou = iou_matrix(scene.predictions, scene.truth)
+    same = [[p.desc == t.desc for t in scene.truth] for p in scene.predictions]
+    return iou, np.array(same, dtype=bool).reshape(iou.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Correct predictions, all predictions, and ground-truth objects."""
+
+    correct: int
+    predictions: int
+    truth: int
+
+    @property
+    def precision(self) -> float:
+        return self.correct / self.predictions if self.predictions else math.nan
+
+    @property
+    def recall(self) -> float:
+        return self.correct / self.truth if self.truth else math.nan
+
+    @property
+    def f1(self) -> float:
+        total = self.predictions + self.truth
+        return 2 * self.correct / total if total else math.nan
+
+
+def counts_by_class(scenes: Sequence[Scene]) -> dict[str, Counts]:
+    """At IoU 0.5, by description, those with most objects first. A correct prediction has its object's description, so
+    the counts of all classes add up to those of the whole set."""
+    truth = Counter(item.desc for scene in scenes for item in scene.truth)
+    said = Counter(item.desc for scene in scenes for item in scene.predictions)
+    correct = Counter(scene.truth[t].desc for scene in scenes for t in classify(scene).found)
+    names = sorted(truth.keys() | said.keys(), key=lambda name: (-truth[name], -said[name], name))
+    return {name: Counts(correct=correct[name], predictions=said[name], truth=truth[name]) for name in names}
+
+
+def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
+    """At each of the evaluation's IoU thresholds, with the same description; every threshold has its own assignment.
+
+    This is not a precision-recall curve over confidence: an answer carries no scores, so a run has one set of
+    predictions. Over thresholds, precision and recall keep one ratio; they say how well boxes fit.
+    """
+    correct = dict.fromkeys(THRESHOLDS, 0)
+    for scene in scenes:
+        iou, same = _compare(scene)
+        for threshold in THRESHOLDS:
+            correct[threshold] += len(assign(iou, same & (iou >= threshold)))
+    truth, said = sum(len(scene.truth) for scene in scenes), sum(len(scene.predictions) for scene in scenes)
+    return {threshold: Counts(correct=hits, predictions=said, truth=truth) for threshold, hits in correct.items()}
+
+
+def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]:
+    """How often (what an object is, what the model called it) occurs among pairs at IoU >= 0.5. (name, None) are missed
+    objects, (None, name) are predictions where no object was left."""
+    found: Counter[tuple[str | None, str | None]] = Counter()
+    for scene in scenes:
+        paired = classify(scene).paired
+        for item, t in zip(scene.predictions, paired, strict=True):
+            found[None if t is None else scene.truth[t].desc, item.desc] += 1
+        found.update((item.desc, None) for t, item in enumerate(scene.truth) if t not in paired)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,18 @@
 """What one run measured while it trained: small charts, one step as a timeline, and the same numbers as tables.
 
-In: a `Run`. Out: `Chart` and `Table` records for `templates/page.html`. The timeline shows what every rank and every
-server did, and when (R25, R31, R32), for one typical step: of the median length, with rollouts if there are any.
+In: a `Run`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is shown: one
+that has no chart of its own here gets one under its name. A loss or a gradient norm that rises is explained.
+
+The timeline shows what every rank and every server did, and when (R25, R31, R32), for one typical step: of the median
+length, with rollouts if there are any.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +26,7 @@ PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": 
 }  # all else: "rest"
 MAX_ROWS = 400
 SMALLEST_SHARE = 0.01  # of the step time
+MAX_CHARTS = 24  # of metrics without a chart of their own; more are folded away
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
 STEP_COLUMNS = {
     "Loss": "loss",
@@ -37,14 +43,25 @@ STEP_COLUMNS = {
     "LR": "learning_rate",
 }
 NamedLine = tuple[str, str, str]  # a line's name, what it shows, its color
+# Metrics that other charts and tables show, wholly or in sum, and those that are folded away.
+SHOWN = ("match_rate", "missed", "spurious", "unusable", "tokens_per_s")
+STAGE2_SHOWN = (
+    *(f"{STAGE2}{name}" for name in ("executed_b_share", "rollout_s")),
+    *(f"{AHEAD}{name}" for name in ("queue_depth", "age_versions", "age_updates", "packs_dropped_stale")),
+    *(f"{AHEAD}{name}" for name in ("packs_dropped_oldest", "b_step_skipped_due_to_queue")),
+)
+FOLDED = ("matched", "truncated", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
+PURPOSES = {"step": "rollouts", "eval": "evaluation"}
+SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """One run's section. `absent` names what the run did not measure."""
+    """One run's section. `absent` names what the run did not measure, `folded` are charts of lesser interest."""
 
     heading: str
     charts: Sequence[Chart]
+    folded: Sequence[Chart]
     timeline: Timeline | None
     absent: Sequence[str]
 
@@ -61,15 +78,17 @@ def training(run: Run, *, heading: str) -> Training | None:
         "FN appended": _lines(run, "Objects per step", missed, spurious),
         "drop reasons": _drops(run),
         "step time": _times(run),
-        "gradient norm": _lines(run, "Gradient norm", ("norm", "grad_norm", "after")),
+        "gradient norm": _gradient_norm(run),
         "tokens/s": _lines(run, "Tokens learned per second", ("tokens/s", "tokens_per_s", "after")),
         "sync seconds": _sync_lines(run, "Seconds per sync", ("sync", "seconds", "sync"), unit=" s"),
         "canary gap": _sync_lines(run, "Canary gap per sync, nats", mean, greatest),
         **_stage2(run),
     }
+    others, folded = _others(run)
     return Training(
         heading=heading,
-        charts=[chart for chart in charts.values() if chart],
+        charts=[*(chart for chart in charts.values() if chart), *others],
+        folded=folded,
         timeline=timeline(run.timelines),
         absent=[name for name, chart in charts.items() if chart is None],
     )
@@ -80,33 +99,127 @@ def _value(step: StepResult, key: str) -> float:
     return step.metrics.get(key, getattr(step, key, math.nan))
 
 
+def _points(run: Run, key: str, channel: str = "AB") -> list[Point]:
+    return [(float(s.global_step), _value(s, key)) for s in run.steps if s.channel in channel]
+
+
 def _lines(run: Run, title: str, *lines: NamedLine, unit: str = "", y_max: float | None = None) -> Chart | None:
-    series = [Series(name, [(float(s.global_step), _value(s, key)) for s in run.steps], c) for name, key, c in lines]
-    return line_chart(title, series, unit=unit, y_max=y_max)
+    return line_chart(title, [Series(name, _points(run, key), c) for name, key, c in lines], unit=unit, y_max=y_max)
 
 
 def _sync_lines(run: Run, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
     """Against `ver`; against a running number if a resumed run counted `ver` anew."""
-    versions = [sync.ver for sync in run.syncs]
+    versions = [sync.receipt.ver for sync in run.syncs]
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
     series = [
-        Series(name, [(float(x), getattr(sync, key)) for x, sync in zip(xs, run.syncs, strict=True)], color)
+        Series(name, [(float(x), s.metrics.get(key, math.nan)) for x, s in zip(xs, run.syncs, strict=True)], color)
         for name, key, color in lines
     ]
     return line_chart(title, series, x_label="ver" if rising else "sync", unit=unit, dots=True)
 
 
+def _others(run: Run) -> tuple[list[Chart], list[Chart]]:
+    """Charts of all metrics without one of their own: those that a later version may have added, and the folded."""
+    found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
+    is_phase = re.compile(r"\w+_s").fullmatch  # one of the stacked seconds
+    keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
+    sync_keys = sorted({key for sync in run.syncs for key in sync.metrics} - set(SYNC_SHOWN))
+    folded = [key for key in keys if key.startswith(FOLDED)]
+    charts = [_sync_lines(run, f"{key} per sync", (key, key, "sync")) for key in sync_keys]
+    charts += [_lines(run, key, (key, key, "after")) for key in keys if key not in folded]
+    more = [_lines(run, key, (key, key, "after")) for key in folded]
+    return [c for c in charts[:MAX_CHARTS] if c], [c for c in (*charts[MAX_CHARTS:], *more) if c]
+
+
 def _loss(run: Run) -> Chart | None:
     """One line per channel: their losses are over different tokens, so they do not continue each other."""
-
-    def of(channel: str) -> list[Point]:
-        return [(float(s.global_step), s.loss) for s in run.steps if s.channel == channel]
-
-    rollouts, truth = of("B"), of("A")
+    rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
-        return line_chart("Loss", [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")])
-    return line_chart("Loss", [Series("loss", rollouts or truth, "after")])
+        series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
+    else:
+        series = [Series("loss", rollouts or truth, "after")]
+    return line_chart("Loss", series, note=" ".join(filter(None, (_rollout_loss_note(run), _truth_loss_note(run)))))
+
+
+def _gradient_norm(run: Run) -> Chart | None:
+    points = _points(run, "grad_norm")
+    return line_chart("Gradient norm", [Series("norm", points, "after")], note=_gradient_note(run, points))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A mean that moved: from one quarter of the steps to the last one."""
+
+    before: float
+    after: float
+    steps: tuple[int, int]  # the first and the last of the earlier quarter
+
+    def __str__(self) -> str:
+        first, last = self.steps
+        return f"from {number(self.before)} (mean of steps {first} to {last}) to {number(self.after)} (last quarter)"
+
+
+def rise(points: Sequence[Point]) -> Change | None:
+    """Whether the last quarter is above the lowest one before it: by a tenth at least, and by three standard errors, so
+    that noise is no rise. None with less than five points a quarter."""
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    size = len(finite) // 4
+    if size < 5:
+        return None
+    *quarters, last = [finite[len(finite) - size * k :][:size] for k in (4, 3, 2, 1)]
+    means = [statistics.fmean(y for _, y in quarter) for quarter in quarters]
+    lowest = means.index(min(means))
+    before, after = means[lowest], statistics.fmean(y for _, y in last)
+    spread = sum(statistics.variance(y for _, y in quarter) for quarter in (quarters[lowest], last))
+    if after - before < max(0.1 * abs(before), 3 * math.sqrt(spread / size)) or after <= before:
+        return None
+    return Change(before=before, after=after, steps=(int(quarters[lowest][0][0]), int(quarters[lowest][-1][0])))
+
+
+def _rollout_loss_note(run: Run) -> str:
+    rollouts = _points(run, "loss", "B")
+    change = rise(rollouts)
+    if change is None:
+        return ""
+    said = (
+        f"The loss on rollouts rose {change}. This alone is no bad sign: which tokens are learned changes with the "
+        "model's answers, so the mean is over other tokens than before."
+    )
+    match = _points(run, "match_rate", "B")
+    if rise([(x, -y) for x, y in match]):
+        return f"{said} But the match rate fell too, so the answers got worse: try a lower learning rate."
+    if rise(match):
+        return f"{said} The match rate rose meanwhile, so the answers got better."
+    return f"{said} Judge by the match rate and by F1."
+
+
+def _truth_loss_note(run: Run) -> str:
+    change = rise(_points(run, "loss", "A"))
+    if change is None:
+        return ""
+    rate = max((s.learning_rate for s in run.steps if math.isfinite(s.learning_rate)), default=math.nan)
+    said = f"The loss on ground truth rose {change}. Its labels do not depend on the model, so this is a bad sign"
+    return f"{said}: most often the learning rate is too high (peak {number(rate)} here)."
+
+
+def _gradient_note(run: Run, points: Sequence[Point]) -> str:
+    change = rise(points)
+    if change is None:
+        return ""
+    said = f"The gradient norm rose {change}."
+    limit = run.setting("training", "max_grad_norm")
+    if isinstance(limit, int | float):
+        late = [y for _, y in points[-(len(points) // 4) :]]
+        clipped = sum(y > limit for y in late) / len(late)
+        said += f" It is measured before clipping to {number(limit)}; {clipped:.0%} of the last quarter were clipped."
+    tokens = rise([(x, -y) for x, y in _points(run, "num_supervised")])
+    if tokens is not None:
+        fewer = f"{number(-tokens.before)} to {number(-tokens.after)}"
+        said += f" A step learns fewer tokens than before ({fewer}), and a mean over fewer tokens has more noise."
+    if any(rise(_points(run, "loss", channel)) for channel in "AB"):
+        return f"{said} If F1 falls as well, lower the learning rate."
+    return f"{said} The loss does not rise with it, so this is no bad sign."
 
 
 def _drops(run: Run) -> Chart | None:
@@ -149,11 +262,12 @@ def _stage2(run: Run) -> dict[str, Chart | None]:
             ("oldest", f"{AHEAD}packs_dropped_oldest", "before"),
             ("steps", f"{AHEAD}b_step_skipped_due_to_queue", "after"),
         )
+        ages = ("versions", f"{AHEAD}age_versions", "after"), ("updates", f"{AHEAD}age_updates", "other")
         timed = [s for s in run.steps if s.metrics.get("step_s", 0.0) > 0]
         busy = [(float(s.global_step), s.metrics.get("learn_s", math.nan) / s.metrics["step_s"]) for s in timed]
         charts |= {
             "queue": _lines(run, "Packs waiting, per rank", ("packs", f"{AHEAD}queue_depth", "after")),
-            "age": _lines(run, "Age of learned packs, versions", ("age", f"{AHEAD}age_versions", "after")),
+            "age": _lines(run, "Age of learned packs", *ages),
             "not learned": _lines(run, "Packs dropped, and Channel-B steps without packs", *lost),
             "busy": line_chart("Share of the step spent learning", [Series("learning", busy, "learn")], y_max=1.0),
         }
@@ -171,10 +285,12 @@ def steps_table(run: Run) -> Table:
 def sync_table(run: Run) -> Table:
     """One row per weight sync."""
     rows = []
-    for s in run.syncs:
+    for sync in run.syncs:
+        s = sync.receipt
         values = [number(s.seconds), number(s.num_bytes / 1e6), str(s.num_tensors)]
-        rows.append([str(s.ver), s.mode, *values, number(s.canary_gap), number(s.canary_gap_max)])
-    return Table(["Ver", "Mode", "Seconds", "Megabytes", "Tensors", "Canary gap", "Greatest gap"], rows)
+        gaps = [number(s.canary_gap), number(s.canary_gap_max)]
+        rows.append([str(s.ver), s.mode, PURPOSES.get(sync.before, "–"), *values, *gaps])
+    return Table(["Ver", "Mode", "For", "Seconds", "Megabytes", "Tensors", "Canary gap", "Greatest gap"], rows)
 
 
 # ---- timeline ------------------------------------------------------------------------------------------------------

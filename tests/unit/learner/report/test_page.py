@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
@@ -16,8 +17,9 @@ from learner.config.load import RESOLVED_NAME
 from learner.report.__main__ import main, write_report
 from learner.report.page import render
 from learner.report.read import read_runs
+from learner.report.results import cards, confusion_matrix
 from learner.report.scenes import choose_scenes
-from learner.report.scores import classify
+from learner.report.scores import classify, progress_of
 from tests.unit.learner.report.fake_run import write_run
 
 HOSTILE = "\"><script>alert(1)</script><b x='&"
@@ -49,6 +51,10 @@ def test_a_whole_run_shows_everything(tmp_path: Path) -> None:
         "At random",
         "Before",
         "After",
+        "Precision by IoU threshold",
+        "Recall by IoU threshold",
+        "Per class, at IoU ≥ 0.5",
+        "Confusion of names, at IoU ≥ 0.5",
     } <= headings(page)
     assert re.search(r"F1@0\.5 on 24 test scenes went from 0\.\d+ to 0\.\d+; the 95% interval of the gain is", page)
 
@@ -157,6 +163,69 @@ def test_chosen_scenes_are_the_extremes_and_shown_once(tmp_path: Path) -> None:
     assert sorted(gain[key] for key in chosen[0][1]) == ranked[-4:]
     assert sorted(gain[key] for key in chosen[1][1]) == ranked[:4]
     assert choose_scenes(before, after) == chosen
+
+
+def test_scenes_that_did_not_improve_are_not_called_improved(tmp_path: Path) -> None:
+    run = read_runs(write_run(tmp_path / "run", steps=1, quality=((0, 0.8), (1, 0.3)), num_scenes=30)).runs[0]
+    before, after = ({s.scene_id: s for s in point.scenes} for point in run.evals)
+    better = {key for key in before if classify(after[key]).f1 > classify(before[key]).f1}
+    assert set(dict(choose_scenes(before, after, count=40))["Most improved"]) == better
+    groups = dict(choose_scenes(before, before))
+    assert "Most improved" not in groups
+    assert len(groups["Least improved"]) == 4
+
+
+def test_a_scene_names_its_file(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1, quality=((0, 0.5),), num_scenes=3)
+    file = path / "eval" / "step_000000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    inline = base64.b64encode(Path(lines[1]["images"][0]).read_bytes()).decode()
+    lines[1]["images"] = [f"data:image/png;base64,{inline}"]
+    lines[2]["images"] = []
+    file.write_text("\n".join(map(json.dumps, lines)))
+    names = [
+        "".join(e.itertext()) for e in body_of(render(read_runs(path))).iter("div") if e.get("class") == "scene-name"
+    ]
+    assert any("scene_0000.png" in name for name in names)
+    assert not any("base64" in name for name in names)
+    assert sum("no image named" in name for name in names) == 1
+
+
+def test_the_matrix_pools_rare_names_and_loses_none(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1, quality=((0, 0.6),), num_scenes=40)
+    file = path / "eval" / "step_000000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for i, line in enumerate(lines):
+        for item in line["truth"] + line["predictions"]:
+            item["desc"] += f" of {i % 3}"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    main = progress_of(read_runs(path).runs)[0]
+    matrix = confusion_matrix(main)
+    assert matrix is not None
+    assert matrix.columns[-2:] == ["other names", "missed"]
+    scenes = read_runs(path).runs[0].evals[0].scenes
+    rows = [[count for count, _ in cells] for _, _, cells in matrix.rows]
+    assert sum(map(sum, rows[:-1])) == sum(len(scene.truth) for scene in scenes)
+    assert sum(sum(row[:-1]) for row in rows) == sum(len(scene.predictions) for scene in scenes)
+    assert sum(cells[i][0] for i, (_, _, cells) in enumerate(matrix.rows) if cells[i][1] == "right") <= sum(
+        len(classify(scene).found) for scene in scenes
+    )
+
+
+def test_syncs_are_counted_as_the_console_counts_them(tmp_path: Path) -> None:
+    """The end of a demo counts the syncs of all its runs; a step's line names only those that came before a step."""
+    for name, variant in (("stage2", "rollout_matching_sft"), ("sft", "sft")):
+        write_run(tmp_path / name, steps=4, quality=((0, 0.5), (4, 0.5)), variant=variant, images=tmp_path / "images")
+    with (tmp_path / "sft" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "sync", "ver": 1, "seconds": 9.0, "canary_gap": 0.5, "global_step": 4}) + "\n")
+        file.write(json.dumps({"event": "rollout_call"}) + "\n")
+        file.write(json.dumps({"event": "eval", "global_step": 4, "metrics": {"f1@0.5": 0.5}}) + "\n")
+    runs = read_runs(tmp_path)
+    card = cards(progress_of(runs.runs))[-1]
+    assert card.big.startswith("5 × ")
+    assert "stage2 4, sft 1" in card.sub
+    assert "0.5" in card.sub
+    assert [sync.before for run in runs.runs for sync in run.syncs] == ["step"] * 4 + ["eval"]
 
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:

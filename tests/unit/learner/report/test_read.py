@@ -17,7 +17,7 @@ from tests.unit.learner.report.fake_run import write_run
 def test_reads_what_the_learner_wrote(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", steps=6, quality=((0, 0.4), (6, 0.9)), num_scenes=5))
     assert [step.global_step for step in run.steps] == [1, 2, 3, 4, 5, 6]
-    assert [sync.ver for sync in run.syncs] == [1, 2, 3, 4, 5, 6]
+    assert [sync.receipt.ver for sync in run.syncs] == [1, 2, 3, 4, 5, 6]
     assert [(point.global_step, len(point.scenes)) for point in run.evals] == [(0, 5), (6, 5)]
     assert run.setting("custom", "trainer_variant") == "rollout_matching_sft"
     assert run.notes == ()

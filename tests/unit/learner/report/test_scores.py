@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
 from learner.report.read import Scene
-from learner.report.scores import classify, f1_estimate, f1_gain
+from learner.report.scores import classify, confusion, counts_by_class, counts_by_iou, f1_estimate, f1_gain
 from learner.tasks.detection.metrics import count_objects, evaluate_counts
 from learner.tasks.detection.parse import NO_COORDINATES
 
@@ -72,6 +72,49 @@ def test_f1_equals_the_tasks_own(parts: list[tuple[tuple[DetectionObject, ...], 
 
 
 @settings(max_examples=60, deadline=None)
+@given(scene_parts)
+def test_counts_by_iou_are_the_tasks_own(
+    parts: list[tuple[tuple[DetectionObject, ...], tuple[DetectionObject, ...]]],
+) -> None:
+    scenes = [make_scene(i, truth, predictions) for i, (truth, predictions) in enumerate(parts)]
+    totals = count_objects([make_assignment(scene) for scene in scenes]).totals()
+    for threshold, counts in counts_by_iou(scenes).items():
+        assert counts.correct == totals[f"tp@{threshold:.2f}"]
+        assert (counts.predictions, counts.truth) == (totals["predictions"], totals["truth"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(scene_parts)
+def test_counts_of_a_class_are_those_of_its_objects_alone(
+    parts: list[tuple[tuple[DetectionObject, ...], tuple[DetectionObject, ...]]],
+) -> None:
+    scenes = [make_scene(i, truth, predictions) for i, (truth, predictions) in enumerate(parts)]
+    by_class = counts_by_class(scenes)
+    for name, counts in by_class.items():
+        alone = [
+            make_scene(i, *(tuple(o for o in side if o.desc == name) for side in part)) for i, part in enumerate(parts)
+        ]
+        assert counts.correct == sum(len(classify(scene).found) for scene in alone)
+        assert counts.predictions == sum(len(scene.predictions) for scene in alone)
+        assert counts.truth == sum(len(scene.truth) for scene in alone)
+    assert [c.truth for c in by_class.values()] == sorted((c.truth for c in by_class.values()), reverse=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scene_parts)
+def test_confusion_counts_every_object_and_every_prediction_once(
+    parts: list[tuple[tuple[DetectionObject, ...], tuple[DetectionObject, ...]]],
+) -> None:
+    scenes = [make_scene(i, truth, predictions) for i, (truth, predictions) in enumerate(parts)]
+    found = confusion(scenes)
+    for name, counts in counts_by_class(scenes).items():
+        assert sum(count for (truth, _), count in found.items() if truth == name) == counts.truth
+        assert sum(count for (_, said), count in found.items() if said == name) == counts.predictions
+        assert found[name, name] == counts.correct
+    assert (None, None) not in found
+
+
+@settings(max_examples=60, deadline=None)
 @given(objects, objects)
 def test_every_object_is_classified_once(truth: tuple[DetectionObject, ...], said: tuple[DetectionObject, ...]) -> None:
     result = classify(make_scene(0, truth, said))
@@ -91,6 +134,13 @@ def test_outcomes_of_a_plain_scene() -> None:
     result = classify(make_scene(0, truth, said))
     assert result.outcomes == ("correct", "wrong_class", "false_positive", "false_positive")
     assert result.found == {0}
+    assert confusion([make_scene(0, truth, said)]) == {
+        ("cat", "cat"): 1,
+        ("dog", "cat"): 1,
+        (None, "dog"): 1,
+        (None, "cat"): 1,
+    }
+    assert confusion([make_scene(0, truth, ())]) == {("cat", None): 1, ("dog", None): 1}
 
 
 def test_gain_is_paired_by_scene_id() -> None:
