@@ -77,21 +77,23 @@ def figures(kind: str, runs: dict[Way, list[Step]]) -> list[Figure]:
         Figure(name=f"{kind}: learner busy, ahead", value=busy, unit="of the time", wanted=WANTED_BUSY),
         Figure(name=f"{kind}: steps/s, ahead against in turn", value=speed, unit="ratio", wanted=WANTED_SPEED),
         Figure(name=f"{kind}: Channel-B share, ahead", value=share, unit="of steps"),
-        *(_balance(f"{kind}: rollouts against learning, {way}", steps) for way, steps in runs.items()),
-        *(Figure(name=f"{kind}: step, {way}", value=median(_walls(steps)), unit="s") for way, steps in runs.items()),
+        *(
+            Figure(name=f"{kind}: rollouts against learning, {way}", value=_balance(steps), unit="ratio")
+            for way, steps in runs.items()
+        ),
+        *(
+            Figure(name=f"{kind}: step, {way}", value=median([s.wall_s for s in steps]), unit="s")
+            for way, steps in runs.items()
+        ),
     ]
 
 
 def _channel_b_rate(steps: Sequence[Step]) -> float:
-    return sum(s.channel == "B" for s in steps) / sum(_walls(steps))
+    return sum(s.channel == "B" for s in steps) / sum(s.wall_s for s in steps)
 
 
-def _walls(steps: Sequence[Step]) -> list[float]:
-    return [step.wall_s for step in steps]
-
-
-def _balance(name: str, steps: Sequence[Step]) -> Figure:
-    return Figure(name=name, value=sum(s.rollout_s for s in steps) / sum(s.learn_s for s in steps), unit="ratio")
+def _balance(steps: Sequence[Step]) -> float:
+    return sum(s.rollout_s for s in steps) / sum(s.learn_s for s in steps)
 
 
 # ---- simulated -----------------------------------------------------------------------------------------------------

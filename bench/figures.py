@@ -13,7 +13,7 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +101,12 @@ def circumstances() -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), **_versions()},
     }
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table; a row that is too short gets empty cells."""
+    filled = [head, ["---"] * len(head), *([*row, *[""] * (len(head) - len(row))] for row in rows)]
+    return ["| " + " | ".join(row) + " |" for row in filled]
 
 
 def _versions() -> dict[str, str]:

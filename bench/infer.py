@@ -85,6 +85,14 @@ def _ratio(name: str, ours: Sequence[float], others: Sequence[float], wanted: fl
     return sampled(name, [a / b for a, b in zip(ours, others, strict=True)], "ratio", at_least=wanted)
 
 
+def _call(requests: Sequence[RolloutInferRequest], i: int, max_tokens: int, *, seed: int | None) -> InferCall:
+    """The requests of round `i`, with ids of their own: the server keeps recent answers."""
+    new = [request.model_copy(update={"uuid": f"{seed}-{i}-{n}"}) for n, request in enumerate(requests)]
+    return InferCall(
+        infer_requests=new, request_config=RequestConfig(max_tokens=max_tokens, temperature=1.0, seed=seed)
+    )
+
+
 async def direct(engine: VllmEngine, call: InferCall) -> int:
     """Tokens that the engine made of the call, seeded as the server would."""
     config, seed = call.request_config, call.request_config.seed
@@ -140,36 +148,25 @@ def _images(folder: Path, num_requests: int, rounds: int) -> list[Figure]:
     model, data = models.demo_model(folder), models.demo_scenes(folder).resolve()
     images = sorted((data / "images" / "train").glob("*.png"))[:NUM_IMAGES]
     config = ServerConfig(model=str(model), port=free_port(), allowed_image_roots=[images[0].parent])
-
-    def call(i: int) -> InferCall:
-        return InferCall(
-            infer_requests=[
-                RolloutInferRequest(
-                    messages=[{"role": "user", "content": "<image>Detect every digit."}],
-                    images=[str(images[n % len(images)])],
-                    uuid=f"{i}-{n}",
-                )
-                for n in range(num_requests)
-            ],
-            request_config=RequestConfig(max_tokens=IMAGE_MAX_TOKENS, temperature=1.0, seed=1000 * i),
-        )
+    messages = [{"role": "user", "content": "<image>Detect every digit."}]
+    chosen = [images[n % len(images)] for n in range(num_requests)]
+    requests = [RolloutInferRequest(messages=messages, images=[str(image)]) for image in chosen]
 
     async def rates_of(engine: VllmEngine) -> dict[str, list[float]]:
         with Client(config) as client, Served(engine, config):
             sides: dict[str, Side] = {
-                "through /infer/": lambda i: client.infer(call(i)),
-                "straight to the engine": lambda i: direct(engine, call(i)),
+                "http": lambda i: client.infer(_call(requests, i, IMAGE_MAX_TOKENS, seed=1000 * i)),
+                "direct": lambda i: direct(engine, _call(requests, i, IMAGE_MAX_TOKENS, seed=1000 * i)),
             }
             return await _take_turns(sides, engine, rounds)
 
     with _engine(config) as engine:
         rates = asyncio.run(rates_of(engine))
-    straight, over_http = rates["straight to the engine"], rates["through /infer/"]
     name = f"/infer/ against the engine, {num_requests} image requests"
     return [
-        sampled("tokens/s straight to the engine", straight, "tokens/s"),
-        sampled("tokens/s through /infer/", over_http, "tokens/s"),
-        _ratio(name, over_http, straight, WANTED_OF_ENGINE_IMAGES),
+        sampled("tokens/s straight to the engine", rates["direct"], "tokens/s"),
+        sampled("tokens/s through /infer/", rates["http"], "tokens/s"),
+        _ratio(name, rates["http"], rates["direct"], WANTED_OF_ENGINE_IMAGES),
     ]
 
 
@@ -186,6 +183,7 @@ def _text(size: models.Size, folder: Path, num_requests: int, rounds: int) -> li
         gpu_memory_utilization=0.5,
         engine_args={"kv_cache_memory_bytes": KV_CACHE_BYTES} if on_gpu else {},
     )
+    requests = [RolloutInferRequest(messages=[{"role": "user", "content": _prompt(n)}]) for n in range(num_requests)]
     with supervised() as processes:
         trl = None
         if TrlServer.is_installed() and torch.cuda.device_count() > 1:
@@ -194,50 +192,43 @@ def _text(size: models.Size, folder: Path, num_requests: int, rounds: int) -> li
         else:
             say("TRL's server is left out: it needs `trl` and a second GPU")
         with _engine(config) as engine:
-            rates, by_batch_size = asyncio.run(_text_rates(engine, config, trl, num_requests, rounds))
-    points = [
-        Figure(name=f"{size}, decode_batch_size {n}", value=rate, unit="tokens/s") for n, rate in by_batch_size.items()
+            rates, by_batch_size = asyncio.run(_text_rates(engine, config, trl, requests, rounds))
+    points = by_batch_size.items()
+    return [
+        *text_figures(size, num_requests, rates),
+        *(Figure(name=f"{size}, decode_batch_size {n}", value=rate, unit="tokens/s") for n, rate in points),
     ]
-    return [*text_figures(size, num_requests, rates), *points]
 
 
 async def _text_rates(
-    engine: VllmEngine, config: ServerConfig, trl: TrlServer | None, num_requests: int, rounds: int
+    engine: VllmEngine,
+    config: ServerConfig,
+    trl: TrlServer | None,
+    requests: Sequence[RolloutInferRequest],
+    rounds: int,
 ) -> tuple[dict[str, list[float]], dict[int, float]]:
     """By side, and by `decode_batch_size`."""
-
-    def call(i: int, seed: int | None) -> InferCall:
-        requests = [
-            RolloutInferRequest(messages=[{"role": "user", "content": _prompt(n)}], uuid=f"{seed}-{i}-{n}")
-            for n in range(num_requests)
-        ]
-        return InferCall(
-            infer_requests=requests,
-            request_config=RequestConfig(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed),
-        )
-
     with Client(config) as client, Served(engine, config):
         sides: dict[str, Side] = {
-            "straight to the engine": lambda i: direct(engine, call(i, None)),
-            "through /infer/": lambda i: client.infer(call(i, None)),
-            "through /infer/, a seed per request": lambda i: client.infer(call(i, i)),
+            "straight to the engine": lambda i: direct(engine, _call(requests, i, MAX_TOKENS, seed=None)),
+            "through /infer/": lambda i: client.infer(_call(requests, i, MAX_TOKENS, seed=None)),
+            "through /infer/, a seed per request": lambda i: client.infer(_call(requests, i, MAX_TOKENS, seed=i)),
         }
         if trl is not None:
-            sides |= await asyncio.to_thread(_trl_sides, trl, engine, num_requests)
+            sides |= await asyncio.to_thread(_trl_sides, trl, engine, requests)
         rates = await _take_turns(sides, engine, rounds)
         if trl is not None:
             await asyncio.to_thread(trl.stop)
-        return rates, await asyncio.to_thread(_rates_by_batch_size, config, num_requests)
+        return rates, await asyncio.to_thread(_rates_by_batch_size, config, len(requests))
 
 
 def _prompt(index: int) -> str:
     return f"{index}: name every digit of the picture, and where it is, in the order in which one reads."
 
 
-def _trl_sides(server: TrlServer, engine: VllmEngine, num_requests: int) -> dict[str, Side]:
+def _trl_sides(server: TrlServer, engine: VllmEngine, requests: Sequence[RolloutInferRequest]) -> dict[str, Side]:
     """TRL's client as its trainers call it (the sampled tokens' log-probabilities come along), and without those."""
     client = server.client()
-    requests = [RolloutInferRequest(messages=[{"role": "user", "content": _prompt(n)}]) for n in range(num_requests)]
     prompts = [engine._renderer.render(request).token_ids for request in requests]
 
     def generate(logprobs: int | None) -> int:
@@ -280,16 +271,12 @@ def _rates_by_batch_size(config: ServerConfig, most: int) -> dict[int, float]:
         }
         backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=batch_size)
         backend.connect()
+        messages = [
+            ({"role": "user", "content": _prompt(n)},) for n in range(4 * batch_size if batch_size < 64 else 256)
+        ]
         samples = [
-            Sample(
-                sample_id=str(n),
-                messages=({"role": "user", "content": _prompt(n)},),
-                images=(),
-                objects=(),
-                width=1,
-                height=1,
-            )
-            for n in range(4 * batch_size if batch_size < 64 else 256)
+            Sample(sample_id=str(n), messages=m, images=(), objects=(), width=1, height=1)
+            for n, m in enumerate(messages)
         ]
         begin = time.perf_counter()
         rollouts = backend.generate(samples, global_step=1, micro_step_idx=0, first_req_idx=0)

@@ -25,10 +25,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
 import typer
@@ -369,12 +369,7 @@ _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _POLL_S = 0.2
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-R = TypeVar("R", bound=Named)
+R = TypeVar("R")  # what runs: `Run`, but nothing here looks into it
 
 
 @dataclass(kw_only=True)
@@ -388,7 +383,7 @@ class Slot(Generic[R]):
     server: Server | None = None
     learner: LearnerRun | None = None
     run: R | None = None
-    began: float = field(default=0.0)
+    began: float = 0.0
 
     @property
     def lost(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.figures import markdown_table
 from bench.runs import read_events, steps_of
 from learner.run.checkpoint import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
@@ -155,17 +156,21 @@ def markdown(summary: Mapping[str, Any], order: Sequence[str]) -> str:
     if not arms:
         return "no run has ended\n"
     head = ["arm", "seeds", "steps", "train s", *SHOWN, *(f"F1@0.5 minus {other}" for other in COMPARED_WITH)]
-    lines = [f"{summary['scenes']} held-out scenes, greedy rollouts, 95% intervals over scenes and seeds", ""]
-    lines += ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    for name in (name for name in order if name in arms):
-        arm = arms[name]
-        cells = [name, str(len(arm["seeds"])), f"{arm['steps']:g}", f"{arm['train_s']:.0f}"]
-        cells += [_cell(arm["metrics"][metric]) for metric in SHOWN]
-        cells += [
-            _cell(arm["minus"][other]["f1@0.5"], sign="+") if other in arm["minus"] else "" for other in COMPARED_WITH
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    title = f"{summary['scenes']} held-out scenes, greedy rollouts, 95% intervals over scenes and seeds"
+    rows = [_cells(name, arms[name]) for name in order if name in arms]
+    return "\n".join([title, "", *markdown_table(head, rows)]) + "\n"
+
+
+def _cells(name: str, arm: Mapping[str, Any]) -> list[str]:
+    minus = [arm["minus"].get(other) for other in COMPARED_WITH]
+    return [
+        name,
+        str(len(arm["seeds"])),
+        f"{arm['steps']:g}",
+        f"{arm['train_s']:.0f}",
+        *(_cell(arm["metrics"][metric]) for metric in SHOWN),
+        *("" if other is None else _cell(other["f1@0.5"], sign="+") for other in minus),
+    ]
 
 
 def _cell(value: Mapping[str, float], *, sign: str = "") -> str:

@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.figures import circumstances
+from bench.figures import circumstances, markdown_table
 from bench.models import VisionSize, vision_model
 from bench.runs import (
     Events,
@@ -319,28 +319,26 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line per mode."""
     head = ["GPUs", "mode", "steps/s", "rollout, learn, sync, wait s of a step", "busy GPUs", "syncs", "s each"]
     head += ["GB synced", "MB written by all", "large new files"]
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
-    for row in rows:
-        if "error" in row:
-            cells = [row["topology"], row["mode"], str(row["error"]).replace("\n", " ")[:200]]
-            lines.append("| " + " | ".join(cells + [""] * (len(head) - len(cells))) + " |")
-            continue
-        phases = row["phases_s"]
-        rollout_s = phases["rollout_s"] + row["hidden_rollout_s"]
-        cells = [
-            row["topology"],
-            row["mode"],
-            f"{row['steps_per_s']:.2f}",
-            f"{rollout_s:.2f}, {phases['learn_s']:.2f}, {phases['sync_s']:.2f}, {phases['wait_s']:.2f}",
-            ", ".join(f"{use['busy_mean']:.0%}" for use in row["gpus"].values()),
-            str(row["syncs"]),
-            f"{row['sync_s']:.3f}",
-            f"{row['synced_bytes'] / 1e9:.2f}",
-            f"{sum(row['written_bytes'].values()) / 1e6:.1f}",
-            ", ".join(row["new_large_files"]) or "none",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(markdown_table(head, map(_cells, rows))) + "\n"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["topology"], row["mode"], str(row["error"]).replace("\n", " ")[:200]]
+    phases = row["phases_s"]
+    rollout_s = phases["rollout_s"] + row["hidden_rollout_s"]
+    return [
+        row["topology"],
+        row["mode"],
+        f"{row['steps_per_s']:.2f}",
+        f"{rollout_s:.2f}, {phases['learn_s']:.2f}, {phases['sync_s']:.2f}, {phases['wait_s']:.2f}",
+        ", ".join(f"{use['busy_mean']:.0%}" for use in row["gpus"].values()),
+        str(row["syncs"]),
+        f"{row['sync_s']:.3f}",
+        f"{row['synced_bytes'] / 1e9:.2f}",
+        f"{sum(row['written_bytes'].values()) / 1e6:.1f}",
+        ", ".join(row["new_large_files"]) or "none",
+    ]
 
 
 if __name__ == "__main__":

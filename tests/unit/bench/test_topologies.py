@@ -14,7 +14,7 @@ import typer
 from bench import topologies
 from bench.runs import Server
 from bench.topologies import MODES, WARM_UP_STEPS, Topology, Workload, markdown, run_config, summary, taken_away
-from bench.watch import family, read_smi, watch
+from bench.watch import family, gpu_use, peak_memory, read_smi, watch
 from deploy.launch import Process
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
@@ -65,6 +65,33 @@ def test_utilisation_is_read_per_gpu_and_a_cut_line_is_left_out() -> None:
     assert (use[0].busy_mean, use[0].memory_mib) == (0.75, 6000.0)
     assert use[1].busy_median == pytest.approx(0.1)
     assert read_smi("") == {}
+
+
+SMI = """#!/bin/sh
+while true; do echo "3, 50, 700"; echo "3, 100, 900"; touch "$0.ran"; sleep 0.02; done
+"""
+
+
+def test_gpus_are_sampled_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program in nvidia-smi's place, which prints what that would."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with gpu_use(20, ["3"]) as use:
+        while not (tmp_path / "nvidia-smi.ran").exists():
+            time.sleep(0.05)
+        assert use == {}
+    assert list(use) == [3]
+    assert use[3].memory_mib == 900.0
+    assert use[3].busy_mean == pytest.approx(0.75, abs=0.26)
+
+
+def test_the_most_memory_that_a_program_held_is_kept() -> None:
+    code = "import time; held = b'x' * (64 << 20); time.sleep(1.5); del held; time.sleep(1)"
+    holder = subprocess.Popen([sys.executable, "-c", code])
+    with peak_memory({"holder": holder.pid}) as peaks:
+        holder.wait(30)
+    assert peaks["holder"] > 64 << 20
 
 
 WRITER = """
