@@ -1,7 +1,7 @@
-"""From a configuration to who generates and how weights get there: the backend, and its weight sync.
+"""From a configuration to the rollout backend and its weight sync.
 
-Both reach the servers, or have started the colocated engine, before they are given out, so that what is wrong there is
-told before the first step. Called by `learner.build`, which closes them.
+Both have reached the servers, or have started the colocated engine, when they are returned, so that errors appear
+before the first step.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ def connect_backend(
     log: MetricsLog,
     timeline: Timeline,
 ) -> Backend:
-    """Ready to generate. Raises ServerError where a configured server isn't, ConfigError where an engine can't be."""
+    """A backend that is ready to generate. Raises ServerError if a configured server is not ready, ConfigError if an
+    engine cannot start."""
 
     def on_call(record: RolloutCallLog) -> None:
         timeline.call(record)
         log.write("rollout_call", record)
-        if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
+        if not ranks.is_main:  # other ranks write no metrics; their seeds and chunks are in their logs (R15)
             logging.getLogger("learner.rollout").info("%s", record)
 
     rollouts, seed = config.rollout_matching, config.training.seed
