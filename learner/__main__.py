@@ -3,11 +3,11 @@
     torchrun -m learner --config run.yaml                        train
     python -m learner --config run.yaml                          train, one rank
     python -m learner --config run.yaml --check [--probe]        validate; print the resolved plan as JSON
-    python -m learner doctor --config run.yaml [--launch F]      what usually goes wrong, checked before a run
-    python -m learner export --checkpoint DIR --out DIR          a checkpoint's merged weights, ready to serve
+    python -m learner doctor --config run.yaml [--launch F]      check what usually goes wrong before a run
+    python -m learner export --checkpoint DIR --out DIR          write a checkpoint's merged weights, ready to serve
 
-Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. Errors are one message, never
-a traceback; programmers' errors keep theirs. `--check` imports neither torch nor transformers.
+Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. A user error is one message
+without a traceback; a bug keeps its traceback. `--check` imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from learner.run import environment as vllm_environment
-from learner.run.environment import GLOO_VARIABLE, gloo_interface
+from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
 from shared.errors import CollectiveError, ProjectError
 
-# A rank that lost another waits this long: torchrun then sees the one that failed first, and ends this one.
+# A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 
 
@@ -63,10 +62,10 @@ def _train_or_check(arguments: Sequence[str]) -> int:
     from learner.config.load import load_config
     from learner.config.rules import colocates
 
-    # Mistakes are told before torch is loaded.
+    # A wrong configuration is reported before torch is loaded.
     config = load_config(args.config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     if colocates(config):
-        vllm_environment.prepare(os.environ)
+        prepare_for_vllm(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
     from learner.build import train

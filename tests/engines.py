@@ -21,7 +21,7 @@ from learner.policy.lora import AdapterWeights
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.rollout.colocate import ColocatedEngine
-from learner.run import environment as vllm_environment
+from learner.run.environment import prepare_for_vllm
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
@@ -51,7 +51,7 @@ def start(
     lora_rank: int = 0,
 ) -> ColocatedEngine:
     environment: dict[str, str] = {}
-    vllm_environment.prepare(environment)
+    prepare_for_vllm(environment)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own
         for name, value in environment.items():

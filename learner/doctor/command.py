@@ -1,7 +1,7 @@
-"""`python -m learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints a line each.
+"""`python -m learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints one line each.
 
-Works with no server up, and says what it could not check. Exit code 0 when nothing failed, else 1; a configuration that
-can't be read is told as `--check` tells it, with 2. Called by `learner/__main__.py`.
+Works without a running server, and says what it could not check. Exit code 0 if nothing failed, else 1. If the
+configuration cannot be read, the output is that of `--check`, and the exit code 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.data.check import count_samples, splits
 from learner.doctor import machine, servers
-from learner.doctor import machine as network
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
 from shared.errors import ProjectError
@@ -45,9 +44,9 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("disk", machine.disk_space),
     ("proxies", machine.proxies),
     ("annotations", annotation_files),
-    ("devices", network.devices),
-    ("group ports", network.group_ports),
-    ("broadcast", network.local_broadcast),
+    ("devices", machine.devices),
+    ("group ports", machine.group_ports),
+    ("broadcast", machine.local_broadcast),
     ("servers", servers.reachable),
     ("ready", servers.ready),
     ("model", servers.same_model),
@@ -59,13 +58,13 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run all checks; the exit code. Raises ConfigErrors where the configuration is wrong."""
+    """Run all checks and return the exit code. Raises ConfigErrors if the configuration is wrong."""
     parser = argparse.ArgumentParser(prog="learner doctor", description="Check what usually goes wrong before a run.")
     parser.add_argument("--config", required=True, help="run.yaml")
     parser.add_argument("--launch", help="launch.yaml, to check which devices servers and learner get")
     parser.add_argument("--world-size", type=int, default=1, help="number of learner ranks")
     args = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)  # what libraries have to say; the findings are the output
+    logging.disable(logging.WARNING)  # the findings are the output, not what libraries log
     config = load_config(args.config, world_size=args.world_size, env=environment)
     situation = Situation(
         config=config, plan=resolve(config, args.world_size), environment=environment, launch_path=args.launch
@@ -83,19 +82,20 @@ def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def report(checks: Sequence[tuple[str, Check]], situation: Situation) -> int:
-    """Run and print each check as it ends; 1 where one failed."""
+    """Run the checks and print each as it ends. Returns 1 if one failed, else 0."""
     console = Console(highlight=False, soft_wrap=True)
     width = max(len(name) for name, _ in checks)
     verdicts = []
     for name, check in checks:
         finding = check(situation)
         verdicts.append(finding.verdict)
-        console.print(f"{name:<{width}}  [{_COLOURS[finding.verdict]}]{finding.verdict:<7}[/]  {escape(told(finding))}")
+        verdict = f"[{_COLOURS[finding.verdict]}]{finding.verdict:<7}[/]"
+        console.print(f"{name:<{width}}  {verdict}  {escape(one_line(finding))}")
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _COLOURS if verdict in verdicts)
     console.print(f"[bold]{counts}[/]")
     return 1 if "fail" in verdicts else 0
 
 
-def told(finding: Finding) -> str:
-    """What was found and what to do, on one line."""
+def one_line(finding: Finding) -> str:
+    """What was found, and what to do, on one line."""
     return " ".join(f"{finding.text} -> {finding.remedy}".split()) if finding.remedy else " ".join(finding.text.split())

@@ -1,7 +1,7 @@
-"""What a check is given, and what it says.
+"""What a check gets, and what it returns.
 
-Invariants: a check never raises for what it finds; a `Situation` is looked at, never changed. `Situation.servers` is
-filled once, so that a dozen checks cost one round of calls.
+Invariants: a check does not raise for what it finds, and does not change its `Situation`. `Situation.servers` is filled
+once, so that a dozen checks cost one round of calls.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Verdict = Literal["ok", "warn", "fail", "skipped"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One line: `text` is what was found (for `skipped`: why nothing was), `remedy` what to do about it."""
+    """One line: `text` is what was found (for `skipped`: why nothing was checked), `remedy` is what to do."""
 
     verdict: Verdict
     text: str
@@ -30,7 +30,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenServer:
-    """A configured server: its status, or why there is none, and how it scored the situation's probe."""
+    """A configured server: its status, or why there is none, and its scores of the situation's probe."""
 
     base_url: str
     group_port: int
@@ -42,7 +42,7 @@ class SeenServer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """All that checks look at."""
+    """Everything that checks look at."""
 
     config: RunConfig
     plan: Plan
@@ -78,5 +78,5 @@ def skipped(why: str) -> Finding:
 
 
 def failed(error: ProjectError) -> Finding:
-    """An error as the finding that it is."""
+    """An error as a finding."""
     return fail(f"{error.what}: {error.found}" if error.found else error.what, error.remedy)

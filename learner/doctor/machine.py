@@ -1,7 +1,4 @@
-"""Checks of this machine and its Python: versions, limits, memory, disk, environment.
-
-Checks of what lies between the two programs on this machine: devices, ports, and a broadcast.
-"""
+"""Checks of this machine: versions, limits, memory, disk, environment, devices, ports, and a broadcast."""
 
 from __future__ import annotations
 
@@ -32,6 +29,8 @@ MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = 1 << 30
 # Weights in their own type, and two float32 moments of each.
 CHECKPOINT_FACTOR = 1 + 2 * 2
+BROADCAST_BYTES = 1 << 20
+BROADCAST_TIMEOUT_S = 10.0
 
 
 def python_version(situation: Situation) -> Finding:
@@ -43,11 +42,11 @@ def python_version(situation: Situation) -> Finding:
 
 
 def library_versions(situation: Situation) -> Finding:
-    """Installed distributions against the ranges of pyproject.toml; extras that are not installed are not missed."""
-    return judge_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], _installed())
+    """Installed distributions against the ranges of pyproject.toml. Extras may be missing."""
+    return compare_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], _installed())
 
 
-def judge_libraries(requirements: list[Requirement], installed: Mapping[str, str]) -> Finding:
+def compare_libraries(requirements: list[Requirement], installed: Mapping[str, str]) -> Finding:
     wrong = []
     for requirement in requirements:
         found = installed.get(_canonical(requirement.name))
@@ -80,7 +79,7 @@ def shared_memory(situation: Situation, folder: Path = Path("/dev/shm")) -> Find
 
 
 def disk_space(situation: Situation) -> Finding:
-    """Room for the checkpoints that the run keeps, reckoned from the size of the model's own files."""
+    """Space for the checkpoints that the run keeps, estimated from the size of the model's own files."""
     training = situation.config.training
     model = Path(situation.config.model.path)
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -88,8 +87,8 @@ def disk_space(situation: Situation) -> Finding:
     folder = next(path for path in [output_dir, *output_dir.parents] if path.exists())
     free = shutil.disk_usage(folder).free
     if not num_bytes:
-        return skipped(f"{_size(free)} free at {folder}; no *.safetensors in model.path {model} to reckon with")
-    kept = (training.save_total_limit or 1) + 1  # the new one is written before the oldest goes
+        return skipped(f"{_size(free)} free at {folder}; no *.safetensors in model.path {model} to estimate from")
+    kept = (training.save_total_limit or 1) + 1  # the new one is written before the oldest is deleted
     need = num_bytes * CHECKPOINT_FACTOR * kept
     text = f"{_size(free)} free at {folder}, {kept} checkpoints need about {_size(need)}"
     remedy = "free space, change training.output_dir, or lower training.save_total_limit"
@@ -97,7 +96,7 @@ def disk_space(situation: Situation) -> Finding:
 
 
 def proxies(situation: Situation) -> Finding:
-    """This project's own calls pass proxies by on the loopback; other clients of the same servers may not."""
+    """This project's own calls bypass proxies on the loopback. Other clients of the same servers may not."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     environment = {name.lower(): value for name, value in situation.environment.items()}
@@ -127,14 +126,10 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-BROADCAST_BYTES = 1 << 20
-BROADCAST_TIMEOUT_S = 10.0
-
-
 def devices(situation: Situation) -> Finding:
-    """Servers and learner of a launch file on devices of their own."""
+    """Servers and learner of a launch file have devices of their own."""
     if situation.launch_path is None:
-        return skipped("which devices servers and learner get is in launch.yaml: give it by --launch")
+        return skipped("launch.yaml says which devices servers and learner get: give it with --launch")
     try:
         launch = load_yaml(situation.launch_path)
     except ProjectError as error:
@@ -149,7 +144,7 @@ def devices(situation: Situation) -> Finding:
 
 
 def group_ports(situation: Situation) -> Finding:
-    """The servers listen there when a learner joins; only those of this machine can be tried."""
+    """Servers listen on these ports when a learner joins. Only the ports of this machine can be tried."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     mine = [entry for entry in situation.plan.servers if is_loopback(httpx.URL(entry.base_url).host)]
@@ -157,13 +152,13 @@ def group_ports(situation: Situation) -> Finding:
         return skipped("all servers are on other machines")
     taken = [entry.group_port for entry in mine if not is_free(entry.group_port)]
     if taken:
-        remedy = "end the learner that uses the servers, or change group_port"
+        remedy = "stop the learner that uses the servers, or change group_port"
         return warn(f"in use: {', '.join(map(str, taken))}", remedy)
     return ok(f"free: {', '.join(str(entry.group_port) for entry in mine)}")
 
 
 def local_broadcast(situation: Situation) -> Finding:
-    """1 MB from one thread to another through the communicator that carries weights on CPU."""
+    """1 MB from one thread to another, through the communicator that carries weights on CPU."""
     port = free_port()
     sent = torch.arange(BROADCAST_BYTES, dtype=torch.int64).to(torch.uint8)
     received = torch.zeros_like(sent)
@@ -183,7 +178,7 @@ def local_broadcast(situation: Situation) -> Finding:
         for side in sides:
             side.result()
     except ProjectError as error:
-        remedy = "see whether a firewall or GLOO_SOCKET_IFNAME keeps 127.0.0.1 from itself"
+        remedy = "check whether a firewall or GLOO_SOCKET_IFNAME blocks 127.0.0.1"
         return fail(f"gloo: {error}", remedy)
     if not torch.equal(sent, received):
         return fail("gloo delivered other bytes", "reinstall torch: make setup")

@@ -1,4 +1,4 @@
-"""Checks of the rollout servers, and of what both sides must have in common. All look at what `look.py` has seen."""
+"""Checks of the rollout servers, and of what both sides must have in common. They use what `look.py` has seen."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def reachable(situation: Situation) -> Finding:
     for server in situation.servers:
         if isinstance(server.error, ServerUnreachableError):
             return warn(
-                f"{server.base_url} does not answer: what needs it is not checked", "make serve, or make launch"
+                f"{server.base_url} does not answer; checks that need it are skipped", "make serve, or make launch"
             )
         if isinstance(server.error, DeadlineError):
-            found = f"{server.base_url} takes connections and does not answer: {server.error.found}"
-            return fail(found, "it hangs, is stopped, or is no rollout server: see its log, or start it anew")
+            found = f"{server.base_url} accepts connections but does not answer: {server.error.found}"
+            return fail(found, "it hangs, is stopped, or is not a rollout server: see its log, or restart it")
         if server.error is not None:
             return failed(server.error)
     return ok(", ".join(server.base_url for server in situation.servers))
@@ -40,17 +40,17 @@ def ready(situation: Situation) -> Finding:
             return fail(found, "run the same version of this project on both sides")
         if status.gate == "poisoned":
             found = f"{server.base_url} is poisoned: {status.poisoned_because}"
-            return warn(found, "the next learner's first sync mends it; nothing else can use it before")
+            return warn(found, "the next learner's first full sync fixes it; until then nobody can use it")
         if status.gate != "serving":
-            return warn(f"{server.base_url} is {status.gate}", "wait until the learner that uses it has ended")
+            return warn(f"{server.base_url} is {status.gate}", "wait until the learner that uses it has stopped")
         if status.in_flight or status.waiting:
             found = f"{server.base_url} has {status.in_flight + status.waiting} requests"
-            return warn(found, "let no two learners use one server")
+            return warn(found, "do not use one server for two learners")
     return _of_all(situation, lambda status: f"ver {status.ver}")
 
 
 def same_model(situation: Situation) -> Finding:
-    """The learner's model, and its sizes against those that the servers tell."""
+    """The learner's model can be read, and has the sizes that the servers report."""
     path = situation.config.model.path
     try:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
@@ -67,10 +67,10 @@ def same_model(situation: Situation) -> Finding:
 
 
 def adapters(situation: Situation) -> Finding:
-    """R08: where the run syncs its adapter alone, every server takes one of its rank."""
+    """R08: if the run syncs only its adapter, every server takes adapters of its rank."""
     config = situation.config
     if sync_mode(config) != "adapter":
-        return skipped("the run syncs all weights")
+        return skipped("the run syncs full weights")
     rank = config.model.lora.r if config.model.lora else 1
     for server, status in situation.statuses:
         try:
@@ -78,7 +78,7 @@ def adapters(situation: Situation) -> Finding:
         except ProjectError as error:
             if not config.rollout_matching.vllm.sync.fallback_to_full:
                 return failed(error)
-            return warn(f"{error.what}: {error.found}; the run will sync all weights", error.remedy)
+            return warn(f"{error.what}: {error.found}; the run will use full syncs", error.remedy)
     return _of_all(situation, lambda status: f"up to rank {status.max_lora_rank}")
 
 
@@ -93,16 +93,18 @@ def same_libraries(situation: Situation) -> Finding:
             theirs = there.get(name, "")
             if bool(mine) != bool(theirs):
                 found = f"{name}: {theirs or 'none'} at {server.base_url}, {mine or 'none'} here"
-                return fail(found, "weights travel through NCCL on GPUs, through gloo on CPU: put both sides on one")
+                return fail(found, "weights travel through NCCL on GPUs, through gloo on CPU: use one on both sides")
             if mine.split(".")[0] != theirs.split(".")[0]:
-                return fail(f"{name} {theirs} at {server.base_url}, {mine} here", "install the same torch on both")
+                return fail(
+                    f"{name} {theirs} at {server.base_url}, {mine} here", "install the same torch on both sides"
+                )
     mine = ", ".join(f"{name} {value}" for name, value in here.items() if value) or "CPU"
     prefix = f"{mine} on both sides; "
     return _of_all(situation, lambda status: f"vllm {status.versions.get('vllm', '?')}", prefix=prefix)
 
 
 def image(situation: Situation) -> Finding:
-    """One sample's images, read by the servers themselves."""
+    """The servers can read the images of one sample."""
     if (why := _no_probe(situation)) is not None:
         return why
     assert situation.probe is not None

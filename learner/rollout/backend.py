@@ -1,11 +1,8 @@
-"""Where rollouts come from. One protocol for the server, colocated vLLM and Hugging Face `generate`.
+"""Where rollouts come from: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
 
-Whether an error says that memory did not suffice. Called by the backends that generate beside the training state.
-
-What one `generate` call did, for the step's metrics and the log (R15, R30).
-
-In: a call as it begins, or ends. Out: its record, which also tells how long it took and what it failed with. Written by
-the backends, read by the trainer.
+`RolloutBackend` is the protocol. `Requests` is what a backend is asked for, with the seed of each request. A
+`RolloutCallLog` tells what one `generate_window` did, for the step's metrics and the log (R15, R30): each call with its
+seed, its time and its error. Backends write it, the trainer reads it.
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ from shared.seeds import request_seed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStep:
-    """What this rank rolls out for one micro-step. `first_req_idx` is its first request, counted over all ranks."""
+    """The rollouts of one micro-step on this rank. `first_req_idx` is the first one, counted over all ranks."""
 
     samples: Sequence[Sample]
     micro_step_idx: int
     first_req_idx: int
 
 
-class Place(NamedTuple):
-    """Where a request stands in its optimizer step; `req_idx` counts over all ranks."""
+class RequestIndex(NamedTuple):
+    """A request's position in its optimizer step; `req_idx` counts over all ranks."""
 
     micro_step_idx: int
     req_idx: int
@@ -40,26 +37,26 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """A window's requests in one line. A seed follows from its request's place only (R11), not from what is rolled out
+    """A window's requests in one line. A request's seed depends on its index only (R11), not on what is rolled out
     together."""
 
     samples: Sequence[Sample]
-    places: Sequence[Place]
+    indices: Sequence[RequestIndex]
     seeds: Sequence[int]
 
     @classmethod
     def of(cls, window: Sequence[MicroStep], *, run_seed: int, global_step: int) -> Requests:
         line = [(step, i) for step in window for i in range(len(step.samples))]
-        places = [Place(step.micro_step_idx, step.first_req_idx + i) for step, i in line]
+        indices = [RequestIndex(step.micro_step_idx, step.first_req_idx + i) for step, i in line]
         return cls(
             samples=[step.samples[i] for step, i in line],
-            places=places,
-            seeds=[request_seed(run_seed=run_seed, global_step=global_step, **place._asdict()) for place in places],
+            indices=indices,
+            seeds=[request_seed(run_seed=run_seed, global_step=global_step, **index._asdict()) for index in indices],
         )
 
 
 class RolloutBackend(Protocol):
-    """Rollouts by the weights of one version, one per sample, in order; never fewer. To be subclassed.
+    """Rollouts made with the weights of one version: exactly one per sample, in order. Backends subclass it.
 
     Raises ServerError, SyncError, RolloutError or DeadlineError.
     """
@@ -67,7 +64,7 @@ class RolloutBackend(Protocol):
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
     ) -> list[list[Rollout]]:
-        """Those of several micro-steps at once, between which the weights stay as they are: a list for each."""
+        """The rollouts of several micro-steps with the same weights: a list for each."""
         ...
 
     def generate(
@@ -79,7 +76,7 @@ class RolloutBackend(Protocol):
         first_req_idx: int,
         greedy: bool = False,
     ) -> list[Rollout]:
-        """Those of one micro-step."""
+        """The rollouts of one micro-step."""
         window = [MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)]
         (rollouts,) = self.generate_window(window, global_step=global_step, greedy=greedy)
         return rollouts
@@ -88,36 +85,36 @@ class RolloutBackend(Protocol):
 
 
 def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """All micro-steps' rollouts in one line, cut where each begins."""
+    """Rollouts in one line, as a list for each micro-step."""
     line = iter(rollouts)
     return [[next(line) for _ in step.samples] for step in window]
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On CPU torch has no type for it, only words."""
+    """Whether memory was too small. On CPU torch has no error type for it, only words."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallRecord:
-    """One `/infer/` call as it ended; `error` is empty where it was answered."""
+    """One call after its end; `error` is empty if it was answered."""
 
     base_url: str
     seed: int  # of its first request
-    micro_step_idx: int  # likewise
-    first_req_idx: int  # likewise, over all ranks
+    micro_step_idx: int  # of its first request
+    first_req_idx: int  # its first request, counted over all ranks
     num_requests: int
     seconds: float
     error: str = ""
-    began_at: float = 0.0  # Unix seconds; 0: in the learner's own process, whose phases tell when
+    began_at: float = 0.0  # Unix seconds; 0: the call ran in the learner's own process, whose phases say when
 
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCallLog:
-    """What one `generate_window` did, for the step's metrics (R15, R30). `splits` are (micro_step_idx, first_req_idx,
-    requests) sent again; `micro_step_idx` and `first_req_idx` those of the first request.
+    """What one `generate_window` did, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are those
+    of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent again.
 
-    A call that runs ahead of the steps belongs to none of them: there `micro_step_idx` is -1, and `global_step` the
+    A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, its `global_step` is the
     number of the rank's call.
     """
 
@@ -137,7 +134,7 @@ class RolloutCallLog:
 def begin_record(
     window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
 ) -> RolloutCallLog:
-    """The record of a window with at least one micro-step, before anything was generated."""
+    """The record of a window with at least one micro-step, before anything is generated."""
     return RolloutCallLog(
         global_step=global_step,
         micro_step_idx=window[0].micro_step_idx,
@@ -151,7 +148,7 @@ def begin_record(
 
 @contextmanager
 def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] | None) -> Iterator[None]:
-    """Around one `generate_window`: `on_call` hears of it at its end, also where it failed."""
+    """Around one `generate_window`: `on_call` gets the record at its end, also if it failed."""
     begin = time.monotonic()
     try:
         yield
@@ -163,7 +160,7 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 @contextmanager
 def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterator[None]:
-    """Around what is generated at once in the learner's own process; `name` stands where a server's URL would."""
+    """Around one generation in the learner's own process; `name` stands in place of a server's URL."""
     begin, error_text = time.monotonic(), ""
     try:
         yield
@@ -171,7 +168,7 @@ def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterato
         error_text = str(error)
         raise
     finally:
-        first = asked.places[0] if asked.places else Place(record.micro_step_idx, record.first_req_idx)
+        first = asked.indices[0] if asked.indices else RequestIndex(record.micro_step_idx, record.first_req_idx)
         ended = CallRecord(
             base_url=name,
             seed=asked.seeds[0] if asked.seeds else 0,

@@ -1,21 +1,21 @@
 """Rollouts by vLLM inside the learner's job: `vllm.mode: colocate` (R02, R03, R04, R10, R11, R21).
 
-In: samples of this rank. Out: one rollout per sample, in order, by the weights last synced. Ranks that share an engine
-(`tensor_parallel_size` of them) bring their requests together, and each takes back its own; a request's seed follows
-from its place over all ranks, as everywhere. Invariants: the engine makes the prompt's image tokens itself, from the
-pictures, so that the prompt-prefix check compares two renderings; no rollout is made by weights that were not checked.
-With engines over several ranks `generate` is collective, also for a rank without samples. Built by `connect.py`.
-
-vLLM inside the learner's own process, on its device: the only file of the learner that speaks vLLM's API (R02, R04).
-
-In: prompts with seeds, weights. Out: generations, scores, an account of a weight load, or an error of the project's
-tree. One engine per `tensor_parallel_size` ranks, each of which runs the same requests in the same order. Invariants:
-- whatever vLLM does is done `awake`: training state is offloaded, and on CUDA the engine sleeps before and afterwards
-  (vLLM for CPU knows no sleep, and shares no device memory with training);
-- training's random generators are as before;
+`ColocatedEngine` is vLLM in the learner's own process, on its device; it is the only code of the learner that speaks
+vLLM's API. One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order.
+Invariants:
+- whatever vLLM does, it does inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and
+  after (vLLM for CPU has no sleep mode, and shares no device memory with training);
+- the random generators of training are left as they were;
 - `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
 - the adapter that was loaded last answers, until all weights are loaded.
-Used by `colocate.py` and `learner/sync/colocated.py`. Needs `vllm_environment.py`.
+
+`ColocateBackend` makes rollouts with it. In: samples of this rank. Out: one rollout per sample, in order, by the
+weights last synced. Ranks that share an engine bring their requests together, and each takes back its own; a request's
+seed follows from its index over all ranks, as everywhere. With engines over several ranks `generate` is collective,
+also for a rank without samples. Invariants: the engine makes the image tokens of a prompt itself, from the images, so
+the prompt-prefix check compares two renderings; no rollout is made with unchecked weights.
+
+`learner/run/environment.py` must have prepared the environment before vLLM is imported.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
-ELSEWHERE = "or roll out elsewhere: vllm.mode: server, or rollout_backend: hf"
+ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
+NAME = "colocate"  # in call records, in place of a server's URL
 
 
 class ColocatedEngine:
-    """`model` is a checkpoint with the architecture of the trained model; its weights are overwritten by each sync.
-    `lora_rank`: of the adapters to be loaded, 0 for none (which decodes a little faster)."""
+    """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. `lora_rank`
+    is the rank of the adapters that will be loaded; 0: none, which decodes a little faster."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class ColocatedEngine:
         offload: Offload,
         lora_rank: int = 0,
     ) -> None:
-        """Start the engine; collective. Raises ConfigError where vLLM can't with these settings and this memory."""
+        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
         self.ver: int | None = None
         self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
         self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
@@ -124,24 +125,24 @@ class ColocatedEngine:
                 self._sleep()
 
     def generate(self, prompts: Sequence[Prompt], config: RequestConfig, seeds: Sequence[int]) -> list[Generation]:
-        """One response per prompt and seed, in order; at most `decode_batch_size` of them per device are decoded at
-        once. Raises PromptTooLongError, RolloutError."""
+        """One response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at once.
+        Raises PromptTooLongError, RolloutError."""
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), config.max_tokens)
         outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
-        for output in outputs:  # images are only widened inside vLLM
+        for output in outputs:  # only vLLM expands the images
             self._check_length(len(output.prompt_token_ids), config.max_tokens)
         return [read_generation(output, self._stop_token_ids) for output in outputs]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
-        """Natural log-probabilities of each response after its prompt. Raises as `generate`."""
+        """Natural log-probabilities of each response after its prompt. Raises as `generate` does."""
         asked = [scoring(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
         outputs = self._run([whole for whole, _ in asked], [params for _, params in asked])
         return [read_scores(output, len(ids)) for output, ids in zip(outputs, responses, strict=True)]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite the served weights, account for every parameter, and forget what was computed with the old ones.
-        The adapter is taken off.
+        """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.
+        The adapter is removed.
 
         Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
         """
@@ -153,7 +154,7 @@ class ColocatedEngine:
             self._take(weights, WeightLoad(*model))
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put the adapter in place of the last one, over the weights that are served. Raises as `load`."""
+        """Replace the last adapter; the served weights stay. Raises as `load` does."""
         self.ver = None
         self._take(weights, AdapterLoad(self._runner.lora_manager))
         self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
@@ -173,12 +174,12 @@ class ColocatedEngine:
             load.close()
         engine = self._llm.llm_engine
         if not engine.reset_prefix_cache():
-            raise SyncError("the colocated engine's prefix cache can't be reset", found="blocks in use")
+            raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
         engine.reset_mm_cache()
         engine.reset_encoder_cache()
 
     def close(self) -> None:
-        """Give up the engine's memory, and the process group that it made where the job has none."""
+        """Free the engine's memory, and leave the process group that it made if the job has none."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         self._llm.llm_engine.engine_core.shutdown()
@@ -194,14 +195,14 @@ class ColocatedEngine:
             adapt_linear_layers_only()
         try:
             return LLM(**self._engine_args(folder))
-        except Exception as error:  # vLLM raises what it likes
+        except Exception as error:  # vLLM raises errors of any type
             raise ConfigError(
                 f"{ROLLOUT}.vllm: the colocated engine does not start",
                 found=f"{type(error).__name__}: {str(error)[:500]}",
                 wanted="a model that vLLM loads, and memory for it and its KV cache beside the training state",
-                remedy="where memory is short: other gpu_memory_utilization (cpu_kv_cache_gib without a GPU), a lower "
-                f"max_model_len or decode_batch_size, offload.enabled: true, {ELSEWHERE}"
-                + ("; where the model takes no adapters: enable_lora: false" if self.max_lora_rank else ""),
+                remedy="if memory is short, change gpu_memory_utilization (cpu_kv_cache_gib without a GPU), lower "
+                f"max_model_len or decode_batch_size, set offload.enabled: true, {ELSEWHERE}"
+                + ("; if the model takes no adapters, set enable_lora: false" if self.max_lora_rank else ""),
             ) from error
 
     def _engine_args(self, folder: str) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class ColocatedEngine:
         return args
 
     def _sleep(self) -> None:
-        """Weights go to host memory, the KV cache is given up."""
+        """Move the weights to host memory and free the KV cache."""
         if self._sleeps:
             self._llm.sleep(level=1)
 
@@ -237,7 +238,7 @@ class ColocatedEngine:
         try:
             asked = [prompt.for_engine() for prompt in prompts]
             return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
-        except ValueError as error:  # what vLLM raises for a request that it does not take
+        except ValueError as error:  # vLLM refuses a request
             if says_too_long(error):
                 raise self._too_long(str(error)) from error
             raise RolloutError("the colocated engine refuses a request", found=str(error)[:500]) from error
@@ -271,7 +272,7 @@ class ColocatedEngine:
 
 
 def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """As many tensors at a time as may be held beside the model, for merged ones are made on the way."""
+    """A few tensors at a time: merged ones are made on the way and need memory beside the model."""
     piece: list[tuple[str, torch.Tensor]] = []
     for named in weights:
         piece.append(named)
@@ -284,7 +285,7 @@ def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tup
 
 @contextmanager
 def _keeping_random_state(device: torch.device) -> Iterator[None]:
-    """vLLM seeds every generator of the process at its start, and draws from torch's now and then."""
+    """Restore every random generator: vLLM seeds all of them at its start, and sometimes draws from torch's."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -294,11 +295,8 @@ def _keeping_random_state(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-NAME = "colocate"  # in call records, where a server's URL would be
-
-
 class ColocateBackend(RolloutBackend):
-    """`on_call` hears of every `generate_window`, also of one that failed."""
+    """`on_call` gets the record of every `generate_window`, also of one that failed."""
 
     def __init__(
         self,
@@ -310,7 +308,7 @@ class ColocateBackend(RolloutBackend):
         ranks: Ranks,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
-        """Raises ConfigError where the engine has no room for a prompt, or can't decode so."""
+        """Raises ConfigError if the engine has no room for a prompt, or does not have the decode mode."""
         self.engine, self.chunk = engine, config.decode_batch_size
         self._encoder, self._run_seed, self._ranks, self._on_call = encoder, run_seed, ranks, on_call
         self._decoding = {greedy: request_config(config.decoding, greedy=greedy) for greedy in (False, True)}
@@ -325,7 +323,7 @@ class ColocateBackend(RolloutBackend):
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`. Raises SyncError before the first sync and after one that failed."""
+        """See `RolloutBackend`. Raises SyncError before the first sync, and after a failed one."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         if not asked.samples and self.engine.tensor_parallel_size == 1:
             return [[] for _ in window]
@@ -343,7 +341,7 @@ class ColocateBackend(RolloutBackend):
                 "the colocated engine's weights are not known to be right",
                 found="no sync that was completed and checked",
                 wanted="a sync before the rollouts",
-                remedy="see why the last sync failed",
+                remedy="look in the log why the last sync failed",
             )
         generations = self._generate_together(samples, seeds, greedy)
         return [
@@ -360,7 +358,7 @@ class ColocateBackend(RolloutBackend):
         ]
 
     def _generate_together(self, samples: Sequence[Sample], seeds: Sequence[int], greedy: bool) -> list[Generation]:
-        """This rank's generations, out of those of all ranks that share its engine."""
+        """This rank's generations, made together with those of all ranks that share its engine."""
         shares, mine = [(samples, seeds)], 0
         size = self.engine.tensor_parallel_size
         if size > 1:

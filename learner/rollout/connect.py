@@ -1,4 +1,4 @@
-"""From a configuration to who generates and how weights get there: the backend, and its weight sync.
+"""From a configuration to the rollout backend and its weight sync.
 
 Both have reached the servers, or started the colocated engine, before they are returned. So what is wrong there is
 reported before the first step. Whoever calls closes them.
@@ -48,12 +48,13 @@ def connect_backend(
     log: MetricsLog,
     timeline: Timeline,
 ) -> Backend:
-    """Ready to generate. Raises ServerError where a configured server isn't, ConfigError where an engine can't be."""
+    """A backend that is ready to generate. Raises ServerError if a configured server is not ready, ConfigError if an
+    engine cannot start."""
 
     def on_call(record: RolloutCallLog) -> None:
         timeline.call(record)
         log.write("rollout_call", record)
-        if not ranks.is_main:  # whose metrics are not written: seeds and chunks of every rank are on disk (R15)
+        if not ranks.is_main:  # other ranks write no metrics; their seeds and chunks are in their logs (R15)
             logging.getLogger("learner.rollout").info("%s", record)
 
     rollouts, seed = config.rollout_matching, config.training.seed

@@ -1,19 +1,16 @@
-"""Which request goes to which server, and how many may be in flight there (SPEC.md D4; R07, R21, R23).
+"""Which request goes to which server, and how many may be in flight there (SPEC.md D4; R07, R21, R23, R30).
 
-In: the number of requests of this rank, its place among the learner ranks, the servers' world sizes and
-`decode_batch_size`. Out: contiguous spans of requests, in request order, and a cap per server. Pure: every rank
-computes its own part without talking to the others, and where all ranks have the same number of requests, they
-together never hold more than `decode_batch_size * s_i` sequences on server `i`. Called by `server.py`.
+`distribute` is pure. In: the number of this rank's requests, the rank, the servers' world sizes, `decode_batch_size`.
+Out: contiguous spans of requests in request order, and a cap per server. Every rank computes its own part without
+talking to the others. If all ranks have the same number of requests, they together never hold more than
+`decode_batch_size * s_i` sequences on server `i`.
 
-The line of slots: `W` ranks with `n` requests each lay `G = W * n` slots; server `i` owns the next `ceil(G * s_i /
-T)` of them, `T = sum(s_i)`; rank `r` owns `[r * n, (r + 1) * n)`.
+The line of slots: `W` ranks with `n` requests each lay `G = W * n` slots. Server `i` owns the next `ceil(G * s_i / T)`
+of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`.
 
-One server's lane through a `generate` call: batches wait, fly and come back (R21, R30).
-
-In: spans of request indices for one server, its cap, and `send`, which turns a batch into rollouts. Invariants: never
-more than `cap` requests in flight; batches start in request order, and the next one as soon as it fits; a batch that
-fails is split in halves and sent again; a single request that fails twice, or an error that repeating can't mend,
-ends the lane. Called by `server.py`.
+A `ServerQueue` sends one server's spans, in batches. Invariants: never more than `cap` requests are in flight; batches
+start in request order, and the next one as soon as it fits; a batch that fails is split in halves and sent again; a
+single request that fails twice, or an error that repeating cannot fix, ends the queue.
 """
 
 from __future__ import annotations
@@ -37,10 +34,24 @@ from shared.errors import (
     ServerUnreachableError,
 )
 
+R = TypeVar("R")
+log = logging.getLogger("learner.rollout")
+
+CALLS_IN_FLIGHT = 4  # a queue longer than its cap sends batches of a quarter of the cap, so that it can refill
+FINAL_ERRORS = (
+    RequestError,
+    ConfigError,
+    PromptMismatchError,
+    ServerUnreachableError,
+    ServerBusyError,
+    ServerPoisonedError,
+    ServerMismatchError,
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """This rank's requests `[start, stop)` go to `server` (an index into the configured list)."""
+class ServerSpan:
+    """This rank's requests `[start, stop)`, which go to `server` (an index into the configured list)."""
 
     server: int
     start: int
@@ -54,14 +65,14 @@ class Span:
 class Distribution:
     """`spans` cover this rank's requests in order; `caps[i]` bounds its requests in flight on server `i`."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[ServerSpan, ...]
     caps: tuple[int, ...]
 
 
 def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num_ranks: int) -> int:
     """Requests that one rank may have in flight over all servers: `floor(decode_batch_size * T / W)`.
 
-    Raises ConfigError where that is zero: then the cap can't be kept while every rank sends at least one request (R23).
+    Raises ConfigError if that is zero: the cap cannot hold while every rank sends at least one request (R23).
     """
     total = sum(server_world_sizes)
     chunk = decode_batch_size * total // num_ranks
@@ -79,21 +90,20 @@ def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num
 def distribute(
     num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> Distribution:
-    """The formula D4 for one rank and one call. Raises ConfigError as `chunk_size` does.
+    """Formula D4 for one rank and one call. Raises ConfigError as `chunk_size` does.
 
-    With more than `chunk` requests, a server on which the rank's cap is zero hands its slots to the next one, in
-    order and cyclically, that has a cap: the only case in which one server may own two spans.
+    With more than `chunk` requests, a server on which the rank's cap is zero hands its slots to the next server, in
+    order and cyclically, that has a cap. Only then can one server own two spans.
     """
     chunk = chunk_size(decode_batch_size=decode_batch_size, server_world_sizes=server_world_sizes, num_ranks=num_ranks)
     spans = _owned_spans(num_requests, rank, num_ranks, server_world_sizes)
     if num_requests <= chunk:
         return Distribution(spans=spans, caps=_totals(spans, len(server_world_sizes)))
     caps = _totals(_owned_spans(chunk, rank, num_ranks, server_world_sizes), len(server_world_sizes))
-    moved = [Span(server=_next_with_cap(span.server, caps), start=span.start, stop=span.stop) for span in spans]
-    return Distribution(spans=_merge_neighbours(moved), caps=caps)
+    return Distribution(spans=_moved_to_caps(spans, caps), caps=caps)
 
 
-def _owned_spans(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[Span, ...]:
+def _owned_spans(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[ServerSpan, ...]:
     num_slots, total = num_ranks * num_requests, sum(sizes)
     first, last = rank * num_requests, (rank + 1) * num_requests
     spans, edge = [], 0
@@ -101,48 +111,27 @@ def _owned_spans(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[i
         begin, edge = edge, min(num_slots, edge + -(-num_slots * size // total))
         start, stop = max(begin, first), min(edge, last)
         if start < stop:
-            spans.append(Span(server=server, start=start - first, stop=stop - first))
+            spans.append(ServerSpan(server=server, start=start - first, stop=stop - first))
     return tuple(spans)
 
 
-def _totals(spans: Sequence[Span], num_servers: int) -> tuple[int, ...]:
+def _totals(spans: Sequence[ServerSpan], num_servers: int) -> tuple[int, ...]:
     return tuple(sum(len(span) for span in spans if span.server == i) for i in range(num_servers))
 
 
-def _next_with_cap(server: int, caps: Sequence[int]) -> int:
-    return next(i % len(caps) for i in range(server, server + len(caps)) if caps[i % len(caps)])
-
-
-def _merge_neighbours(spans: Sequence[Span]) -> tuple[Span, ...]:
-    merged: list[Span] = []
+def _moved_to_caps(spans: Sequence[ServerSpan], caps: Sequence[int]) -> tuple[ServerSpan, ...]:
+    """Each span on the next server that has a cap; neighbours on one server become one span."""
+    moved: list[ServerSpan] = []
     for span in spans:
-        if merged and merged[-1].server == span.server:
-            merged[-1] = Span(server=span.server, start=merged[-1].start, stop=span.stop)
-        else:
-            merged.append(span)
-    return tuple(merged)
-
-
-R = TypeVar("R")
-log = logging.getLogger("learner.rollout")
-
-CALLS_IN_FLIGHT = (
-    4  # a lane with more requests than its cap cuts them into calls of a quarter of it, so that it can refill
-)
-FINAL_ERRORS = (
-    RequestError,
-    ConfigError,
-    PromptMismatchError,
-    ServerUnreachableError,
-    ServerBusyError,
-    ServerPoisonedError,
-    ServerMismatchError,
-)
+        server = next(i % len(caps) for i in range(span.server, span.server + len(caps)) if caps[i % len(caps)])
+        start = moved.pop().start if moved and moved[-1].server == server else span.start
+        moved.append(ServerSpan(server=server, start=start, stop=span.stop))
+    return tuple(moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` that travel in one call; `failed`: they have failed before."""
+    """Requests `[start, stop)` of one call; `failed`: they have failed before."""
 
     start: int
     stop: int
@@ -159,8 +148,8 @@ class Batch:
         return tuple(Batch(start=a, stop=b, failed=True) for a, b in ((self.start, middle), (middle, self.stop)))
 
 
-def cut(spans: Sequence[Span], cap: int) -> list[Batch]:
-    """One batch per span where all of them fit at once; else batches of a quarter of the cap."""
+def cut(spans: Sequence[ServerSpan], cap: int) -> list[Batch]:
+    """One batch per span if all fit at once, else batches of a quarter of the cap."""
     size = cap if sum(len(span) for span in spans) <= cap else -(-cap // CALLS_IN_FLIGHT)
     return [
         Batch(start=start, stop=min(start + size, span.stop))
@@ -169,13 +158,13 @@ def cut(spans: Sequence[Span], cap: int) -> list[Batch]:
     ]
 
 
-class Lane(Generic[R]):
-    """`send(batch)` returns one result per request of the batch, in order. `on_split(batch, error)` hears of
-    retries."""
+class ServerQueue(Generic[R]):
+    """`send(batch)` returns one result per request of the batch, in order. `on_split(batch, error)` is called before a
+    retry."""
 
     def __init__(
         self,
-        spans: Sequence[Span],
+        spans: Sequence[ServerSpan],
         cap: int,
         *,
         send: Callable[[Batch], Awaitable[list[R]]],
@@ -188,7 +177,7 @@ class Lane(Generic[R]):
         self._flying: dict[asyncio.Future[list[R]], Batch] = {}
 
     async def run(self) -> dict[int, R]:
-        """Results by request index. Raises the first final error, after cancelling what is in flight."""
+        """Results by request index. Raises the first final error, when what was in flight has been cancelled."""
         results: dict[int, R] = {}
         try:
             while self._waiting or self._flying:
@@ -202,7 +191,9 @@ class Lane(Generic[R]):
                     except ProjectError as error:
                         self._retry(batch, error)
         finally:
-            await self._cancel()
+            for task in self._flying:
+                task.cancel()
+            await asyncio.gather(*self._flying, return_exceptions=True)
         return results
 
     def _launch(self) -> None:
@@ -218,8 +209,3 @@ class Lane(Generic[R]):
         log.warning("requests [%d, %d) %s and are sent again in halves: %s", batch.start, batch.stop, kind, error)
         self._on_split(batch, error)
         self._waiting.extendleft(reversed(batch.retry()))
-
-    async def _cancel(self) -> None:
-        for task in self._flying:
-            task.cancel()
-        await asyncio.gather(*self._flying, return_exceptions=True)

@@ -1,34 +1,18 @@
 """Rollouts by the training model itself: `rollout_backend: hf` (R02, R03, R11, R21, R29).
 
-In: samples of this rank. Out: one rollout per sample, in order, by the weights as they are: no server, no sync, no
-collective, so that every rank generates for itself. A rollout's `ver` is the number of updates behind its weights.
+In: samples of this rank. Out: one rollout per sample, in order, by the weights as they are. There is no server, no sync
+and no collective, so every rank generates for itself. A rollout's `ver` is the number of updates before it.
 
 Invariants: prompts are the encoder's token ids; at most `decode_batch_size` samples are decoded at once (a beam search
-runs `num_beams` sequences for each); a rollout follows from its prompt and its seed, whatever else is in its batch;
-training does not notice: modes, settings, gradients and random generators are as before. Not to be called while a
-forward pass runs on another thread. Built by `learner.build`.
+runs `num_beams` sequences for each); a rollout depends on its prompt and its seed, not on what else is in its batch;
+afterwards the model is as it was, whatever happened: attention, training modes, generation settings. Weights,
+`requires_grad` and random generators are not touched. Must not run while another thread runs a forward pass.
 
-How `generate` chooses the next token, where transformers' own way depends on what else is in the batch.
-
-In: the logits of every running sequence. Out: logits for a greedy or beam search, as logits processors. transformers
-samples all sequences from one global generator and lets padding count as repeated tokens; here a sequence depends on
-its prompt and its seed only (R11, R29). Order as in vLLM: repetition penalty, temperature, top-k, top-p, draw.
+transformers samples all sequences from one global generator, and counts padding as repeated tokens. The logits
+processors here make a sequence depend on its own prompt and seed only. Their order is vLLM's: repetition penalty,
+temperature, top-k, top-p, draw.
 
 Shapes: B prompts, P tokens with padding, R running sequences (B, or B x beams), V entries of the vocabulary.
-
-Prompts as one left-padded batch of `generate`, and its output as answers.
-
-In: encoded prompts; the token ids that `generate` gave. Out: the model's keyword arguments; per prompt the stop-trimmed
-response and why it ended. Pure but for tensors. Called by `hf.py`.
-
-The trained model as a generator, for as long as a `with` block lasts.
-
-In: a transformers model as `load.py` made it, whose language model attends to packed rows only (`attention.py`). Out:
-the same model, ready for `generate`: padded batches, key-value cache, no dropout, no gradients. Called by
-`learner/rollout/hf.py`.
-
-Invariant: afterwards the model is as it was, whatever happened inside: attention, every module's training mode, and the
-checkpoint's generation settings. Weights, `requires_grad` and random generators are not touched at all.
 """
 
 from __future__ import annotations
@@ -49,6 +33,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from learner.config.rules import ROLLOUT
 from learner.config.schema import DecodingConfig, RolloutMatchingConfig
 from learner.policy.compiled import uncompiled
 from learner.policy.load import Policy
@@ -67,11 +52,14 @@ from learner.rollout.backend import (
 )
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
 
+log = logging.getLogger("learner.rollout")
+NAME = "hf"  # in call records, in place of a server's URL
+
 
 def logits_processors(
     decoding: DecodingConfig, *, mode: str, attention_mask: torch.Tensor, seeds: Sequence[int]
 ) -> LogitsProcessorList:
-    """What `decoding` does to logits in `mode` (greedy, sample, beam). `attention_mask` `[B, P]`: 0 at padding."""
+    """How `decoding` changes logits in `mode` (greedy, sample, beam). `attention_mask` `[B, P]` is 0 at padding."""
     processors = LogitsProcessorList()
     if decoding.repetition_penalty != 1.0:
         processors.append(RepetitionPenalty(decoding.repetition_penalty, attention_mask))
@@ -87,8 +75,8 @@ def logits_processors(
 
 
 class RepetitionPenalty(LogitsProcessor):
-    """Tokens of a sequence's own prompt and answer become less likely (CTRL, arXiv:1909.05858); padding counts for
-    nothing."""
+    """Tokens of a sequence's own prompt and answer become less likely (CTRL, arXiv:1909.05858). Padding does not
+    count."""
 
     def __init__(self, penalty: float, attention_mask: torch.Tensor) -> None:
         self._penalty, self._is_prompt = penalty, attention_mask.bool()
@@ -103,9 +91,9 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 class SeededChoice(LogitsProcessor):
-    """Draws each sequence's token by a number of its own, and leaves only that token to the greedy search.
+    """Draws each sequence's token with a random number of its own, and leaves only that token to the greedy search.
 
-    Number i of a sequence follows from its seed and i, on any device; it picks the token where the cumulative
+    Number i of a sequence follows from its seed and i, on any device. It picks the token at which the cumulative
     distribution exceeds it.
     """
 
@@ -114,16 +102,16 @@ class SeededChoice(LogitsProcessor):
         self._draws, self._prompt_length = torch.stack(draws), prompt_length  # [B, max_new_tokens], in [0, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Raises RolloutError where the model gives no distribution (weights that are not finite)."""
+        """Raises RolloutError if the model gives no distribution, because its weights are not finite."""
         draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None].to(scores.device, torch.float64)
         cumulative = scores.double().softmax(-1).cumsum(-1)  # [B, V]; float64: a float32 sum is off by whole tokens
         total = cumulative[:, -1:]
         if not total.isfinite().all():
             raise RolloutError(
                 "the model's logits are not finite, so no token can be drawn",
-                found="not a number among the probabilities",
+                found="NaN among the probabilities",
                 wanted="finite weights",
-                remedy="lower training.learning_rate, and go on from a checkpoint before the loss went wrong",
+                remedy="lower training.learning_rate, and resume from a checkpoint before the loss went wrong",
             )
         chosen = torch.searchsorted(cumulative, draw * total, right=True)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
@@ -132,8 +120,8 @@ class SeededChoice(LogitsProcessor):
 def pad_left(
     prompts: Sequence[EncodedPrompt], *, pad_token_id: int, image_token_id: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` `[B, P]`; with images also the pixels of all prompts one after another, their
-    grids, and where the image tokens are (from which the model makes its multimodal positions, padding left out)."""
+    """`input_ids` and `attention_mask` `[B, P]`. With images also the pixels of all prompts one after another, their
+    grids, and where the image tokens are: the model makes its multimodal positions from these, without padding."""
     length = max(len(prompt.token_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), length), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -151,7 +139,8 @@ def pad_left(
 
 
 def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], str]:
-    """A new sequence up to (without) its first stop token, and the finish reason: "stop", or "length" without one."""
+    """A new sequence up to its first stop token, without it, and the finish reason: "stop", or "length" if there is no
+    stop token."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     if end is None:
         return tuple(token_ids), "length"
@@ -159,7 +148,8 @@ def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tu
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """What ends an answer, as for the rollout server: the checkpoint's generation settings and the tokenizer say it."""
+    """The tokens that end an answer, as for the rollout server: from the checkpoint's generation settings and the
+    tokenizer."""
     listed = model.generation_config.eos_token_id
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     return tuple(sorted(ids | {tokenizer.eos_token_id}))
@@ -167,15 +157,16 @@ def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model.generate` takes left-padded batches and decodes by what its caller says, and by nothing else."""
-    settings = model.config.get_text_config()  # the vision tower's attention fits both: it brings its own lengths
+    """Inside, `model.generate` takes left-padded batches, with a key-value cache, no dropout and no gradients, and uses
+    only the settings of its caller. Outside, the language model attends to packed rows only."""
+    settings = model.config.get_text_config()  # the vision tower's attention works for both: it has its own lengths
     attention, defaults = settings._attn_implementation, model.generation_config
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # `generate` fills what its caller leaves open from here: a checkpoint's sampling settings, for example.
+        # `generate` takes what its caller leaves open from here, such as a checkpoint's sampling settings.
         model.generation_config = GenerationConfig()
-        model.eval()  # gradient checkpointing, too, only happens in training mode
+        model.eval()  # gradient checkpointing, too, needs training mode
         with torch.no_grad(), uncompiled():
             yield
     finally:
@@ -185,14 +176,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
             module.training = mode
 
 
-log = logging.getLogger("learner.rollout")
-
-ROLLOUT = "custom.extra.rollout_matching"
-NAME = "hf"  # in call records, where a server's URL would be
-
-
 class HfBackend(RolloutBackend):
-    """`on_call` hears of every `generate_window`, also of one that failed."""
+    """`on_call` gets the record of every `generate_window`, also of one that failed."""
 
     def __init__(
         self,
@@ -202,7 +187,7 @@ class HfBackend(RolloutBackend):
         run_seed: int,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
-        """Raises ConfigError where the model can't generate, or has no room for a prompt."""
+        """Raises ConfigError if the model cannot generate, or has no room for a prompt."""
         self.config, self.chunk = config, config.decode_batch_size
         self._policy, self._run_seed, self._on_call = policy, run_seed, on_call
         self._stop_ids = stop_token_ids(policy.model, policy.tokenizer)
@@ -213,8 +198,8 @@ class HfBackend(RolloutBackend):
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`. Raises PromptTooLongError before anything is generated, RolloutError where memory does
-        not suffice."""
+        """See `RolloutBackend`. Raises PromptTooLongError before anything is generated, RolloutError if memory is too
+        small."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         if not asked.samples:
             return [[] for _ in window]
@@ -226,17 +211,17 @@ class HfBackend(RolloutBackend):
             with generating(self._policy.model):
                 for start in range(0, len(prompts), self.chunk):
                     here = slice(start, start + self.chunk)
-                    batch = Requests(samples=asked.samples[here], places=asked.places[here], seeds=asked.seeds[here])
+                    batch = Requests(samples=asked.samples[here], indices=asked.indices[here], seeds=asked.seeds[here])
                     rollouts += self._generate(batch, prompts[here], mode, record)
             return split_window(window, rollouts)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
     def _generate(
         self, batch: Requests, prompts: Sequence[EncodedPrompt], mode: str, record: RolloutCallLog
     ) -> list[Rollout]:
-        """One batch."""
+        """The rollouts of one batch."""
         with local_call(record, batch, name=NAME):
             answers = self._decode(prompts, batch.seeds, mode)
         return [
@@ -256,9 +241,9 @@ class HfBackend(RolloutBackend):
     def _decode(
         self, prompts: Sequence[EncodedPrompt], seeds: Sequence[int], mode: str
     ) -> list[tuple[tuple[int, ...], str]]:
-        """Responses and finish reasons of one batch. Raises RolloutError where memory does not suffice."""
+        """Responses and finish reasons of one batch. Raises RolloutError if memory is too small."""
         policy, decoding = self._policy, self.config.decoding
-        pad_token_id = self._stop_ids[0]  # behind an answer's end, where nothing is read
+        pad_token_id = self._stop_ids[0]  # after an answer's end, where nothing is read
         try:
             inputs = pad_left(
                 prompts,
@@ -300,7 +285,7 @@ class HfBackend(RolloutBackend):
         model, num_new = self._policy.model, self.config.decoding.max_new_tokens
         if not model.can_generate():
             raise ConfigError(
-                f"{ROLLOUT}.rollout_backend: hf: the model can't generate",
+                f"{ROLLOUT}.rollout_backend: hf: the model cannot generate",
                 found=f"model.path: a {type(model).__name__}",
                 wanted="a model with an output head",
                 remedy="correct model.path",
@@ -319,6 +304,6 @@ class HfBackend(RolloutBackend):
             found=f"{num_samples} samples at once; {str(error).splitlines()[0]}",
             wanted=f"memory for {ROLLOUT}.decode_batch_size = {self.chunk} samples of up to "
             f"{self.config.decoding.max_new_tokens} new tokens",
-            remedy=f"lower {ROLLOUT}.decode_batch_size (or decoding.max_new_tokens, num_beams), or move rollouts to "
+            remedy=f"lower {ROLLOUT}.decode_batch_size (or decoding.max_new_tokens, num_beams), or make rollouts on "
             f"devices of their own: rollout_backend: vllm, vllm.mode: server",
         )

@@ -1,8 +1,7 @@
-"""Samples into the server's requests, and its answers into rollouts (R03, R10, R11, R13).
+"""Samples as the server's requests, and its answers as rollouts (R03, R10, R11, R13).
 
-Pure. Every request gets a random uuid when it is built and keeps it through retries: a server that has answered it once
-answers the same again. Called by `server.py`; `infer_request` also by the canary of `learner/sync/`, `request_config`
-by `colocate.py`.
+Pure, except that every request gets a random uuid when it is built. It keeps the uuid through retries: a server that
+has answered it once gives the same answer again.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ DECODING = "custom.extra.rollout_matching.decoding"
 def infer_request(sample: Sample) -> RolloutInferRequest:
     """The sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
 
-    Raises DataError where a message is not one that can travel.
+    Raises DataError if a message has another form.
     """
     try:
         messages = [Message.model_validate(dict(message)) for message in sample.messages]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise DataError(
-            f"sample {sample.sample_id}: a message can't be sent to a rollout server",
+            f"sample {sample.sample_id}: a message cannot be sent to a rollout server",
             found=f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.200}",
             wanted=first["msg"],
             remedy="correct the dataset row",
@@ -40,9 +39,9 @@ def infer_request(sample: Sample) -> RolloutInferRequest:
 
 
 def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> RequestConfig:
-    """How to decode, without a seed; `greedy` overrules the configuration (evaluation).
+    """How to decode, without a seed; `greedy` overrides the configuration (evaluation).
 
-    Raises ConfigError where the mode can't be had from vLLM.
+    Raises ConfigError if vLLM does not have the mode.
     """
     mode = decoding.mode
     if mode == "beam" or (mode == "sample" and decoding.temperature == 0):
@@ -74,9 +73,9 @@ def read_rollouts(
     expected_ver: int | None,
     base_url: str,
 ) -> list[Rollout]:
-    """The rollouts of one call whose first request was seeded with `seed`.
+    """The rollouts of one call; its first request had the seed `seed`.
 
-    Raises RolloutError where count, order, seed or content are wrong, ServerMismatchError where another weight version
+    Raises RolloutError if count, order, seed or content is wrong, ServerMismatchError if another weight version
     answered than the one last synced (R10).
     """
     if len(outputs) != len(requests):
@@ -104,7 +103,7 @@ def _read_rollout(
         raise _malformed(base_url, "rollout_infos.seed", str(infos.seed), str(seed))
     if expected_ver is not None and infos.ver != expected_ver:
         raise ServerMismatchError(
-            f"{base_url}: rollout_infos.ver: the rollout was made by other weights than those last synced",
+            f"{base_url}: rollout_infos.ver: the rollout was made with other weights than those last synced",
             found=f"ver {infos.ver}",
             wanted=f"ver {expected_ver}",
             remedy="make sure that no other learner uses this server and that it was not restarted; then start again",

@@ -1,15 +1,12 @@
-"""Rollouts from pre-launched servers: `RolloutBackend` over all of them (R05-R07, R10-R16, R21, R23, R30).
+"""Rollouts from servers that are already running: `RolloutBackend` over all of them (R05-R07, R10-R16, R21, R23, R30).
 
-In: samples of this rank. Out: one rollout per sample, in order, by one weight version. Invariants: servers are
-checked and their world sizes queried once, at `connect`; a request's seed depends on its place over all ranks only;
-the in-flight cap of `distribution.py` holds through refills and retries; nothing is skipped, an error ends the call.
-May be called from any thread. Built by the learner's start-up; its clients and loop are shared with `learner/sync/`.
+In: samples of this rank. Out: one rollout per sample, in order, all by one weight version. Invariants: `connect` checks
+the servers and asks their world sizes, once; a request's seed depends on its index over all ranks only; the caps of
+`distribution.py` hold through refills and retries; no sample is skipped, an error ends the call.
 
-One asyncio event loop in a thread of its own: the bridge between the learner's plain code and the async HTTP client.
-
-All `ServerClient`s of a process live on one such loop, so `generate` and the weight sync may be called from any
-thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller that is interrupted cancels what
-it started; `close` is bounded in time. Used by `server.py` and `learner/sync/`.
+All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
+weight sync may be called from any thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller
+that is interrupted cancels what it started; `close` is bounded in time.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from learner.records import Rollout
 from learner.rollout.backend import (
     CallRecord,
     MicroStep,
-    Place,
+    RequestIndex,
     Requests,
     RolloutBackend,
     RolloutCallLog,
@@ -38,19 +35,24 @@ from learner.rollout.backend import (
     split_window,
 )
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.distribution import Batch, Lane, Span, chunk_size, distribute
+from learner.rollout.distribution import Batch, ServerQueue, ServerSpan, chunk_size, distribute
 from learner.rollout.requests import infer_request, read_rollouts, request_config
 from shared.aio import gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
 from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, ServerStatus
 
 T = TypeVar("T")
+log = logging.getLogger("learner.rollout")
+
+CLOSE_S = 10.0
 
 
 class LoopThread:
+    """An event loop in a thread of its own."""
+
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # daemon: an interpreter that is leaving because of an error must not wait for an answer
+        # daemon: an interpreter that exits because of an error must not wait for an answer
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -59,11 +61,11 @@ class LoopThread:
         return self._loop.is_closed()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start `coroutine` on the loop; cancelling the future cancels it there."""
+        """Start `coroutine` on the loop. Cancelling the future cancels it there."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run `coroutine` to its end. Deadlines are the coroutine's own business."""
+        """Run `coroutine` to its end. The coroutine has its own deadlines."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -72,7 +74,7 @@ class LoopThread:
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Cancel what still runs and end the thread, within `timeout_s`. A second call does nothing."""
+        """Cancel what still runs and end the thread within `timeout_s`. A second call does nothing."""
         if self.closed:
             return
         self.submit(_cancel_others()).result(timeout_s)
@@ -89,14 +91,9 @@ async def _cancel_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-log = logging.getLogger("learner.rollout")
-
-CLOSE_S = 10.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """The constants of a `generate_window`."""
+    """What stays the same during one `generate_window`."""
 
     asked: Requests
     requests: Sequence[RolloutInferRequest]  # the same, for the wire
@@ -105,9 +102,9 @@ class _Job:
 
 
 class ServerBackend(RolloutBackend):
-    """`token`: bearer token. `vocab_size`: of the learner's model, compared with the servers'. `on_call` hears of every
-    `generate_window`, from the thread that called it. `expected_ver` is set by the weight sync; None: any, but only
-    one."""
+    """`token`: the bearer token. `vocab_size`: that of the learner's model, compared with the servers'. `on_call` gets
+    the record of every `generate_window`, in the thread that called it. The weight sync sets `expected_ver`; None: any
+    version, but the same from all servers."""
 
     def __init__(
         self,
@@ -141,7 +138,7 @@ class ServerBackend(RolloutBackend):
         self.clients = tuple(ServerClient(entry.base_url, timeouts=timeouts, token=token) for entry in self.servers)
 
     def connect(self) -> tuple[ServerStatus, ...]:
-        """Wait until every server is healthy (at most `timeout_s`), check it, ask its world size once.
+        """Wait until every server is healthy (at most `timeout_s`), check it, and ask its world size.
 
         Raises ServerUnreachableError, ServerMismatchError (protocol, vocabulary), ConfigError (caps, lengths).
         """
@@ -172,8 +169,8 @@ class ServerBackend(RolloutBackend):
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`. No samples: no request. Every rank should bring the same number (D4's cap counts on
-        it)."""
+        """See `RolloutBackend`. Without samples nothing is sent. Every rank should bring the same number of samples, on
+        which the cap of D4 relies."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         if not asked.samples:
             return [[] for _ in window]
@@ -191,7 +188,7 @@ class ServerBackend(RolloutBackend):
             return split_window(window, rollouts)
 
     def close(self) -> None:
-        """Close connections and end the loop's thread; bounded in time, and harmless when repeated."""
+        """Close the connections and end the loop's thread, in bounded time. A second call does nothing."""
         if not self.loop.closed:
             self.loop.submit(gather(client.aclose() for client in self.clients)).result(CLOSE_S)
             self.loop.close(CLOSE_S)
@@ -233,13 +230,13 @@ class ServerBackend(RolloutBackend):
             server_world_sizes=self.world_sizes,
             decode_batch_size=self.config.decode_batch_size,
         )
-        spans = _within_micro_steps(plan.spans, job.asked.places)
-        lanes = [
-            self._lane(job, self.clients[i], [span for span in spans if span.server == i], cap)
+        spans = _within_micro_steps(plan.spans, job.asked.indices)
+        queues = [
+            self._queue(job, self.clients[i], [span for span in spans if span.server == i], cap)
             for i, cap in enumerate(plan.caps)
             if cap
         ]
-        parts = await gather(lane.run() for lane in lanes)
+        parts = await gather(queue.run() for queue in queues)
         by_index = {i: rollout for part in parts for i, rollout in part.items()}
         rollouts = [by_index[i] for i in range(len(job.requests))]
         if len({rollout.ver for rollout in rollouts}) > 1:
@@ -251,14 +248,14 @@ class ServerBackend(RolloutBackend):
             )
         return rollouts
 
-    def _lane(self, job: _Job, client: ServerClient, spans: Sequence[Span], cap: int) -> Lane[Rollout]:
+    def _queue(self, job: _Job, client: ServerClient, spans: Sequence[ServerSpan], cap: int) -> ServerQueue[Rollout]:
         def on_split(batch: Batch, error: ProjectError) -> None:
-            job.record.splits.append((*job.asked.places[batch.start], len(batch)))
+            job.record.splits.append((*job.asked.indices[batch.start], len(batch)))
 
-        return Lane(spans, cap, send=lambda batch: self._send(job, client, batch), on_split=on_split)
+        return ServerQueue(spans, cap, send=lambda batch: self._send(job, client, batch), on_split=on_split)
 
     async def _send(self, job: _Job, client: ServerClient, batch: Batch) -> list[Rollout]:
-        micro_step_idx, first_req_idx = job.asked.places[batch.start]
+        micro_step_idx, first_req_idx = job.asked.indices[batch.start]
         seed = job.asked.seeds[batch.start]
         requests = list(job.requests[batch.start : batch.stop])
         call = InferCall(infer_requests=requests, request_config=job.config.model_copy(update={"seed": seed}))
@@ -290,9 +287,9 @@ class ServerBackend(RolloutBackend):
             log.debug("step %d.%d: %s", job.record.global_step, micro_step_idx, ended)
 
 
-def _within_micro_steps(spans: Sequence[Span], places: Sequence[Place]) -> list[Span]:
-    """The same spans, cut where a micro-step begins: within a call seeds follow each other."""
-    edges = [i for i in range(1, len(places)) if places[i].micro_step_idx != places[i - 1].micro_step_idx]
+def _within_micro_steps(spans: Sequence[ServerSpan], indices: Sequence[RequestIndex]) -> list[ServerSpan]:
+    """The same spans, cut where a micro-step begins: the seeds of one call are consecutive."""
+    edges = [i for i in range(1, len(indices)) if indices[i].micro_step_idx != indices[i - 1].micro_step_idx]
     cut = []
     for span in spans:
         inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]

@@ -1,15 +1,14 @@
-"""Which network interface gloo shall use between learner nodes, where torch would choose the wrong one.
+"""Environment variables that the learner sets before torch and vLLM are loaded.
 
-In: torchrun's environment. Out: the interface through which this node reaches MASTER_ADDR, for GLOO_SOCKET_IFNAME. Left
-to itself, torch takes the address that the machine's name has, which many systems map to the loopback: ranks on other
-nodes then wait for it until the deadline. NCCL chooses by itself and avoids the loopback. Called by `__main__`.
+`gloo_interface` names the interface through which this node reaches torchrun's MASTER_ADDR, for GLOO_SOCKET_IFNAME. By
+default torch takes the address of the machine's name, which many systems map to the loopback; ranks on other nodes then
+wait for it until their deadline. NCCL chooses by itself and avoids the loopback.
 
-What vLLM takes from environment variables only, where its engine is inside the learner's process.
-
-Set by `learner.__main__` before anything imports vLLM; what the user has set stays, but for what would not work here:
-- an engine in a process of its own would neither share the device's weights nor run in step with other ranks;
-- under torchrun, a process group is joined at torchrun's own store, wherever it is said to be. One rank alone makes no
-  group, but its engine does, at an address where nobody listens: it would wait there until a time-out of half an hour.
+`prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. What the
+user has set stays, except for two things that cannot work here:
+- an engine in a process of its own, which would neither share the device's weights nor run in step with other ranks;
+- torchrun's own store with one rank. That rank makes no process group, but its engine does, and under torchrun it joins
+  at torchrun's store, wherever the group should meet. Nobody listens there, and it would wait for half an hour.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 
-def prepare(environment: MutableMapping[str, str]) -> None:
+def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
+    """Set the variables in `environment`."""
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes where the run's does
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes where the run's log goes
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
@@ -37,7 +37,7 @@ _INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str | None:
-    """The interface's name; None where the user has chosen, or where all ranks may be on this machine."""
+    """The interface's name. None if the user has chosen one, or if all ranks may be on this machine."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if environment.get(GLOO_VARIABLE) or not host or not port:
         return None
@@ -48,8 +48,8 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
 
 
 def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """This machine's address on the way there; None where the name or the way is unknown, of which torch, which must
-    go there, speaks in its own words."""
+    """This machine's address on the route to `host`. None if the name or the route is unknown: then torch raises its
+    own error."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

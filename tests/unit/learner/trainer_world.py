@@ -71,10 +71,8 @@ class ThreadRanks(Ranks):
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         tensor.copy_(self.meeting.exchange(self.rank, tensor.clone())[0])
 
-    def _reduce(self, values: Sequence[float], op: Any) -> tuple[float, ...]:
-        gathered = self.meeting.exchange(self.rank, tuple(values))
-        fold = max if op == torch.distributed.ReduceOp.MAX else sum
-        return tuple(float(fold(column)) for column in zip(*gathered, strict=True))
+    def all_reduce_max(self, value: float) -> float:
+        return float(max(self.meeting.exchange(self.rank, value)))
 
 
 # ---- the boundary to the servers -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from packaging.requirements import Requirement
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.doctor import machine, servers
-from learner.doctor import machine as network
 from learner.doctor.command import annotation_files, report
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
 from learner.doctor.look import reason_not_to_join
@@ -65,8 +64,8 @@ def test_libraries_out_of_range_are_named() -> None:
         Requirement(text) for text in ("torch>=2.11,<2.14", "typing_extensions>=4", 'vllm>=0.26; extra == "cuda"')
     ]
     fine = {"torch": "2.13.0+cpu", "typing-extensions": "4.1"}
-    assert machine.judge_libraries(wanted, fine).verdict == "ok"
-    old = machine.judge_libraries(wanted, {"torch": "2.10.1", "vllm": "0.20.0"})
+    assert machine.compare_libraries(wanted, fine).verdict == "ok"
+    old = machine.compare_libraries(wanted, {"torch": "2.10.1", "vllm": "0.20.0"})
     assert old.verdict == "fail"
     for words in ("torch 2.10.1", "typing_extensions is not installed", "vllm 0.20.0"):
         assert words in old.text
@@ -125,9 +124,9 @@ def test_devices_overlap(tmp_path: Path, learner: list[int], verdict: str) -> No
     launch = {"servers": [{"config": "s.yaml", "devices": [0, 1]}], "learner": {"config": "l", "devices": learner}}
     path = tmp_path / "launch.yaml"
     path.write_text(dump_yaml(launch))
-    assert network.devices(situation(launch_path=str(path))).verdict == verdict
-    assert network.devices(situation(launch_path=str(tmp_path / "none.yaml"))).verdict == "fail"
-    assert network.devices(situation()).verdict == "skipped"
+    assert machine.devices(situation(launch_path=str(path))).verdict == verdict
+    assert machine.devices(situation(launch_path=str(tmp_path / "none.yaml"))).verdict == "fail"
+    assert machine.devices(situation()).verdict == "skipped"
 
 
 def test_a_group_port_in_use() -> None:
@@ -136,13 +135,13 @@ def test_a_group_port_in_use() -> None:
         other.listen()
         port = other.getsockname()[1]
         here = situation({f"{SERVER}.servers": [{"base_url": URL, "group_port": port}]})
-        assert network.group_ports(here).verdict == "warn"
+        assert machine.group_ports(here).verdict == "warn"
     far = situation({f"{SERVER}.servers": [{"base_url": "http://far:1", "group_port": 5}]})
-    assert network.group_ports(far).verdict == "skipped"
+    assert machine.group_ports(far).verdict == "skipped"
 
 
 def test_a_real_local_broadcast() -> None:
-    assert network.local_broadcast(situation()) == ok("1 MB through gloo, every byte right")
+    assert machine.local_broadcast(situation()) == ok("1 MB through gloo, every byte right")
 
 
 # ---- servers -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A server's lane: cap, refill, order of starts, split-and-retry (R21, R30), on plain coroutines."""
+"""A server's queue: cap, refill, order of starts, split-and-retry (R21, R30), on plain coroutines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.rollout.distribution import Batch, Lane, Span, cut
+from learner.rollout.distribution import Batch, ServerQueue, ServerSpan, cut
 from shared.errors import DeadlineError, MediaError, ProjectError, RolloutError, ServerUnreachableError
 
 
@@ -40,15 +40,15 @@ class Sender:
             self.in_flight -= len(batch)
 
 
-def run(spans: list[Span], cap: int, sender: Sender) -> tuple[dict[int, int], list[Batch]]:
+def run(spans: list[ServerSpan], cap: int, sender: Sender) -> tuple[dict[int, int], list[Batch]]:
     splits: list[Batch] = []
-    lane = Lane(spans, cap, send=sender, on_split=lambda batch, error: splits.append(batch))
-    return asyncio.run(lane.run()), splits
+    queue = ServerQueue(spans, cap, send=sender, on_split=lambda batch, error: splits.append(batch))
+    return asyncio.run(queue.run()), splits
 
 
 SPANS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=2).map(
     lambda pairs: [
-        Span(server=0, start=start, stop=start + length)
+        ServerSpan(server=0, start=start, stop=start + length)
         for start, length in zip(
             [pairs[0][1], pairs[0][1] + pairs[0][0] + 7], [length for length, _ in pairs], strict=False
         )
@@ -58,7 +58,7 @@ SPANS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 5)), min_size=1, m
 
 @settings(deadline=None)
 @given(SPANS, st.integers(1, 12), st.booleans())
-def test_every_request_is_answered_once_within_the_cap(spans: list[Span], cap: int, fail_once: bool) -> None:
+def test_every_request_is_answered_once_within_the_cap(spans: list[ServerSpan], cap: int, fail_once: bool) -> None:
     """R21: never more than the cap in flight, also while halves are sent again; all answered, in place."""
     sender = Sender(poison=spans[0].start, times=int(fail_once))
     results, splits = run(spans, cap, sender)
@@ -70,7 +70,7 @@ def test_every_request_is_answered_once_within_the_cap(spans: list[Span], cap: i
 
 
 @given(SPANS, st.integers(1, 12))
-def test_batches_are_cut_in_order_and_fit_the_cap(spans: list[Span], cap: int) -> None:
+def test_batches_are_cut_in_order_and_fit_the_cap(spans: list[ServerSpan], cap: int) -> None:
     batches = cut(spans, cap)
     assert [i for b in batches for i in range(b.start, b.stop)] == [i for s in spans for i in range(s.start, s.stop)]
     assert all(0 < len(batch) <= cap for batch in batches)
@@ -81,23 +81,23 @@ def test_batches_are_cut_in_order_and_fit_the_cap(spans: list[Span], cap: int) -
 def test_refills_before_the_slowest_call_is_back() -> None:
     """More requests than the cap: calls of a quarter of it, the next one as soon as it fits."""
     sender = Sender()
-    run([Span(server=0, start=0, stop=16)], 8, sender)
+    run([ServerSpan(server=0, start=0, stop=16)], 8, sender)
     assert sender.started == [(i, i + 2) for i in range(0, 16, 2)]
     assert sender.peak == 8
 
 
 def test_a_failed_batch_is_halved_until_the_bad_request_is_alone() -> None:
-    """R30: 8, then 4 and 4, ...; the request that fails alone after its batch failed ends the lane."""
+    """R30: 8, then 4 and 4, ...; the request that fails alone after its batch failed ends the queue."""
     sender = Sender(poison=5)
     with pytest.raises(RolloutError, match="broken"):
-        run([Span(server=0, start=0, stop=8)], 8, sender)
+        run([ServerSpan(server=0, start=0, stop=8)], 8, sender)
     assert [s for s in sender.started if s[0] <= 5 < s[1]] == [(0, 8), (4, 8), (4, 6), (5, 6)]
 
 
 def test_a_single_request_is_sent_twice_at_most() -> None:
     sender = Sender(poison=0, error=DeadlineError("slow"))
     with pytest.raises(DeadlineError):
-        run([Span(server=0, start=0, stop=1)], 4, sender)
+        run([ServerSpan(server=0, start=0, stop=1)], 4, sender)
     assert sender.started == [(0, 1), (0, 1)]
 
 
@@ -106,6 +106,6 @@ def test_what_repeating_cannot_mend_is_not_repeated(error: ProjectError) -> None
     """R30: a wrong request or a missing server ends the call at once, and what is in flight is cancelled."""
     sender = Sender(poison=1, error=error)
     with pytest.raises(type(error)):
-        run([Span(server=0, start=0, stop=16)], 4, sender)
+        run([ServerSpan(server=0, start=0, stop=16)], 4, sender)
     assert sender.started.count((1, 2)) == 1
     assert sender.in_flight == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -365,3 +367,26 @@ def test_a_message_that_cannot_travel_names_the_sample(router: respx.MockRouter,
     )
     with pytest.raises(DataError, match="odd"):
         build(URLS[:1]).generate([wrong], global_step=0, micro_step_idx=0, first_req_idx=0)
+
+
+def test_d16_a_swallowed_reply_is_a_failed_call_that_is_sent_again(router: respx.MockRouter, build: Build) -> None:
+    """The server answers /health/ all the while. The halves carry the same uuids, and all samples get their rollout."""
+    server = FakeServer(router, URLS[0])
+    uuids: list[set[str]] = []
+
+    async def swallow_the_first(request: httpx.Request) -> httpx.Response:
+        uuids.append({one["uuid"] for one in json.loads(request.content)["infer_requests"]})
+        if len(uuids) == 1:
+            await asyncio.sleep(60)
+        return server._infer(request)
+
+    server.infer.mock(side_effect=swallow_the_first)
+    logs: list[RolloutCallLog] = []
+    backend = build(URLS[:1], decode_batch_size=4, infer_timeout_s=0.3, on_call=logs.append)
+    assert generate(backend, 4) == list(range(4))
+    assert [len(one) for one in uuids] == [4, 2, 2]
+    assert uuids[1] | uuids[2] == uuids[0]
+    (late,) = [call for call in logs[0].calls if call.error]
+    assert URLS[0] in late.error
+    assert "waiting for the reply" in late.error
+    assert logs[0].splits == [(3, 0, 4)]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from learner.run.environment import prepare
+from learner.run.environment import prepare_for_vllm
 from shared.addresses import free_port
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -25,7 +25,7 @@ def test_one_rank_under_torchrun_can_make_a_group_of_its_own(*, prepared: bool) 
     """As vLLM does for its engine; unprepared, it waits for a store that is not there."""
     environment = {**os.environ, **TORCHRUN}
     if prepared:
-        prepare(environment)
+        prepare_for_vllm(environment)
     joined = subprocess.run(
         [sys.executable, "-c", JOIN, str(free_port())], env=environment, capture_output=True, timeout=60, check=False
     )
@@ -34,6 +34,6 @@ def test_one_rank_under_torchrun_can_make_a_group_of_its_own(*, prepared: bool) 
 
 def test_several_ranks_keep_torchruns_store() -> None:
     environment = {**TORCHRUN, "WORLD_SIZE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    prepare(environment)
+    prepare_for_vllm(environment)
     assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

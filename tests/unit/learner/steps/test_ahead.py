@@ -114,7 +114,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def ahead_config(model: Path, folder: Path, *, queue: dict[str, int] | None = None, **settings: Any) -> RunConfig:
     """Steps of 8 samples over all ranks, in packs of 2."""
     settings = {"per_device_train_batch_size": 2, "num_samples": NUM_SAMPLES, "max_length": 512, **settings}
-    values = stage2_config(model, folder, **settings).model_dump()
+    values = stage2_config(model, folder, **settings).model_dump(exclude_unset=True)
     values["stage2_ab"]["async_actor_learner"] = {"enabled": True, **(queue or {})}
     return config_of(values)
 

@@ -37,7 +37,7 @@ def stage2_config(
     folder.mkdir(exist_ok=True)
     settings = {"effective_batch_size": 8, **training}
     plain = make_config(model, folder, num_samples=num_samples, global_max_length=max_length, **settings)
-    values = plain.model_dump()
+    values = plain.model_dump(exclude_unset=True)
     values["custom"]["trainer_variant"] = "stage2_ab_training"
     return config_of({**values, "stage2_ab": {"schedule": {"b_ratio": b_ratio}}})
 
