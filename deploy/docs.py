@@ -1,6 +1,6 @@
-"""CONFIG.md, the JSON Schemas and README.md's file tree, made from the code: `python -m deploy.docs` (`make docs`).
+"""CONFIG.md and the JSON Schemas, made from the code: `python -m deploy.docs` (`make docs`).
 
-In: `RunConfig`, `ServerConfig`, the learner's rules, and the files' own first lines. Out: `documents()`, file name to
+In: `RunConfig`, `ServerConfig` and the learner's rules. Out: `documents()`, file name to
 text; `main` writes them into the working directory. A test compares the committed files with `documents()`.
 """
 
@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
-from deploy.tree import readme
 from learner.config.load import RETIRED
 from learner.config.rules import RULES
 from learner.config.schema import RunConfig
@@ -29,14 +28,13 @@ INTRO = """\
 Made by `make docs` from the schema; a test keeps the two equal. Don't edit.
 
 Everything a run does is in one YAML file. `python -m learner --config FILE --check [--world-size W] [--probe]` finds
-every mistake without GPU, model or server, and prints what follows from the file as JSON;
-`python -m rollout_server --config FILE --check` does the same for a server and prints the resolved configuration. Both
-exit with 2 when something is wrong.
+every mistake without a GPU, a model or a server, and prints the resolved plan as JSON.
+`python -m rollout_server --config FILE --check` does the same for a server. Both exit with 2 if something is wrong.
 
-- **Composition.** `base: other.yaml` (or a list) at the top names files relative to the one that says so. Later files
-  win, the file itself wins over its bases, mappings merge key by key, everything else is replaced.
+- **Composition.** `base: other.yaml` (or a list) at the top names other files, relative to this one. Later files win,
+  and the file itself wins over its bases. Mappings merge key by key; everything else is replaced.
 - **Environment.** `${NAME}` inside a string is that variable's text, and stays a string; `$${` is a literal `${`.
-  What a variable held is written into the run directory with the rest: keep secrets out.
+  The variable's value is written into the run directory, so keep secrets out.
 - **Paths** are relative to the working directory (those of `base:` to the file).
 - **Types** are strict: `true` and `false` are the only booleans, `3.0` is no integer, `1e-4` is a number, a key
   occurs once, unknown keys are refused.
@@ -62,7 +60,6 @@ def documents() -> dict[str, str]:
         "CONFIG.md": config_markdown(),
         "config.schema.json": json_schema(RunConfig, "Learner configuration"),
         "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
-        "README.md": readme(),
     }
 
 

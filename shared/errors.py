@@ -11,14 +11,12 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── RequestError            the client asked for something that cannot be served
     │   ├── UnauthorizedError       no bearer token, or a wrong one
     │   ├── MediaError              an image is missing, too large, or not allowed
-    │   ├── PromptTooLongError      prompt and answer do not fit the model's context
-    │   └── BodyTooLargeError       the HTTP body is too large (rollout_server.app)
+    │   └── PromptTooLongError      prompt and answer do not fit the model's context
     ├── ServerError             a rollout server failed, as the learner sees it
     │   ├── ServerUnreachableError  no answer
     │   ├── ServerBusyError         it answered: try again later
     │   ├── ServerPoisonedError     its weights are not known to be right
-    │   ├── ServerMismatchError     another model, tokenizer, protocol or weight version than the learner's
-    │   └── _EngineDeadError        the server's engine has ended (rollout_server.service)
+    │   └── ServerMismatchError     another model, tokenizer, protocol or weight version than the learner's
     ├── SyncError               a weight sync did not complete
     │   ├── CommunicatorError       joining, sending or receiving failed
     │   ├── DigestError             the bytes differ

@@ -149,9 +149,11 @@ class _Gloo(Communicator):
         self._group: Any = dist.ProcessGroupGloo(store, member.rank, member.world_size, options)
 
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            _in_background(group.abort)
+        held, self._group = [self._group], None
+        if held != [None]:
+            # The thread must hold the last reference: the group's destructor waits for a broadcast that was issued
+            # after the abort, up to its timeout, and would make whoever leaves wait.
+            _in_background(lambda: held.pop().abort())
 
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
         options = dist.BroadcastOptions()

@@ -20,7 +20,7 @@ from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, changed,
 ROOT = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("name", ["CONFIG.md", "config.schema.json", "server.schema.json"])
+@pytest.mark.parametrize("name", documents())
 def test_the_committed_file_is_the_generated_one(name: str) -> None:
     assert (ROOT / name).read_text(encoding="utf-8") == documents()[name], "run `make docs`"
 

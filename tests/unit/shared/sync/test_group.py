@@ -213,6 +213,17 @@ def test_abort_from_another_thread_ends_a_broadcast() -> None:
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.002, 0.005, 0.01] * 2)
+def test_abort_beside_the_start_of_a_broadcast_does_not_wait(delay_s: float) -> None:
+    """A broadcast that is issued after the abort lasts up to its timeout; whoever aborts or waits must not."""
+    first, _second = join_all(2, timeout_s=4.0)
+    threading.Timer(delay_s, first.abort).start()
+    start = time.monotonic()
+    with pytest.raises((DeadlineError, CommunicatorError)):
+        first.broadcast(torch.zeros(1 << 20), src=1)
+    assert time.monotonic() - start < 3
+
+
 def test_the_port_is_free_again_after_close() -> None:
     """A learner that comes back may ask for the same port."""
     port = free_port()
