@@ -211,17 +211,26 @@ def test_abort_from_another_thread_ends_a_broadcast() -> None:
     with pytest.raises((DeadlineError, CommunicatorError)):
         first.broadcast(torch.zeros(1 << 20), src=1)
     assert time.monotonic() - start < 5
+    let_threads_end()
+
+
+def let_threads_end() -> None:
+    """A thread that is inside gloo when the process ends would abort it."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("broadcasting", "leaving")):
+            thread.join(25)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.0005, 0.001, 0.002, 0.005, 0.01] * 2)
 def test_abort_beside_the_start_of_a_broadcast_does_not_wait(delay_s: float) -> None:
     """A broadcast that is issued after the abort lasts up to its timeout; whoever aborts or waits must not."""
-    first, _second = join_all(2, timeout_s=4.0)
+    first, _second = join_all(2, timeout_s=2.0)
     threading.Timer(delay_s, first.abort).start()
     start = time.monotonic()
     with pytest.raises((DeadlineError, CommunicatorError)):
         first.broadcast(torch.zeros(1 << 20), src=1)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 1.5
+    let_threads_end()
 
 
 def test_the_port_is_free_again_after_close() -> None:
