@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 from deploy.demo.model import build
 from tests import runs
@@ -122,10 +124,12 @@ def test_a_killed_rank_ends_all(model: Path, jobs: list[Job], tmp_path: Path, sh
 
 
 def test_an_error_on_one_rank_ends_all_and_is_told(model: Path, jobs: list[Job], tmp_path: Path) -> None:
-    """R24: a damaged image, which only rank 1 reads, in the third step."""
+    """R24: an image that is cut off behind its header, which only rank 1 decodes, in the third step."""
     data = write_data(tmp_path / "train.jsonl", 8)
     rows = [json.loads(line) for line in data.read_text().splitlines()]
-    (tmp_path / "damaged.png").write_bytes(b"no image")
+    whole = io.BytesIO()
+    Image.effect_noise((rows[5]["width"], rows[5]["height"]), 64).convert("RGB").save(whole, "PNG")
+    (tmp_path / "damaged.png").write_bytes(whole.getvalue()[: len(whole.getvalue()) // 2])
     rows[5] |= {"images": ["damaged.png"], "messages": [{"role": "user", "content": "<image>Detect."}]}
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = Job(tmp_path, model, data)
