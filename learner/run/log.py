@@ -45,7 +45,7 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, logging: LoggingConfig, *, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._lock = threading.Lock()  # rollout calls are told by the thread that made them
+        self._lock = threading.Lock()  # the thread that made a rollout call reports it
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)

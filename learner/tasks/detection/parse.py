@@ -33,7 +33,7 @@ unreadable (a missing comma, an entry that is no object, unbalanced brackets): o
 Says of every entry of an answer what it is: an object, or why it is dropped.
 
 In: the entries, and the answer's coordinates. Out: one outcome per entry, in order. An entry may be dropped for several
-reasons; the first of these that holds is told:
+reasons; the first of these that holds is reported:
 
     key_invalid       its key is not `object_N` (N >= 1, no leading zeros, at most 18 digits), or N came before;
                       or one of its fields came twice
