@@ -17,7 +17,6 @@ import shutil
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -122,27 +121,16 @@ def build_model(path: Path) -> int:
     return count
 
 
-def write_records(data: Path, out: Path) -> int:
-    """The training split as JSONL; the number of photographs. Boxes without area are left out."""
-    lines = []
-    for name in (data / "splits" / "train.txt").read_text().split():
-        root = ET.parse(data / "voc" / f"{name}.xml").getroot()
-        width, height = (int(root.findtext(f"size/{side}", "0")) for side in ("width", "height"))
-        objects = []
-        for one in root.iter("object"):
-            box = [min(int(one.findtext(f"bndbox/{k}", "0")), m) for k, m in _sides(width, height)]
-            if box[0] < box[2] and box[1] < box[3]:
-                objects.append({"desc": one.findtext("name"), "bbox_2d": box})
-        turn = {"role": "user", "content": PROMPT}
-        image = str(data.resolve() / "images" / f"{name}.jpg")
-        record = {"id": name, "messages": [turn], "images": [image], "objects": objects}
-        lines.append(json.dumps({**record, "width": width, "height": height}))
-    out.write_text("\n".join(lines) + "\n")
-    return len(lines)
-
-
-def _sides(width: int, height: int) -> Sequence[tuple[str, int]]:
-    return (("xmin", width), ("ymin", height), ("xmax", width), ("ymax", height))
+def photographs(data: Path) -> dict[str, Any]:
+    """The learner's `data` section: the training split as published, without the box that has no area."""
+    return {
+        "train": str(data / "splits" / "train.txt"),
+        "format": "voc",
+        "annotation_root": str(data / "voc"),
+        "image_root": str(data.resolve() / "images"),
+        "prompt": PROMPT,
+        "on_bad_record": "clip",
+    }
 
 
 def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
@@ -162,14 +150,14 @@ def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def run_mode(
-    processes: Processes, folder: Path, name: str, server: Server, model: Path, train: Path, *, steps: int, on_gpu: bool
+    processes: Processes, folder: Path, name: str, server: Server, model: Path, data: Path, *, steps: int, on_gpu: bool
 ) -> dict[str, Any]:
     """Figures of one mode. Raises ServerError or DeadlineError if the run failed."""
     mode, run = MODES[name], name.replace(", ", "-").replace(" ", "_")
     batch, per_device, tokens = (32, 8, 512) if on_gpu else (4, 2, 48)
     config = learner_config(
         model,
-        train,
+        data,
         folder / run,
         steps=steps,
         batch_size=batch,
@@ -188,7 +176,7 @@ def run_mode(
         task={"container": "array", "coordinates": "digits"},
         logging={"tensorboard": False, "progress_bar": False},
         stage2_ab=mode.get("stage2_ab"),
-        data={"train": str(train), "num_workers": 8 if on_gpu else 0},
+        data={**photographs(data), "num_workers": 8 if on_gpu else 0},
         global_max_length=16_384 if on_gpu else 4096,
     )
     began = time.monotonic()
@@ -253,8 +241,6 @@ def main(
             build_small_model(model, "tiny")
     rows: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="photographs-"))
-    train = folder / "train.jsonl"
-    say(f"{write_records(data, train)} photographs")
     try:
         with supervised() as processes:
             server = serve(
@@ -262,7 +248,7 @@ def main(
             )
             for name in mode or MODES:
                 try:
-                    row = run_mode(processes, folder, name, server, model, train, steps=steps, on_gpu=on_gpu)
+                    row = run_mode(processes, folder, name, server, model, data, steps=steps, on_gpu=on_gpu)
                 except ProjectError as error:
                     row = {"mode": name, "error": str(error)}
                     say(f"{name}: {error}")
