@@ -178,11 +178,11 @@ class Policy:
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
-        return self._checkpoint.tensors(dtype)
+        return self._checkpoint.named_weights(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
         """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
-        return self._checkpoint.specs(dtype)
+        return self._checkpoint.weight_specs(dtype)
 
     @cached_property
     def _checkpoint(self) -> CheckpointWeights:

@@ -98,24 +98,12 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
         )
 
 
-class BaseWeights:
-    """The base weights below the adapter, under checkpoint names. Servers need them too. They are not trained."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._weights = CheckpointWeights(model, merge=False)
-
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._weights.tensors(dtype)
-
-    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        return self._weights.specs(dtype)
-
-
 class AdapterWeights:
-    """`obstacle`: why a server cannot apply this adapter, or empty. `rank`: the largest of its layers."""
+    """`base`: the weights below the adapter, which servers need too; they are not trained. `obstacle`: why a server
+    cannot apply this adapter, or empty. `rank`: the largest of its layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.base = BaseWeights(model)
+        self.base = CheckpointWeights(model, merge=False)
         adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         layers = {name: layer for name, layer in adapted.items() if not _is_idle(layer)}
         names = _checkpoint_names(model, layers)

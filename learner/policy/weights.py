@@ -25,6 +25,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from learner.policy.sharding import is_part, whole, whole_copy
 from shared.errors import ConfigError
+from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
 _BASE = ".base_layer."
@@ -52,7 +53,7 @@ class CheckpointWeights:
             )
 
     @torch.no_grad()
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.
 
         Tensors may share memory with the model: use or copy each before the next optimizer step.
@@ -66,14 +67,11 @@ class CheckpointWeights:
         else:
             yield from revert_weight_conversion(self._model, dict(weights)).items()
 
-    def specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        """Names, dtypes and shapes of `tensors`, in the same order, without merging."""
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        """Names, dtypes and shapes of `named_weights`, in the same order, without merging."""
         shapes = self._shapes(dtype)
         stored = shapes if self._stored_as_is else revert_weight_conversion(self._model, shapes)
-        return [
-            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
-            for name, tensor in stored.items()
-        ]
+        return [spec_of(name, tensor) for name, tensor in stored.items()]
 
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._merge and _is_adapted(name):
@@ -98,7 +96,7 @@ def _is_adapted(name: str) -> bool:
 @contextmanager
 def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> Iterator[None]:
     """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
-    `merged`, adapted layers as one weight, as in `CheckpointWeights.tensors(dtype)`.
+    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
     holds one more layer, never one more model. A sharded model's weights are whole at that time.

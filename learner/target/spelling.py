@@ -40,7 +40,7 @@ class Numbers(NamedTuple):
     wanted: Ints  # the ground truth's bin
 
 
-class _Place(NamedTuple):
+class _Context(NamedTuple):
     """What surrounds a number: `lead` bytes of the token `before` and `tail` bytes of the token `last`, both shared
     with the number (NO_TOKEN if none), and the token `after` that."""
 
@@ -68,7 +68,7 @@ class Spelling:
         self._alone = np.array(alone if len(alone) == _NUM_BINS else [], dtype=np.int64)
         self._num_tokens = (self._alone != NO_TOKEN).sum(axis=-1)
         self._table = Lock()
-        self._places: dict[_Place, int] = {}
+        self._places: dict[_Context, int] = {}
         # [place, bin, W] the first tokens of each number there, filled on demand. Dense: an answer needs hundreds.
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
@@ -93,9 +93,9 @@ class Spelling:
         last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
         columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
         with self._table:  # threads share it
-            return self._in_places(list(map(_Place._make, zip(*columns, strict=True))), wanted)
+            return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
-    def _in_places(self, contexts: Sequence[_Place], wanted: Ints) -> Ints:
+    def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
         if len(self._places) > _MAX_PLACES:  # an untrained model writes anything
             self._places.clear()
             self._tokens[:] = _NOT_MET
@@ -106,14 +106,14 @@ class Spelling:
             self._tokens[places[i], wanted[i]] = self._encode(contexts[i], int(wanted[i]))
         return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
 
-    def _index_of(self, place: _Place) -> int:
+    def _index_of(self, place: _Context) -> int:
         """The row of `place` in the table; a new place gets a new row."""
         index = self._places.setdefault(place, len(self._places))
         if index == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])
         return index
 
-    def _encode(self, place: _Place, value: int) -> tuple[int, ...]:
+    def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
         """The first tokens of `value` in its place. A character cut by the place's ends is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]

@@ -11,6 +11,7 @@ is skipped, so no mistake is listed twice. This module imports nothing heavier t
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -87,18 +88,12 @@ def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mis
 
 def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, Any], list[Mistake]]:
     """The values without retired keys, and without sections that held nothing else; and the mistakes so far."""
-    values: dict[str, Any] = _copy(document)
+    values: dict[str, Any] = copy.deepcopy(dict(document))
     mistakes = list(document.mistakes)
     for path, (wanted, remedy) in retired.items():
         if _remove(values, path.split(".")):
             mistakes.append(Mistake(path=path, found="a retired key", wanted=wanted, remedy=remedy))
     return values, mistakes
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _remove(values: dict[str, Any], keys: list[str]) -> bool:

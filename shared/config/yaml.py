@@ -159,7 +159,7 @@ class _Builder:
             return construct(node.value)
         except ValueError:
             kind = node.tag.rpartition(":")[2]
-            return self._refuse(node, path, "text that does not match its tag", f"a YAML {kind}", "fix the value")
+            return self._refuse(node, path, "text that does not fit its tag", f"a YAML {kind}", "fix the value")
 
     def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}

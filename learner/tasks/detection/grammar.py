@@ -15,7 +15,6 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from learner.config.schema import TaskConfig
 from learner.records import GeometryKind
 
 NUM_BINS = 1000
@@ -83,10 +82,6 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
         usual_pattern=re.compile(_WS + usual_name + fields + follows),
         list_pattern=re.compile(numbers),
     )
-
-
-def grammar_for(config: TaskConfig) -> Grammar:
-    return grammar_of(config.container, config.coordinates)
 
 
 @lru_cache(maxsize=_CACHED_STRINGS)

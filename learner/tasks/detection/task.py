@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
 from learner.tasks.detection.bins import canonical_key
-from learner.tasks.detection.grammar import NUM_BINS, grammar_for
+from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
@@ -26,7 +26,7 @@ class DetectionTask:
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
         self.config = config
-        self.grammar = grammar_for(config)
+        self.grammar = grammar_of(config.container, config.coordinates)
         self._pieces = pieces_of(tokenizer)
         self._bin_of_token = np.empty(0, np.int64) if self.grammar.digits else _coordinate_tokens(tokenizer)
 
