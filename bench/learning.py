@@ -3,8 +3,8 @@
 In: a size of model and of rows. Out: figures, and on the screen the 25 most expensive kernels of a compiled and an
 eager row. Everything runs as in the trainer: `Policy.backward` per row, `reduce_gradients`, `Optimizer.update`, weights
 and AdamW's moments in bfloat16. A step is ROWS_PER_STEP packed rows and one update. Its model FLOPs per second
-(`model_flops` has the formula) stand against what `torch.matmul` of large square bfloat16 matrices reaches in the same
-process. A case that fails (out of memory, no compiler) is reported and left out.
+(`model_flops` has the formula) are compared with the rate of `torch.matmul` on large square bfloat16 matrices in the
+same process. A case that fails (out of memory, no compiler) is reported and left out.
 
 Lengths of segments are drawn as in real work, half of an answer's tokens are supervised:
 "long tail": prompts of 300 to 1,200 tokens (text and the tokens of one image, all of them random ids: no vision tower),
@@ -58,7 +58,7 @@ def measure(folder: Path, *, size: Size = "4B", row_tokens: int = 16_384) -> Ite
 
 
 class Learning:
-    """One policy, and the cases that are measured with it."""
+    """One policy, and the cases measured with it."""
 
     def __init__(self, folder: Path, size: Size, row_tokens: int) -> None:
         self.folder, self.size, self.row_tokens = folder, size, row_tokens
@@ -99,7 +99,7 @@ class Learning:
     def cases(
         self, policy: Policy, rows: Sequence[PackedRow], name: str, wanted: float | None = None
     ) -> Iterator[Figure]:
-        """With and without gradient checkpointing, and what is measured only once."""
+        """All cases, with and without gradient checkpointing."""
         model = policy.model
         yield from self.attempt(f"{name}, first row", partial(self.first_row, policy, rows[0], name))
         yield from self.attempt(f"{name}", partial(self.steps, policy, rows, name, wanted))
@@ -125,7 +125,7 @@ class Learning:
     def steps(
         self, policy: Policy, rows: Sequence[PackedRow], name: str, wanted: float | None = None
     ) -> Iterator[Figure]:
-        """Whole steps after one that warms up, and the most memory that they took."""
+        """Whole steps after one that warms up, and their peak memory."""
         optimizer = self.optimizer(policy)
         self.step(policy, optimizer, rows)
         self.wait()
@@ -144,7 +144,7 @@ class Learning:
             yield Figure(name=f"{name}: peak memory", value=peak, unit="GiB")
 
     def parts(self, policy: Policy, rows: Sequence[PackedRow], name: str) -> Iterator[Figure]:
-        """Seconds of each part of a step alone, waited for; of rows the median."""
+        """Seconds of each part of a step alone, with waits; the median over rows."""
         optimizer = self.optimizer(policy)
         packing = [self.timed(partial(pack_inputs, row, policy.model, CPU))[0] for row in rows]
         forward, backward = [], []
@@ -174,7 +174,7 @@ class Learning:
             rates[way] = tokens / seconds
             held = tokens / sum(row.num_tokens for row in rows)
             yield Figure(name=f"{lengths}: {way}", value=rates[way], unit="sample tokens/s")
-            yield Figure(name=f"{lengths}: {way}, tokens that are no padding", value=held, unit="share")
+            yield Figure(name=f"{lengths}: {way}, tokens that are not padding", value=held, unit="share")
         yield Figure(name=f"{lengths}: packed over padded", value=rates["packed"] / rates["padded"], unit="times")
 
     def profile(self, policy: Policy, row: PackedRow, name: str) -> tuple[Figure, ...]:
@@ -205,7 +205,7 @@ class Learning:
         return Optimizer(policy.trainable, TrainingConfig(output_dir="unused", max_steps=1), total_steps=1)
 
     def timed(self, work: Callable[[], T]) -> tuple[float, T]:
-        """Seconds until `work` is done, on the device too, and what it gave."""
+        """Seconds until `work` is done, on the device too, and its result."""
         self.wait()
         begin = time.perf_counter()
         result = work()
@@ -217,11 +217,11 @@ class Learning:
             torch.cuda.synchronize(self.device)
 
     def attempt(self, name: str, case: Callable[[], Iterable[Figure]]) -> Iterator[Figure]:
-        """Run a case. One that fails must not take the others' figures with it."""
+        """Run a case. If it fails, the others still give their figures."""
         begin = time.perf_counter()
         try:
             yield from case()
-        except Exception as error:  # out of memory, a compiler's own: it is reported, and the next case runs
+        except Exception as error:  # out of memory, compiler errors: reported, and the next case runs
             self.console.print(f"{name} failed: {type(error).__name__}: {error}", markup=False, soft_wrap=True)
         self.console.print(f"[{time.perf_counter() - begin:6.1f} s] {name}", markup=False)
         free_memory()
@@ -249,7 +249,7 @@ def _matmul_rate(device: torch.device, side: int) -> float:
 def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # after a device error, which the case that met it has reported
+        with suppress(RuntimeError):  # after a device error, which its case has reported
             torch.cuda.empty_cache()
 
 
@@ -260,7 +260,7 @@ PROMPT_TOKENS = (300, 1200)
 MEDIAN_ANSWER, SIGMA, LONGEST_ANSWER = 220, 0.9, 4096
 DEMO_OBJECTS = {1: 18, 2: 24, 3: 30, 4: 22, 5: 14, 6: 27, 7: 29, 8: 36}  # predicted objects: rollouts
 TOKENS_PER_OBJECT, CROWDING = 35, 4
-FULL_CAPACITY = 16_384  # what the lengths above are meant for; a smaller capacity shrinks them
+FULL_CAPACITY = 16_384  # the capacity for the lengths above; a smaller one shrinks them
 
 
 def draw_segments(which: Lengths, count: int, *, capacity: int, vocab_size: int, seed: int) -> list[Segment]:
@@ -292,8 +292,8 @@ def _segment(rng: np.random.Generator, prompt: int, answer: int, vocab_size: int
 def padded(segments: Sequence[Segment], capacity: int) -> list[PackedRow]:
     """Batches in order of arrival, as many samples as fit when all are as long as the longest, padding at the end.
 
-    Padding is computed as if it were text of its segment, in the same kernels and programs: nothing before it attends
-    to it, and it is not supervised. A rectangular batch would cost the same; a mask would cost more.
+    Padding is computed as text of its segment, in the same kernels and programs. Nothing before it attends to it, and
+    it is not supervised. A rectangular batch would cost the same; a mask would cost more.
     """
     batches: list[list[Segment]] = [[]]
     for segment in segments:

@@ -1,19 +1,19 @@
 """Whether it learns: rollout matching against continued `sft`, from one converged model: `python -m bench.learns`.
 
-Hard digit scenes (crowded, overlapping, among shapes that are no digits). Stage 1 trains on them by plain teacher
-forcing from the demo's checkpoint, until it has converged. Then the arms of `learns_arms.py` start from its model,
-several side by side, each by the product's own two programs. Then a table with intervals over scenes and seeds. With
-`--annotation-dropout` the arms' training labels leave objects out.
+Hard digit scenes (crowded, overlapping, among shapes that are not digits). Stage 1 trains on them by plain teacher
+forcing from the demo's checkpoint until it has converged. Then the arms of `learns_arms.py` start from its model,
+several side by side, each with the product's own two programs. The result is a table with intervals over scenes and
+seeds. With `--annotation-dropout` the arms' training labels leave objects out.
 
 In `--out`: the stage-1 model (`base/`, in bfloat16) with its loss by step (`stage1.json`), a result file per run
 (`results/`), the ends of failed runs' logs (`failed/`), `learns.json` and `learns.md`. What is there is not done again,
-so a second command with the same `--out` continues, on another machine too. Every phase has a time limit, and what has
-ended is reported whatever happens. `--folder` is scratch: data, run directories, logs.
+so a second command with the same `--out` continues, even on another machine. Every phase has a time limit, and what has
+ended is always reported. `--folder` is scratch: data, run directories, logs.
 
-Runs are placed in slots. A slot has a rollout server of its own, which serves one learner after the other. A failed run
-costs its slot nothing; a slot whose server has ended takes no more runs. Server and learner of a slot are on different
-GPUs, because NCCL, by which weights travel, demands it: with two GPUs every other slot has them the other way round.
-With one GPU there are no servers, and a learner's engine is beside its training. Without a GPU: one slot on the CPU.
+Runs are placed in slots. A slot has its own rollout server, which serves one learner after the other. A failed run does
+not affect its slot. A slot whose server has ended takes no more runs. Server and learner of a slot are on different
+GPUs, because NCCL requires it for weight transfers: with two GPUs every other slot has them swapped. With one GPU there
+are no servers: the engine is in the learner's process. Without a GPU there is one slot on the CPU.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ from learner.run.checkpoint import write_atomically
 from shared.errors import CheckpointError, ProjectError, ServerError
 
 _SERVERS_READY_S = 150.0
-_REPORT_S = 15.0  # for what still runs to be stopped, and for the report
+_REPORT_S = 15.0  # to stop what still runs, and to write the report
 _MOST_STEPS = 50  # times the others' steps, at equal time
-_STEPS_TO_MEASURE = 20  # of an unfinished run: enough to know what a step takes
+_STEPS_TO_MEASURE = 20  # of an unfinished run: enough to know a step's seconds
 _LAST_LINES = 60
 
 
@@ -86,7 +86,7 @@ class Stage1:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a command asks for. Without runs: stage 1 alone."""
+    """What the command line asks for. Without runs: stage 1 alone."""
 
     settings: Settings
     stage1: Stage1
@@ -105,7 +105,7 @@ class Plan:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Results and the stage-1 model; what is there is kept.")],
+    out: Annotated[Path, typer.Option(help="Results and the stage-1 model; existing ones are kept.")],
     folder: Annotated[Path, typer.Option(help="Scratch: data, run directories, logs.")] = Path("runs/learns"),
     only_stage1: Annotated[bool, typer.Option(help="Stop after stage 1.")] = False,
     arm: Annotated[list[str] | None, typer.Option(help="Only these arms, by name; again for each.")] = None,
@@ -124,10 +124,10 @@ def main(
     stage1_steps: Annotated[int, typer.Option(min=0, help="0: the arms begin with the demo's checkpoint.")] = 1400,
     stage1_batch_size: Annotated[int, typer.Option(min=1)] = 128,
     stage1_learning_rate: Annotated[float, typer.Option()] = 1e-3,
-    stage1_limit_s: Annotated[float, typer.Option(help="Stage 1 ends then, with the weights that it has.")] = 240.0,
+    stage1_limit_s: Annotated[float, typer.Option(help="Stage 1 stops then and keeps its weights.")] = 240.0,
     slots: Annotated[int, typer.Option(min=1, help="Runs at a time, per GPU.")] = 4,
-    limit_s: Annotated[float, typer.Option(help="Everything has ended then.")] = 560.0,
-    run_limit_s: Annotated[float, typer.Option(help="A single run is given up then.")] = 420.0,
+    limit_s: Annotated[float, typer.Option(help="Time for everything.")] = 560.0,
+    run_limit_s: Annotated[float, typer.Option(help="Time for a single run.")] = 420.0,
     eager: Annotated[bool, typer.Option(help="No CUDA graphs in the servers.")] = False,
 ) -> None:
     """Train, compare, report."""
@@ -175,7 +175,7 @@ def _run(plan: Plan, order: Sequence[str]) -> int:
         with supervised() as processes:
             try:
                 _carry_out(plan, processes)
-            finally:  # before the servers are stopped, which takes its time
+            finally:  # before the servers are stopped, which takes a while
                 _report(plan.out, order)
     except ProjectError as error:
         say(f"error: {error}")
@@ -215,13 +215,13 @@ def _carry_out(plan: Plan, processes: Processes) -> None:
 
 
 def _compare(plan: Plan, processes: Processes, slots: Sequence[Slot[Run]]) -> None:
-    """Every run whose result is not there, as far as the time goes."""
+    """Every run without a result, as long as there is time."""
     settings, results, failed = plan.settings, plan.results, plan.out / "failed"
     left = [run for run in plan.runs if not (results / f"{run.name}.json").is_file()]
     queue = Queue(runs=left, results=results, run_dirs=settings.runs, steps=settings.steps)
 
     def start(run: Run, slot: Slot[Run]) -> LearnerRun:
-        shutil.rmtree(settings.runs / run.name, ignore_errors=True)  # one that was broken off
+        shutil.rmtree(settings.runs / run.name, ignore_errors=True)  # of an interrupted run
         steps = queue.num_steps(run)
         assert steps is not None, "a run begins when its length is known"
         config = run_config(run, settings, slot.vllm(), steps)
@@ -262,7 +262,7 @@ def _report(out: Path, order: Sequence[str]) -> None:
 
 @dataclass
 class Queue:
-    """The runs that are left, in order. Those of equal time wait until a step's seconds are known of both sides."""
+    """The remaining runs, in order. Runs of equal time wait until a step's seconds are known for both sides."""
 
     runs: list[Run]
     results: Path
@@ -276,7 +276,7 @@ class Queue:
         return None
 
     def num_steps(self, run: Run) -> int | None:
-        """None: not known yet."""
+        """None if it is not known yet."""
         if not run.arm.wall:
             return self.steps
         reference = self._step_seconds(REFERENCE)
@@ -286,7 +286,7 @@ class Queue:
         return max(1, min(round(self.steps * reference / own), _MOST_STEPS * self.steps))
 
     def _step_seconds(self, arm: str) -> float | None:
-        """A step's median seconds: of the runs that have ended, else of the first that has come some way."""
+        """A step's median seconds, from finished runs, else from the first run with enough steps."""
         ended = [result.medians["step_s"] for result in read_results(self.results) if result.arm == arm]
         if ended:
             return median(ended)
@@ -353,7 +353,7 @@ def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers:
 
 
 def _export(checkpoint: Path, model: Path) -> None:
-    unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder of that name is complete
+    unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder with the final name is complete
     argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
     try:
         subprocess.run(argv, timeout=_EXPORT_S, capture_output=True, text=True, check=True)
@@ -369,7 +369,7 @@ _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _POLL_S = 0.2
 
 
-R = TypeVar("R")  # what runs: `Run`, but nothing here looks into it
+R = TypeVar("R")  # the type of a run; nothing here uses its content
 
 
 @dataclass(kw_only=True)
@@ -390,7 +390,7 @@ class Slot(Generic[R]):
         return self.server is not None and self.server.has_ended
 
     def open(self, processes: Processes, folder: Path, model: Path, images: Path, *, eager: bool) -> None:
-        """Start the server if there is to be one, and return at once."""
+        """Start the server if the slot has one, and return at once."""
         if self.has_server:
             config = slot_server(model, images, on_gpu=bool(self.server_devices), eager=eager)
             name = f"server-{self.index}"
@@ -428,7 +428,7 @@ def slot_server(model: Path, images: Path, *, on_gpu: bool, eager: bool) -> dict
 
 
 def wait_open(slots: Sequence[Slot[R]], timeout_s: float) -> list[Slot[R]]:
-    """The slots whose servers became ready in time; why not is said of the others."""
+    """The slots whose servers became ready in time. Says why for the others."""
     deadline = time.monotonic() + timeout_s
     ready = []
     for slot in slots:
@@ -444,13 +444,13 @@ def wait_open(slots: Sequence[Slot[R]], timeout_s: float) -> list[Slot[R]]:
 def run_all(
     slots: Sequence[Slot[R]],
     *,
-    next_run: Callable[[], R | None],  # None: nothing can begin now
+    next_run: Callable[[], R | None],  # None: no run can start now
     start: Callable[[R, Slot[R]], LearnerRun],
-    ended: Callable[[R, int | None], None],  # with the exit code; None: its time was up
+    ended: Callable[[R, int | None], None],  # with the exit code; None if it ran out of time
     deadline: float,
     run_limit_s: float,
 ) -> None:
-    """Run until nothing is left or `deadline` (monotonic) has passed. What still runs then is stopped, and not
+    """Run until no run is left or `deadline` (monotonic) has passed. Runs that are still going are stopped and not
     reported."""
     while time.monotonic() < deadline:
         for slot in slots:
@@ -467,7 +467,7 @@ def run_all(
 
 
 def _look(slot: Slot[R], ended: Callable[[R, int | None], None], run_limit_s: float) -> None:
-    """Take note of a run that has ended; stop one that has to end."""
+    """Report a run that has ended, and stop one that must end."""
     if slot.run is None or slot.learner is None:
         return
     code: int | None = slot.learner.process.popen.poll()

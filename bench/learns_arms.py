@@ -1,10 +1,10 @@
-"""What `learns.py` compares: the arms, which seeds each has, and the configuration of a run.
+"""What `learns.py` compares: the arms, their seeds, and the configuration of a run.
 
 In: `Settings` (model, data, sizes) and the engine that makes a run's rollouts. Out: a learner's configuration as a
-mapping. All arms have the same data, batch, optimizer and schedule; an arm's own keys are laid over them.
+mapping. All arms have the same data, batch, optimizer and schedule. An arm's own keys override them.
 
-Arms of equal optimizer steps come first. Then `wall` arms, which get as many steps as fit the time that REFERENCE took,
-and so wait for it. Ablations change one thing of REFERENCE each, and have one seed.
+Arms with equal optimizer steps come first. Then `wall` arms: they get as many steps as fit the time that REFERENCE
+took, so they wait for it. Ablations change one thing of REFERENCE each, and have one seed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from bench.runs import learner_config
 from shared.errors import ConfigError
 
 REFERENCE = "rollout_matching_sft"
-KEPT = "what nobody labelled stays"  # REFERENCE for incomplete labels: what it finds beyond them is not cut off
+KEPT = "what nobody labelled stays"  # REFERENCE for incomplete labels: unlabelled objects that it finds are kept
 BASE = "base"
 SEEDS = 3
 FIRST_SEED = 17
-# The loss on Y_train as it is defined leaves wrong names in the right place. And it appends missed objects behind later
-# ones, which contradicts the reading order that the model was taught: it then continues, and does not find the end.
+# The default loss on Y_train does not correct wrong names in the right place. It also appends missed objects after
+# later ones. That contradicts the reading order that the model was taught, so the model continues and does not find the
+# end.
 TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
 
 
@@ -95,7 +96,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Also of its folder and files."""
+        """Also the name of its folder and files."""
         words = "".join(c if c.isalnum() or c in "._" else "-" for c in self.arm.name)
         return f"{words}-{self.seed}"
 
@@ -119,13 +120,13 @@ def read_arm(text: str) -> Arm:
 
 
 def choose(arms: Mapping[str, Arm], names: Collection[str], *, labels_are_complete: bool) -> list[Arm]:
-    """Those with these names, else all that fit the labels; and those that are not among ARMS."""
+    """The arms with these names, else all that fit the labels; and always those that are not in ARMS."""
     chosen = names or [name for name in ARMS if name != KEPT or not labels_are_complete]
     return [arm for name, arm in arms.items() if name in chosen or name not in ARMS]
 
 
 def all_runs(arms: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
-    """In order of what is wanted most: a seed of each main arm, then the next seed; then what has one seed."""
+    """Most important first: a seed of each main arm, then the next seed; then arms with one seed."""
     runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in arms for i in range(min(arm.seeds, most_seeds))]
     return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
 
@@ -156,7 +157,7 @@ def run_config(run: Run, settings: Settings, vllm: Mapping[str, Any], steps: int
             "learning_rate": settings.learning_rate * arm.rate,
             "lr_scheduler_type": "cosine",
             "warmup_steps": steps // 10,
-            # Packed Channel-B learns while it rolls out, which an engine beside the training cannot.
+            # Packed Channel-B learns while it rolls out. A colocated engine cannot do that.
             "packing": arm.stage2_ab is None or vllm["mode"] == "server",
             "eval_on_start": run.evaluates_first,
             "eval_on_end": True,

@@ -1,8 +1,8 @@
-"""What a comparison of arms came to: metrics with intervals over scenes and seeds, as JSON and as a markdown table.
+"""The result of a comparison of arms: metrics with intervals over scenes and seeds, as JSON and as a markdown table.
 
 In: result files, one per run (`write_result`). Out: per arm its metrics, and its differences from continued `sft`. An
-interval's draws take scenes with replacement, the same ones for all arms, and each arm's seeds with replacement: it
-holds what another test set and another seed would change. Numbers are those of the files.
+interval's draws take scenes with replacement, the same for all arms, and each arm's seeds with replacement. So it
+covers what another test set and another seed would change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PHASES = ("step_s", "rollout_s", "learn_s", "sync_s", "data_s", "wait_s")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Result:
-    """One run: `scenes` [N, columns] in the order of `sample_ids`, of the weights that it ended with."""
+    """One run: `scenes` [N, columns] in the order of `sample_ids`, for its final weights."""
 
     arm: str
     seed: int
@@ -43,7 +43,7 @@ class Result:
 
 
 def write_result(run_dir: Path, arm: str, seed: int, out: Path, *, at_start: bool = False) -> None:
-    """Read what a run left behind, and keep what the report needs. `at_start`: of the weights that it began with."""
+    """Write what the report needs of a run. `at_start`: for the weights that it began with."""
     steps = [] if at_start else steps_of(read_events(run_dir))
     evaluations = sorted((run_dir / "eval").glob("step_*.jsonl"))
     scenes = [json.loads(line) for line in evaluations[0 if at_start else -1].read_text().splitlines()]
@@ -81,7 +81,7 @@ def _read(path: Path) -> Result:
 
 
 class Draws:
-    """Bootstrap sums of arms whose runs are of the same scenes. Deterministic in `seed`."""
+    """Bootstrap sums of arms whose runs have the same scenes. Deterministic in `seed`."""
 
     def __init__(self, num_scenes: int, *, num_draws: int = _DRAWS, seed: int = 0) -> None:
         self._seed, self._num_draws = seed, num_draws

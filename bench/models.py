@@ -1,8 +1,8 @@
-"""The models and scenes that benchmarks run on, made on the spot in the run's folder.
+"""The models and scenes of the benchmarks, made in the run's folder.
 
 - The demo's model: its trained checkpoint if there is one, else the same size with random weights.
-- Text models of real size with random weights (`build`): Qwen3's own shapes in bfloat16, with the demo's tokenizer
-  grown to Qwen3's vocabulary, so that whatever a random model says has a text. transformers and vLLM load them.
+- Text models of real size with random weights (`build`): Qwen3's own shapes in bfloat16. They have the demo's tokenizer
+  extended to Qwen3's vocabulary, so everything that a random model writes has a text. transformers and vLLM load them.
 - A vision model of real size with random weights.
 """
 
@@ -87,11 +87,11 @@ def build(path: Path, size: Size, *, device: torch.device) -> int:
 
 
 def grown_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """The demo's, with tokens up to `vocab_size` that no text becomes."""
+    """The demo's, with additional tokens up to `vocab_size` that no text encodes to."""
     small = build_tokenizer()
     described = json.loads(small.backend_tokenizer.to_str())
     vocab = described["model"]["vocab"]
-    first, more = len(vocab), vocab_size - len(small)  # added tokens come behind the vocabulary
+    first, more = len(vocab), vocab_size - len(small)  # added tokens come after the vocabulary
     vocab |= {f"\u0100\u0101{i}": i for i in range(first, first + more)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(described)),

@@ -1,13 +1,13 @@
-"""The first real run, at full size: a Qwen3-VL of 4B parameters learns from photographs, 20 steps in each mode.
+"""Full size: a Qwen3-VL of 4B parameters learns from photographs, 20 steps in each mode.
 
     python -m bench.photographs --data DIR --out DIR [--mode MODE] [--size tiny]
 
 In: a folder of photographs with Pascal VOC annotations (BCCD: `images/`, `voc/`, `splits/train.txt`). The model has the
-shape of Qwen3-VL-4B and random weights, made on the spot. One rollout GPU and one learner GPU. Out: `photographs.json`,
-with per mode: seconds and tokens per second of a step, how busy both GPUs were, peak memory, every sync's seconds, its
-canary gap and its merge gap. A mode that fails says why, and the next one runs. Without a GPU: `--size tiny`.
+shape of Qwen3-VL-4B and random weights. One rollout GPU and one learner GPU. Out: `photographs.json`, with per mode:
+seconds and tokens per second of a step, how busy both GPUs were, peak memory, every sync's seconds, its canary gap and
+its merge gap. If a mode fails, its error is recorded, and the next one runs. Without a GPU: `--size tiny`.
 
-Random weights find every answer improbable, about -12 nats per token, which is the hardest case for the canary.
+Random weights find every answer improbable, about -12 nats per token. That is the hardest case for the canary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shared.errors import ProjectError
 
 Size = Literal["4B", "tiny"]
 LORA = {"lora": {"r": 64, "alpha": 128, "target_modules": "all-linear"}}
-LANGUAGE_MODEL_ONLY = {"freeze": ["model.visual."]}  # what vLLM can apply as an adapter
+LANGUAGE_MODEL_ONLY = {"freeze": ["model.visual."]}  # the part that vLLM can adapt
 RUN_AHEAD = {"schedule": {"b_ratio": 0.75}, "async_actor_learner": {"enabled": True}}
 MODES: Mapping[str, Mapping[str, Any]] = {
     "LoRA, adapter sync": {"model": {**LORA, **LANGUAGE_MODEL_ONLY}, "sync": "adapter"},
@@ -230,7 +230,7 @@ def main(
         Path, typer.Option(help="For the model: large and fast. It is kept there for a next call.")
     ] = Path("/dev/shm"),
 ) -> None:
-    """Run every mode; write what came out after each."""
+    """Run every mode, and write the results after each."""
     on_gpu = size == "4B"
     out.mkdir(parents=True, exist_ok=True)
     model = scratch / f"photographs-{size}"

@@ -1,11 +1,11 @@
 """Every benchmark, on CPU and GPU: `python -m bench.run --name NAME [--part PART] [--device cpu|cuda]`.
 
-Prints a table, and writes `bench/results/NAME.json`. Exit code 1 if a figure is not what was wanted, or a part failed.
-Figures of one run belong together: ratios are of numbers taken side by side.
+Prints a table, and writes `bench/results/NAME.json`. The exit code is 1 if a figure misses its bound or a part
+failed. Figures of one run belong together: ratios compare numbers measured side by side.
 
-PARTS says what is measured on which device. Each measurement is a process of its own, because CUDA and vLLM keep what
-they were given. Models and scenes are built where they are needed, in a temporary folder that the measurements of a run
-share. What needs more GPUs than the machine has is left out, and the run says so.
+PARTS says what is measured on which device. Each measurement is a separate process, because CUDA and vLLM do not give
+back all memory. Models and scenes are built when needed, in a temporary folder that the measurements of a run share.
+What needs more GPUs than the machine has is left out, and the run says so.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WORK = "from bench.run import work; work()"  # the code of a measurement's proc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One measurement: a function that gets the run's folder and `settings`, and gives figures."""
+    """One measurement: a function that takes the run's folder and `settings`, and returns figures."""
 
     function: str  # module:name
     device: Device = "cpu"
     gpus: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    only_named: bool = False  # a try without a GPU, which runs only if its part is named
+    only_named: bool = False  # a trial without a GPU: runs only if its part is named
 
     def __str__(self) -> str:
         return " ".join([self.function, *(f"{name}={value}" for name, value in self.settings.items())])
@@ -125,7 +125,7 @@ def main(
 
 
 def choose(part: Part | None, device: Device | None, settings: Mapping[str, str]) -> list[Job]:
-    """What is to be measured, in order, with `settings` laid over each part's own. Raises ConfigError."""
+    """The measurements, in order. `settings` override each part's own. Raises ConfigError."""
     if settings and part is None:
         raise ConfigError("--set is for one part", found="no --part", wanted="--part NAME", remedy="name the part")
     jobs = [job for name, jobs in PARTS.items() for job in jobs if part == name or not (part or job.only_named)]
@@ -143,16 +143,16 @@ def choose(part: Part | None, device: Device | None, settings: Mapping[str, str]
 
 
 def read_settings(texts: Sequence[str]) -> dict[str, str]:
-    """Of `--set`. Raises ConfigError."""
+    """The values of `--set`. Raises ConfigError."""
     if wrong := [text for text in texts if "=" not in text]:
         raise ConfigError("--set cannot be read", found=wrong[0], wanted="NAME=VALUE", remedy="such as size=0.6B")
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 def measure_all(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], bool]:
-    """The figures of all jobs that the machine has the GPUs for, and whether one failed.
+    """The figures of all jobs for which the machine has enough GPUs, and whether a job failed.
 
-    A job that fails ends no other, and what it had measured until then is among the figures.
+    A failed job does not end the others. The figures that it measured before are included.
     """
     figures: list[Figure] = []
     failed = False
@@ -171,7 +171,7 @@ def measure_all(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], bool]:
 
 
 def _run(job: Job, folder: Path, out: Path) -> str:
-    """What went wrong in the measurement's process; empty: nothing."""
+    """Why the measurement's process failed, or empty."""
     env = dict(os.environ)
     if job.device == "cpu" and torch.cuda.is_available():
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -187,7 +187,7 @@ def _run(job: Job, folder: Path, out: Path) -> str:
 
 
 def work() -> None:
-    """A measurement's process: carry out what `sys.argv` says. Each figure is on disk as soon as it is known."""
+    """A measurement's process: run what `sys.argv` says. Each figure is written as soon as it is known."""
     name, settings, folder, out = sys.argv[1:]
     module, _, attribute = name.partition(":")
     figures: list[Figure] = []
@@ -204,7 +204,7 @@ def work() -> None:
 
 
 def call(measure: Callable[..., Iterable[Figure]], folder: Path, settings: Mapping[str, Any]) -> Iterable[Figure]:
-    """A part's function, called with `settings` as they are or as strings. Raises ConfigError."""
+    """Call a part's function with `settings`, which may be strings. Raises ConfigError."""
     try:
         return validate_call(measure)(folder, **settings)
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""Rollout servers and learners as processes of their own, as users start them: the harness of all benchmarks.
+"""Rollout servers and learners as separate processes, as users start them: the harness of all benchmarks.
 
 In: configurations as mappings, and a folder. Process NAME has its configuration in `NAME.yaml`, its output in
 `NAME.log`, and a learner its run directory in `NAME`, all in that folder. Out: servers' addresses, and the events of
-learner runs. A process gets only GPUs that this program may use itself; device numbers are as torch counts them here.
+learner runs. A process gets only GPUs that this program may use. Device numbers are torch's here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def visible(*indices: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """A rollout server that was started; `wait_ready` says when it serves."""
+    """A started rollout server; `wait_ready` waits until it serves."""
 
     process: Process
     url: str
@@ -65,7 +65,7 @@ class Server:
         return self.process.popen.poll() is not None
 
     def wait_ready(self, timeout_s: float = _READY_TIMEOUT_S) -> float:
-        """Seconds waited. Raises ServerError if it ended first, DeadlineError."""
+        """Returns the seconds waited. Raises ServerError if it ended first, DeadlineError."""
         return wait_ready(self.process, self.url, timeout_s)
 
 
@@ -101,7 +101,8 @@ def small_server(
 ) -> dict[str, Any]:
     """A server's configuration for a small model and short prompts. Without `graph_sizes` it decodes eagerly.
 
-    On a GPU: CUDA graphs of decoding and no compilation. A small model decodes as fast, and the server starts sooner.
+    On a GPU: CUDA graphs for decoding, without compilation. A small model decodes as fast, and the server starts
+    sooner.
     """
     config: dict[str, Any] = {
         "model": str(model),
@@ -122,7 +123,7 @@ def small_server(
 class TrlServer:
     """TRL's server (`vllm serve`), for comparison. It starts at once; `client` waits until it serves.
 
-    TRL's client checks nothing of what it sends. Without `trl` installed the comparison is left out.
+    TRL's client does not check what it sends. Without `trl` the comparison is left out.
     """
 
     @staticmethod
@@ -151,7 +152,7 @@ class TrlServer:
         return VLLMClient(base_url=url, group_port=self._group_port, connection_timeout=_READY_TIMEOUT_S)
 
     def stop(self) -> None:
-        """At once: asked to end, it takes half a minute."""
+        """Stop at once: when asked to end, it takes half a minute."""
         self._process.stop(timeout_s=1.0)
 
 
@@ -159,7 +160,7 @@ class TrlServer:
 
 
 def served_by(*servers: Server, **more: Any) -> dict[str, Any]:
-    """The learner's `vllm` section. A run gets new ports for weights: the last run's may not be free yet."""
+    """The learner's `vllm` section. A run gets new ports for weights, because the last run's may still be in use."""
     ports = free_ports(len(servers))
     entries = [{"base_url": s.url, "group_port": port} for s, port in zip(servers, ports, strict=True)]
     return {"mode": "server", "server": {"servers": entries}, **more}
@@ -178,9 +179,9 @@ def learner_config(
     matching: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    """A learner's configuration: what every run needs, and `sections` laid over it key by key.
+    """A learner's configuration: what every run needs, overridden by `sections` key by key.
 
-    `per_device`: samples of a micro-step, all of a step's if it is not given.
+    `per_device`: samples of a micro-step; all samples of a step by default.
     """
     training = {"output_dir": str(run_dir), "max_steps": steps, "bf16": True, "save_on_end": False}
     training |= {"effective_batch_size": batch_size, "per_device_train_batch_size": per_device or batch_size}
@@ -199,7 +200,7 @@ def learner_config(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerRun:
-    """A learner that was started."""
+    """A started learner."""
 
     process: Process
     log: Path
@@ -210,12 +211,12 @@ class LearnerRun:
         return self.process.popen.pid
 
     def events(self, timeout_s: float = _RUN_TIMEOUT_S) -> list[dict[str, Any]]:
-        """All events, once the run has ended well. Raises ServerError if it failed, DeadlineError."""
+        """All events, when the run has succeeded. Raises ServerError if it failed, DeadlineError."""
         self.wait(timeout_s)
         return read_events(self.run_dir)
 
     def wait(self, timeout_s: float, *, until: Callable[[], bool] = lambda: False) -> None:
-        """Until the run has ended well, or `until` holds. Raises ServerError if it failed, DeadlineError."""
+        """Wait until the run has succeeded, or `until()` is true. Raises ServerError if it failed, DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while (code := self.process.popen.poll()) is None:
             if until():
@@ -225,7 +226,7 @@ class LearnerRun:
                 raise DeadlineError(
                     "the benchmark's run did not end in time",
                     found=f"{timeout_s:g} s; last words: {last_words(self.log)}",
-                    wanted="a run that ends sooner",
+                    wanted="a run that ends in time",
                     remedy=f"see {self.log}",
                 )
             time.sleep(_POLL_S)
@@ -244,7 +245,7 @@ def start_learner(
     devices: Sequence[int] = (),
     prefix: Sequence[str] = (),
 ) -> LearnerRun:
-    """Start a learner whose run directory is `folder/name`. `ranks` None: one, without torchrun around it."""
+    """Start a learner whose run directory is `folder/name`. `ranks` None: one, without torchrun."""
     path = folder / f"{name}.yaml"
     write_yaml(path, dict(config), "bench")
     alone = [sys.executable, "-m", "learner", "--config", str(path)]
@@ -255,7 +256,7 @@ def start_learner(
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run has written about itself so far; a line that is being written is left out."""
+    """A run's events so far, without an unfinished last line."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

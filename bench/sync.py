@@ -1,14 +1,15 @@
 """Seconds of a weight sync with every check, from the learner's `sync()` to verified and serving.
 
-The learner is this process; servers are processes. Weights change before every sync, so that a server that kept old
-ones fails its canary. First syncs warm up and do not count.
+The learner is this process; servers are processes. Weights change before every sync, so a server that kept old weights
+fails its canary. First syncs warm up and do not count.
 
 - `full`: full syncs between GPUs of a text model of real size. The learner has the first GPU, each server one of the
-  next. Figures: seconds, gigabytes per second, and their share of the raw broadcast: as many bytes in buckets of the
-  same size through the product's own communicator, from the first GPU to the second, nothing else. With one server also
-  TRL's client and server, in the same run on the same GPUs; with more, what they all take at once against one.
+  next. Figures: seconds, gigabytes per second, and their share of the raw broadcast. The raw broadcast sends as many
+  bytes in buckets of the same size with the product's own communicator, from the first GPU to the second, and does
+  nothing else. With one server also TRL's client and server, in the same run on the same GPUs. With more servers also
+  the time for all at once against one.
 - `adapters`: adapter sync against full sync on the demo's model: seconds and bytes of both, with one server and the
-  same LoRA policy; first merged weights, then the adapter alone. Sending the weights below the adapter does not count.
+  same LoRA policy. First merged weights, then the adapter alone. Sending the base weights does not count.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def full(folder: Path, *, size: Size = "4B", servers: int = 1) -> Iterator[Figur
     model = text_model(folder, size)
     with supervised() as processes:
         starting = [_start_server(processes, folder, model, i) for i in range(servers)]
-        # The comparison's server shares the first server's GPU: neither has work while the other is measured.
+        # TRL's server shares the first server's GPU. Neither works while the other is measured.
         trl = _start_trl(processes, folder, model) if servers == 1 and TrlServer.is_installed() else None
         config = ModelConfig(path=str(model), dtype="bfloat16")
         policy = load_policy(config, device=torch.device("cuda:0"), bf16=True)
@@ -123,7 +124,7 @@ def _change_all(policy: Policy) -> None:
 
 
 def full_figures(name: str, receipts: Sequence[SyncReceipt], rates: Sequence[float]) -> list[Figure]:
-    """Of syncs to one server; `rates` are those of the raw broadcast, in GB/s."""
+    """Figures of syncs to one server. `rates`: of the raw broadcast, in GB/s."""
     seconds = [receipt.seconds for receipt in receipts]
     gaps = [receipt.canary_gap for receipt in receipts]
     rate = receipts[0].num_bytes / median(seconds) / 1e9
@@ -209,7 +210,7 @@ def _broadcast(group: Communicator, num_buckets: int, bucket_bytes: int) -> None
 
 ADAPTER_WARM_UP = 2
 RANK = 16
-# What the server can adapt: the language model, not the vision tower.
+# The server can adapt the language model, not the vision tower.
 _TARGETS = r".*language_model.*_proj"
 
 
@@ -226,7 +227,7 @@ def adapters(folder: Path, *, num_syncs: int = 15) -> list[Figure]:
 
 
 def adapter_figures(full: Sequence[SyncReceipt], adapter: Sequence[SyncReceipt]) -> list[Figure]:
-    """Of the syncs that count."""
+    """Figures of the syncs that count."""
     sides = {"full sync, merged": full, f"adapter sync, rank {RANK}": adapter}
     seconds = {name: [receipt.seconds for receipt in side] for name, side in sides.items()}
     ratio = adapter[0].num_bytes / full[0].num_bytes
@@ -240,7 +241,7 @@ def adapter_figures(full: Sequence[SyncReceipt], adapter: Sequence[SyncReceipt])
 
 
 def _adapter_syncs(config: RunConfig, policy: Policy, num_syncs: int) -> list[SyncReceipt]:
-    """The receipts of syncs after the warm-up, on a connection of their own."""
+    """The receipts of syncs after the warm-up, with a new connection."""
     task = DetectionTask(config.task, policy.tokenizer)
     samples = load_samples(config.data, config.data.train, task)
     backend = ServerBackend(config.rollout_matching, run_seed=config.training.seed)

@@ -1,17 +1,16 @@
 """Rollout GPUs + learner GPUs on one node, 20 steps in each mode: `python -m bench.topologies --topology 3+1`.
 
 A Qwen3-VL of half a billion parameters with random weights on the digit scenes. Its rollouts are noise up to the token
-limit, so every step rolls out and learns as much as any other. One server per rollout GPU, one torchrun rank per
+limit, so all steps roll out and learn the same amount. One server per rollout GPU, one torchrun rank per
 learner GPU. Modes: `rollout_matching_sft`, and `stage2_ab_training` in step and ahead of it. Reported per mode: steps
 per second, where a step's time goes, how busy each GPU is, the syncs.
 
-Weights move in memory only, and this shows it: once all programs have loaded, the model's weights file is taken away
-until the run has ended; no large file appears anywhere they could write; and all bytes that they gave to write calls
-are counted against the bytes that the syncs brought over.
+It also shows that weights move in memory only. When all programs have loaded, the model's weights file is moved away
+until the run has ended. No large file appears anywhere they could write. All bytes given to write calls are counted and
+compared with the bytes that the syncs sent.
 
 In `--out`: `topologies.json`, `topologies.md`, and per mode the run's `metrics.jsonl` and its report with the timeline.
-Each mode has a time limit, and what has ended is reported whatever happens. Without a GPU: `--size tiny`, all on the
-CPU.
+Each mode has a time limit, and what has ended is always reported. Without a GPU: `--size tiny`, all on the CPU.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Topology:
         return f"{self.rollout_gpus}+{self.learner_gpus}"
 
     def devices(self, on_gpu: bool) -> tuple[list[list[int]], list[int]]:
-        """Each server's, and the learner's; none on the CPU."""
+        """The devices of each server and of the learner; none on the CPU."""
         if not on_gpu:
             return [[] for _ in range(self.rollout_gpus)], []
         last = self.rollout_gpus + self.learner_gpus
@@ -117,7 +116,7 @@ def main(
         int, typer.Option(min=1, help="Per step, over all ranks: a multiple of 32 x ranks, or fewer.")
     ] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a rollout.")] = 192,
-    limit_s: Annotated[float, typer.Option(help="A mode is given up then.")] = 150.0,
+    limit_s: Annotated[float, typer.Option(help="Time for a mode.")] = 150.0,
     scratch: Annotated[Path, typer.Option(help="For the model: large and fast.")] = Path("/dev/shm"),
 ) -> None:
     """Run every mode in every topology that this machine has the GPUs for; print a table."""
@@ -163,7 +162,7 @@ def main(
 
 
 def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[str, Any]]:
-    """A row per mode; servers are started once, and serve one learner after the other."""
+    """A row per mode. The servers are started once, and serve one learner after the other."""
     with supervised() as processes:
         try:
             servers = _serve(processes, topology, work)
@@ -250,7 +249,7 @@ def _mode(
     programs = {f"server {i}": server.pid for i, server in enumerate(servers)} | {"learner": learner.pid}
     weights = work.model / "model.safetensors"
     large_bytes = weights.stat().st_size // 20
-    # Where programs could leave a file: what they were given, and where temporary files go.
+    # Where programs could write files: their own folders, and those for temporary files.
     folders = [work.folder, Path(tempfile.gettempdir()), Path("/dev/shm")]
     with taken_away(weights), watch(programs, folders, large_bytes) as seen:
         learner.wait(work.limit_s - (time.monotonic() - began))
@@ -271,7 +270,7 @@ def _mode(
 
 @contextmanager
 def taken_away(file: Path) -> Iterator[None]:
-    """No program can read the file inside."""
+    """Inside, no program can read the file."""
     away = file.with_name(".taken-away")
     file.rename(away)
     away.chmod(0)
@@ -286,7 +285,7 @@ def taken_away(file: Path) -> Iterator[None]:
 
 
 def summary(events: Events) -> dict[str, Any]:
-    """What a run's events come to, as JSON values; the first steps warm up."""
+    """Figures of a run's events, as JSON values. The first steps warm up."""
     steps = steps_of(events)[WARM_UP_STEPS:]
     syncs = [event for event in events if event["event"] == "sync"]
     wall = sum(step["step_s"] for step in steps)

@@ -1,13 +1,13 @@
 """Short real runs of `rollout_matching_sft`: where a step's time goes, the first token, peak memory, offload.
 
-- `measure`: server and learner as processes, the demo's settings, a checked full sync before every step. Idle is what a
-  step spends neither on rollouts nor on computing (targets, packing, learning) nor on the sync: its phases `data` and
-  `other`. The sync's share stands beside it, because it is work of the product and the rest is waste.
+- `measure`: server and learner as processes, the demo's settings, a checked full sync before every step. Idle is the
+  time of a step outside rollouts, computing (targets, packing, learning) and the sync: its phases `data` and `other`.
+  The sync's share is a figure of its own, because it is the product's work and the rest is waste.
 - `first_token`: for every rollout backend, from the end of an optimizer step to the first token of the new weights. The
   runs' steps roll out one sample and one token. Before that token a step reads the sample, syncs with all checks (no
   sync if the trained model itself generates), and rolls out.
-- `offload`: colocated runs on the first GPU that differ in `offload` only. The most that the device held, whoever held
-  it, and a step's seconds, because moving costs time. Weights, gradients and moments are bfloat16.
+- `offload`: colocated runs on the first GPU that differ in `offload` only. Figures are the device's peak memory, by
+  any user, and a step's seconds, because moving costs time. Weights, gradients and moments are bfloat16.
 
 Out: figures from the runs' `metrics.jsonl`, from `/proc` and from nvidia-smi. First steps warm up and do not count.
 """
@@ -49,7 +49,7 @@ def measure(folder: Path, *, num_steps: int = 15, batch_size: int = 16) -> Itera
 
 
 def figures(events: Events) -> list[Figure]:
-    """Of a run's events, after the warm-up."""
+    """Figures of a run's events, after the warm-up."""
     syncs = [event["seconds"] for event in events if event["event"] == "sync"][WARM_UP_STEPS:]
     seconds = [_seconds_of(step) for step in steps_of(events)[WARM_UP_STEPS:]]
     idle = [(s["step_s"] - sum(s.get(name, 0.0) for name in (*_BUSY, "sync_s"))) / s["step_s"] for s in seconds]
@@ -115,7 +115,7 @@ def first_token(folder: Path, *, num_steps: int = 15) -> Iterator[Figure]:
 
 
 def first_token_figure(backend: Backend, events: Events) -> Figure:
-    """Of a run's events, after the warm-up."""
+    """The figure of a run's events, after the warm-up."""
     seconds = [sum(step.get(phase, 0.0) for phase in _BEFORE_THE_TOKEN) for step in steps_of(events)[WARM_UP_STEPS:]]
     return sampled(f"from step end to first rollout token, {backend}", seconds, "s")
 
@@ -135,7 +135,7 @@ def first_token_run(
 
 # ---- offload -------------------------------------------------------------------------------------------------------
 
-OFFLOAD_WARM_UP, OFFLOAD_STEPS = 2, 4  # the optimizer has moments, and the host a place for them, from the second step
+OFFLOAD_WARM_UP, OFFLOAD_STEPS = 2, 4  # from the second step the optimizer has moments, and the host memory for them
 OFFLOAD_BATCH, NEW_TOKENS = 16, 64
 ENGINE_SHARE = 0.3  # of the device, for vLLM
 _GPU_EVERY_MS = 50
@@ -148,7 +148,7 @@ MOVED: dict[Moved, dict[str, bool]] = {
 
 
 def offload(folder: Path, *, size: Size = "4B", only: Moved | None = None) -> Iterator[Figure]:
-    """A run of a minute and a half for each way in MOVED, or for one alone."""
+    """A run of a minute and a half for each way in MOVED, or for one."""
     model, data = text_model(folder, size), folder / "offload.jsonl"
     data.write_text("".join(json.dumps(_row(i)) + "\n" for i in range(2 * OFFLOAD_BATCH)), encoding="utf-8")
     for i, moved in enumerate([only] if only else MOVED):

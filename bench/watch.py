@@ -1,9 +1,9 @@
-"""What happens around a run: how busy each GPU is, what processes hold and write, which large files appear.
+"""What happens around a run: how busy each GPU is, what processes hold and write, and new large files.
 
-In: process ids, folders, GPUs. Out: objects that are filled while their `with` block runs, and complete after it. A
+In: process ids, folders, GPUs. Out: objects that are complete after their `with` block. A
 program's numbers include all its descendants. Bytes written are those given to any write call (`wchar` in
-/proc/PID/io), whatever the file system: weights that travelled as files would be among them (without a GPU, so are
-those that gloo writes to its sockets).
+/proc/PID/io), on any file system. They would include weights that travel as files. Without a GPU they also include what
+gloo writes to its sockets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SMI_ENDS_S = 10.0
 class GpuUse:
     """Over the samples of one GPU."""
 
-    busy_mean: float  # share of the time in which some kernel ran, according to NVML
+    busy_mean: float  # share of the time in which a kernel ran, by NVML
     busy_median: float
     memory_mib: float  # the most that was in use
 
@@ -83,7 +83,7 @@ def gpu_use(every_ms: int, devices: Sequence[str] = ()) -> Iterator[dict[int, Gp
         return
     argv = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"]
     argv += [f"--loop-ms={every_ms}", *(["-i", ",".join(devices)] if devices else [])]
-    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads meanwhile would be full after minutes
+    with tempfile.TemporaryFile("w+") as said:  # a pipe that nobody reads would be full after minutes
         smi = subprocess.Popen(argv, stdout=said, stderr=subprocess.DEVNULL, text=True)
         try:
             yield use

@@ -1,10 +1,10 @@
 """Make PyPI's torchvision importable beside a CPU build of torch: `python deploy/cpu_torchvision.py install`.
 
-PyPI has only torchvision's CUDA build; beside CPU torch its compiled operators do not load, and its import then fails
+PyPI has only torchvision's CUDA build. With CPU torch its compiled operators do not load, and its import fails
 with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those operators.
-It is enough to declare their schemas before torchvision is first imported, in every process, those that vLLM starts
-included. So this file is copied into site-packages, where a `.pth` line installs an import hook that costs nothing
-until somebody imports torchvision. Where a proper CPU build of torchvision is installed, nothing is done.
+It is enough to declare their schemas before torchvision is first imported, in every process, including those that vLLM
+starts. So this file is copied into site-packages. A `.pth` line there installs an import hook that costs nothing until
+torchvision is imported. If a CPU build of torchvision is installed, nothing is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_libraries: list[object] = []  # a torch.library.Library lives only as long as it is referenced
+_libraries: list[object] = []  # a torch.library.Library must stay referenced
 
 
 def declare_operators() -> None:
@@ -36,7 +36,7 @@ def declare_operators() -> None:
 
 
 class TorchvisionHook(importlib.abc.MetaPathFinder):
-    """Declares the operators when `torchvision` is first looked for, then steps aside."""
+    """Declares the operators when `torchvision` is first imported, then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +48,7 @@ class TorchvisionHook(importlib.abc.MetaPathFinder):
 
 
 def activate() -> None:
-    """Called by the `.pth` line at interpreter start; imports no torch."""
+    """Runs at interpreter start, from the `.pth` line. Does not import torch."""
     sys.meta_path.insert(0, TorchvisionHook())
 
 

@@ -1,7 +1,7 @@
 """CONFIG.md and the JSON Schemas, made from the code: `python -m deploy.docs` (`make docs`).
 
-In: `RunConfig`, `ServerConfig` and the learner's rules. Out: `documents()`, file name to
-text; `main` writes them into the working directory. A test compares the committed files with `documents()`.
+In: `RunConfig`, `ServerConfig` and the learner's rules. Out: `documents()`, file name to text. `main` writes them into
+the working directory. A test compares the committed files with `documents()`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shared.config.model import describe_field, dotted, item_of, section_of, wal
 INTRO = """\
 # Configuration
 
-Made by `make docs` from the schema; a test keeps the two equal. Don't edit.
+Made by `make docs` from the schema, so do not edit it. A test compares the two.
 
-Everything a run does is in one YAML file. `python -m learner --config FILE --check [--world-size W] [--probe]` finds
+One YAML file describes a run. `python -m learner --config FILE --check [--world-size W] [--probe]` finds
 every mistake without a GPU, a model or a server, and prints the resolved plan as JSON.
 `python -m rollout_server --config FILE --check` does the same for a server. Both exit with 2 if something is wrong.
 
 - **Composition.** `base: other.yaml` (or a list) at the top names other files, relative to this one. Later files win,
   and the file itself wins over its bases. Mappings merge key by key; everything else is replaced.
 - **Environment.** `${NAME}` inside a string is that variable's text, and stays a string; `$${` is a literal `${`.
-  The variable's value is written into the run directory, so keep secrets out.
+  The variable's value is written into the run directory, so do not use it for secrets.
 - **Paths** are relative to the working directory (those of `base:` to the file).
-- **Types** are strict: `true` and `false` are the only booleans, `3.0` is no integer, `1e-4` is a number, a key
-  occurs once, unknown keys are refused.
+- **Types** are strict: `true` and `false` are the only booleans, `3.0` is not an integer, `1e-4` is a number. A key
+  may occur once, and unknown keys are refused.
 - **Repeating a run.** The resolved configuration is `config.yaml` in the run directory; it is a configuration itself.
 - `config.schema.json` and `server.schema.json` are JSON Schemas for editors:
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.
@@ -75,8 +75,8 @@ def config_markdown() -> str:
 def json_schema(model: type[BaseModel], title: str) -> str:
     """The JSON Schema of a file: the model's, with `base`, which composition takes out.
 
-    A file with bases may leave out what they say, so only one without must have every section; what a section itself
-    must have is left to `--check`. Items of lists do not merge: they keep their required keys.
+    A file with bases may leave out their sections, so only a file without bases must have every section. Required keys
+    inside a section are left to `--check`. Items of lists do not merge, so they keep their required keys.
     """
     schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     paths = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}

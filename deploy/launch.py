@@ -6,8 +6,8 @@
     log_dir: runs/my_run/logs                  # one file per server; the learner prints here
     ready_timeout_s: 600
 
-Every configuration is checked before anything starts. The learner's exit code is this program's, 128 + n after signal
-n; a server that ends while the learner runs ends the run. Whatever happens, every started process is gone at the end.
+Every configuration is checked before anything starts. The exit code is the learner's, or 128 + n after signal n. If a
+server ends while the learner runs, the run ends. Whatever happens, no started process is left at the end.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class ServerLaunch(Section):
     """One rollout server."""
 
     config: str = key("the server's configuration file", min_length=1)
-    devices: list[Device] = key("CUDA devices, handed over as CUDA_VISIBLE_DEVICES; empty: what the machine has", [])
+    devices: list[Device] = key("CUDA devices, passed as CUDA_VISIBLE_DEVICES; empty: all of the machine", [])
 
 
 class LearnerLaunch(Section):
     """The learner's ranks."""
 
     config: str = key("the learner's configuration file", min_length=1)
-    devices: list[Device] = key("CUDA devices, handed over as CUDA_VISIBLE_DEVICES; empty: what the machine has", [])
+    devices: list[Device] = key("CUDA devices, passed as CUDA_VISIBLE_DEVICES; empty: all of the machine", [])
     nproc: int = key("ranks, one per device", 1, req="R17", ge=1)
 
 
@@ -67,7 +67,7 @@ class LaunchConfig(Section):
 
 @dataclass
 class Process:
-    """A child in its own session, with its output in a file (None: this program's own output)."""
+    """A child process in its own session. Its output goes to `log` (None: this program's own output)."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -103,8 +103,8 @@ class Processes:
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         else:
-            # Server and learner share the cores: a thread that busy-waits for another, which the other program has
-            # put off its core, made one step take 20 s instead of one.
+            # Server and learner share the cores. Without this, a thread busy-waits for another one that the other
+            # program keeps off its core: one step took 20 s instead of one.
             env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         output = None
         if log is not None:
@@ -125,7 +125,7 @@ class Processes:
         return self.started[-1]
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """A signal handler. It lets a start finish, or nobody would know of that process."""
+        """A signal handler. It lets a start finish, otherwise nobody would stop that process."""
         if self._starting:
             self._postponed = signum
         else:
@@ -138,7 +138,7 @@ class Processes:
 
 @contextmanager
 def supervised() -> Iterator[Processes]:
-    """Processes that are all stopped at the end, also when SIGTERM or Ctrl-C ends it (KeyboardInterrupt)."""
+    """Processes that are all stopped at the end, even if SIGTERM or Ctrl-C ends the block (KeyboardInterrupt)."""
     processes = Processes()
     signals = (signal.SIGTERM, signal.SIGINT)
     previous = [signal.signal(signum, processes.interrupt) for signum in signals]
@@ -155,7 +155,7 @@ def supervised() -> Iterator[Processes]:
 def start_server(
     processes: Processes, config_path: str, *, log: Path, devices: Sequence[int | str] = ()
 ) -> tuple[Process, str]:
-    """Start one rollout server; returns it and its base URL. Ready only once `wait_ready` says so."""
+    """Start one rollout server; returns it and its base URL. `wait_ready` waits until it is ready."""
     config = load_server_config(config_path)
     return processes.start("server", server_argv(config_path), devices=devices, log=log), config.base_url
 
@@ -163,7 +163,7 @@ def start_server(
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
     """Seconds until the server answered `/ready/` with 200; the servers `beside` it must stay alive meanwhile.
 
-    Raises ServerError where one ended first (with the end of its log), DeadlineError where the time passed.
+    Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
     started = time.monotonic()
     with httpx.Client(trust_env=False, timeout=5.0) as client:
@@ -184,13 +184,13 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
 
 
 def check_alive(servers: Sequence[Process]) -> None:
-    """Raises ServerError where one has ended, with the end of its log."""
+    """Raises ServerError if a server has ended, with the end of its log."""
     for server in servers:
         if server.popen.poll() is not None:
             raise ServerError(
-                f"a rollout server ended by itself ({' '.join(map(str, server.popen.args))})",  # type: ignore[arg-type]
+                f"a rollout server ended unexpectedly ({' '.join(map(str, server.popen.args))})",  # type: ignore[arg-type]
                 found=f"exit code {server.popen.returncode}; last words: {_last_words(server.log)}",
-                wanted="a server that serves until the learner is done",
+                wanted="a server that runs until the learner has ended",
                 remedy=f"see {server.log}",
             )
 
@@ -213,7 +213,7 @@ def _last_words(log: Path | None, num_lines: int = 3) -> str:
 
 
 def load_launch_config(path: str) -> LaunchConfig:
-    """The launcher's file, with every configuration that it names checked too. Raises ConfigErrors."""
+    """The launcher's file. Every configuration that it names is checked too. Raises ConfigErrors."""
     config = parse(LaunchConfig, load_yaml(path), rules=(claimed_once, rank_devices))
     load_config(config.learner.config, world_size=config.learner.nproc)
     has_token = bool(os.environ.get(TOKEN_VARIABLE))
@@ -224,7 +224,7 @@ def load_launch_config(path: str) -> LaunchConfig:
 
 
 def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
-    """No device is in two processes."""
+    """No device is used by two processes."""
     owners: dict[int, str] = {}
     claims = {f"servers[{i}].devices": server.devices for i, server in enumerate(config.servers)}
     for owner, devices in {**claims, "learner.devices": config.learner.devices}.items():
@@ -236,7 +236,7 @@ def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
 
 
 def rank_devices(config: LaunchConfig) -> Iterator[Mistake]:
-    """Each learner rank has a device of its own, where devices are named."""
+    """If devices are named, each learner rank has a device of its own."""
     devices, nproc = config.learner.devices, config.learner.nproc
     if devices and len(devices) < nproc:
         wanted, remedy = f"one for each of the {nproc} ranks", "name more devices, or lower learner.nproc"
@@ -258,7 +258,7 @@ def _server_devices(config: LaunchConfig, servers: Sequence[ServerConfig]) -> It
 
 
 def launch(config: LaunchConfig) -> int:
-    """Servers, then the learner; returns the learner's exit code (128 + n where signal n ended it).
+    """Start servers, then the learner. Returns the learner's exit code (128 + n if signal n ended it).
 
     Raises ServerError, DeadlineError, and KeyboardInterrupt with the signal's number.
     """

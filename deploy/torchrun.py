@@ -1,12 +1,12 @@
-"""torchrun for one machine, with endings that a user can read: `python -m deploy.torchrun --nproc N -- -m learner ...`.
+"""torchrun for one machine, with readable messages at the end: `python -m deploy.torchrun --nproc N -- -m learner ...`.
 
 In: a number of ranks, and after `--` what each of them runs (a module with `-m`, or a script). Out: the ranks' own
-output, and an exit code: 0, or that of the rank that failed first (128 + signal, where a signal ended it), with one
-line where torchrun prints its own traceback. SIGTERM and SIGINT reach the ranks; those that still run after
-SHUTDOWN_TIMEOUT_S are killed. A failed rank is not started again: a resume is the user's decision.
+output, and an exit code: 0, or that of the rank that failed first (128 + signal if a signal ended it). Instead of
+torchrun's traceback there is one line. SIGTERM and SIGINT reach the ranks. Ranks that still run after
+SHUTDOWN_TIMEOUT_S are killed. A failed rank is not restarted: a resume is the user's decision.
 
 This is `torch.distributed.run --standalone` in this process. For several nodes call `torchrun` itself, whose flags
-(--nnodes, --rdzv-endpoint, ...) all work with `-m learner`. Called by `make learn` and `deploy.launch`.
+(--nnodes, --rdzv-endpoint, ...) all work with `-m learner`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# Above `training.stop_timeout_s`, so that a checkpoint is written; below the patience of `deploy.launch`, whose SIGKILL
-# would not reach the ranks. The environment's TORCH_ELASTIC_SHUTDOWN_TIMEOUT stands above it.
+# Longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of `deploy.launch`,
+# whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
 SHUTDOWN_TIMEOUT_S = 28
 
 
@@ -41,7 +41,7 @@ def run_ranks(nproc: int, command: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # torchrun's own words about a failure; the ranks log in processes of their own
+    logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
     try:
         run.run(run.parse_args(["--standalone", "--nproc-per-node", str(nproc), *command]))
     except ChildFailedError as error:
@@ -55,7 +55,7 @@ def run_ranks(nproc: int, command: Sequence[str]) -> int:
 
 
 def exit_code(returncode: int) -> int:
-    """A shell's exit code for a `Popen.returncode`: a process that signal n ended has 128 + n."""
+    """A shell's exit code for a `Popen.returncode`: 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode
 
 

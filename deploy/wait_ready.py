@@ -1,8 +1,9 @@
 """Wait for the rollout servers that a learner's configuration names: `python -m deploy.wait_ready --config F`.
 
-In: the learner's YAML, and how long to wait. Out: exit code 0 once every server has answered `/ready/` with 200, 1 when
-the time has passed (what each silent one said last), 2 where the configuration is wrong. Needs no token. For schedulers
-that start servers and learner by themselves: the Slurm script and the Kubernetes Job of this folder call it.
+In: the learner's YAML, and how long to wait. Out: exit code 0 once every server has answered `/ready/` with 200; 1
+after the timeout, with the last answer of each server that is not ready; 2 if the configuration is wrong. Needs no
+token. It is for schedulers that start servers and learner separately: the Slurm script and the Kubernetes Job of this
+folder.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def server_urls(config_path: str) -> list[str]:
-    """The base URLs that the configuration names. Raises ConfigErrors, ConfigError where it uses no servers."""
+    """The base URLs that the configuration names. Raises ConfigErrors, and ConfigError if it uses no servers."""
     config = load_config(config_path)
     if not uses_servers(config):
         raise ConfigError(
             f"{config_path}: nothing to wait for",
             found="a run without rollout servers",
             wanted="vllm.mode: server",
-            remedy="start the learner at once",
+            remedy="start the learner without waiting",
         )
     return [entry.base_url for entry in config.rollout_matching.vllm.server.servers or ()]
 
@@ -55,7 +56,7 @@ def server_urls(config_path: str) -> list[str]:
 def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
     """Seconds until each has answered `/ready/` with 200 (once: a weight update makes a server busy again).
 
-    Raises DeadlineError, which names those that have not.
+    Raises DeadlineError, which names those that did not.
     """
     started = time.monotonic()
     last = dict.fromkeys(urls, "nothing yet")
@@ -74,7 +75,7 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
 
 
 def _look(url: str) -> str | None:
-    """None from a ready server; else what it said. Proxies are used where the learner would use them."""
+    """None for a ready server, else its answer. Proxies are used as the learner would use them."""
     try:
         response = httpx.get(f"{url}/ready/", timeout=ANSWER_S, trust_env=not is_loopback(httpx.URL(url).host))
     except httpx.HTTPError as error:

@@ -1,6 +1,6 @@
-"""From a configuration to a run: makes every part, hands them to the `Trainer`, and takes them down again.
+"""From a configuration to a run: makes every part, passes them to the `Trainer`, and closes them again.
 
-The only module that knows all parts. It reads the environment that it is given, and nothing else.
+The only module that knows all parts. It reads only the environment that it is given.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def train(config_path: str, *, environment: Mapping[str, str]) -> int:
 
 
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
-    """Every part of a run, checked against the servers before the first step. What must be closed goes on `stack`."""
+    """Every part of a run, checked against the servers before the first step. Parts to be closed go on `stack`."""
     log = _open_run_dir(config, plan, ranks, stack)
     basis = _basis(config, plan, ranks)
     batches, total_steps = _batches(basis, stack)
@@ -84,7 +84,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     _tell_compilation(basis.policy, log, console)
     _tell_bad_records(basis.data, log, console)
     timeline = Timeline(ranks.rank)
-    after_backend = stack.enter_context(ExitStack())  # what waits for a call that only closing the backend ends
+    after_backend = stack.enter_context(ExitStack())  # parts that wait for a call until the backend closes it
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
     clock = PhaseClock(on_phase=timeline.phase)
@@ -141,7 +141,7 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Basis:
-    """What the other parts are made of."""
+    """What the other parts are made from."""
 
     config: RunConfig
     plan: Plan
@@ -187,7 +187,7 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
 
 
 def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None:
-    """Whether the model is compiled, and why not: in the log, on the screen too where a GPU could have used it."""
+    """Log whether the model is compiled, and why not. With a GPU, print the reason too."""
     log.write("model", {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled})
     if policy.why_not_compiled and policy.device.type == "cuda":
         console.note(f"not compiled: {policy.why_not_compiled}")
@@ -217,7 +217,7 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
 
 
 def _tell_bad_records(data: RunData, log: MetricsLog, console: Console) -> None:
-    """What was dropped or clipped: in the log, and a line each on the screen."""
+    """Log what was dropped or clipped, and print a line for each."""
     log.write("data", {"train": len(data.train), "evaluation": len(data.evaluation), "bad_records": data.bad_records})
     for part, kinds in data.bad_records.items():
         counts = ", ".join(f"{n} {kind} ({action})" for kind, acts in kinds.items() for action, n in acts.items())
@@ -247,8 +247,8 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
 def _rollouts(
     basis: Basis, optimizer: Optimizer, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
 ) -> tuple[Backend | None, Sync | None]:
-    """Who generates, and how the weights get there; neither where nothing is rolled out, no sync where the trained
-    model itself generates."""
+    """The rollout backend, and the sync that brings it weights. Both are None without rollouts. The sync is None if the
+    trained model itself generates."""
     config, ranks, policy = basis.config, basis.ranks, basis.policy
     if not needs_rollouts(config):
         return None, None
@@ -307,13 +307,13 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int) -> StepSource:
         bounds=Bounds.run_ahead(config.stage2_ab.async_actor_learner, packs_per_step=parts.packs_per_step),
         samples_per_pack=plan.per_device_train_batch_size,
         capacity=capacity,
-        deadline_s=deadline_s / 2,  # so that a rank's own account comes before the others' patience ends
+        deadline_s=deadline_s / 2,  # so that a rank's own error comes before the other ranks' timeout
     )
 
 
 def _stream(basis: Basis) -> SampleStream:
     config, ranks = basis.config, basis.ranks
-    encoder = copy.deepcopy(basis.policy.encoder)  # the producer's thread shares nothing with the one that learns
+    encoder = copy.deepcopy(basis.policy.encoder)  # the producer's thread shares nothing with the learning thread
     return SampleStream(
         basis.data.train,
         encoder_pool(config, encoder, samples_per_micro_batch=basis.plan.per_device_train_batch_size),
@@ -325,7 +325,8 @@ def _stream(basis: Basis) -> SampleStream:
 
 
 def _closing(source: StepSource) -> Callable[..., None]:
-    """Closes `source` at the end of the run. A producer that does not end never hides the error that ended the run."""
+    """Closes `source` at the end of the run. A producer that does not end must not hide the error that ended the
+    run."""
 
     def close(_: object, error: BaseException | None, __: object) -> None:
         try:

@@ -1,4 +1,4 @@
-"""The straight line, one frozen record per stage:
+"""The stages of a sample, one frozen record each:
 
     Sample -> Rollout -> ParsedRollout -> Assignment -> Segment -> PackedRow -> StepResult -> SyncReceipt
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-if TYPE_CHECKING:  # numpy too: `--check` reads the schedule, and must be quick
+if TYPE_CHECKING:  # numpy too: `--check` imports this module, and must be quick
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -33,7 +33,7 @@ Channel = Literal["A", "B"]
 
 class DetectionObject(NamedTuple):
     """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
-    tuple, for there are dozens in an answer, and it is made in a third of a dataclass's time."""
+    tuple, because there are dozens in an answer, and a dataclass takes three times as long to make."""
 
     desc: str
     kind: GeometryKind
@@ -43,9 +43,9 @@ class DetectionObject(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
-    assistant's last turn; `images` are strings as the server will get them; `objects` are in canonical order. In the
-    regions `ignored` nothing is known (crowds, difficult objects): they are not taught, and what is predicted there is
-    neither right nor wrong. A region with an empty description is one for every class."""
+    assistant's last turn; `images` are strings as the server will get them; `objects` are in canonical order. The
+    regions `ignored` hold crowds and difficult objects. They are not taught, and predictions there are neither right
+    nor wrong. A region with an empty description applies to every class."""
 
     sample_id: str
     messages: tuple[Mapping[str, Any], ...]
@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """What the policy of version `ver` answered. `response_token_ids` are stop-trimmed."""
+    """The answer of the policy of version `ver`. `response_token_ids` are stop-trimmed."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]
@@ -70,18 +70,18 @@ class Rollout:
 
 
 class CoordSlots(NamedTuple):
-    """The coordinates of an answer in the order in which they stand, each field [C]: where the tokens of each are in
-    the response, and the number that they say."""
+    """The coordinates of an answer in order, each field [C]: where the tokens of each are in the response, and their
+    number."""
 
     start: NDArray[np.int64]  # first response token that holds a character of the number
     end: NDArray[np.int64]  # one past the last
     bin: NDArray[np.int64]
-    lead: NDArray[np.int64]  # bytes of token `start` that come before the number
+    lead: NDArray[np.int64]  # bytes of token `start` before the number
 
 
 class PredictedObject(NamedTuple):
-    """A valid object of a rollout; `slots` are the places of its coordinates in the rollout's `CoordSlots`,
-    `desc_bytes` those bytes of the answer's text that are its description, quotes included."""
+    """A valid object of a rollout. `slots` are the indices of its coordinates in the rollout's `CoordSlots`,
+    `desc_bytes` the bytes of its description in the answer's text, quotes included."""
 
     object: DetectionObject
     slots: range
@@ -90,9 +90,9 @@ class PredictedObject(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedRollout:
-    """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix kept; `tail_opening` is the
-    text that the appended tail must begin with before its first object (what a fused token took away; "{" or "[" when
-    nothing of the rollout is usable)."""
+    """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix that is kept. `tail_opening` is
+    the text of the appended tail before its first object: what a fused token removed, or "{" or "[" if nothing of the
+    rollout is usable."""
 
     rollout: Rollout
     token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`
@@ -101,10 +101,10 @@ class ParsedRollout:
     drops: Mapping[DropReason, int]
     prefix_length: int
     tail_opening: str
-    needs_separator: bool  # the prefix already holds an object, so ", " comes before the next
+    needs_separator: bool  # the prefix already holds an object, so ", " comes next
     next_index: int  # number of the next `object_N` key (index map only)
     truncated: bool  # the answer ended before its container did
-    usable: bool  # the container was opened as the task wants it
+    usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows
 
 
@@ -120,7 +120,7 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VisionInputs:
-    """What the processor made of one sample's images. P patches in all, I images."""
+    """The processor's output for one sample's images: P patches in total, I images."""
 
     pixel_values: torch.Tensor  # [P, patch_dim] float32
     image_grid_thw: torch.Tensor  # [I, 3] int64
@@ -136,8 +136,8 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Target:
-    """Y_train of one sample, relative to its first token. `labels[i]` is the token that position i should have been
-    (-100: ignored); it differs from `token_ids[i]` at matched coordinates."""
+    """Y_train of one sample, relative to its first token. `labels[i]` is the right token at position i
+    (-100: ignored). It differs from `token_ids[i]` at matched coordinates."""
 
     token_ids: NDArray[np.int64]  # [Y]
     labels: NDArray[np.int64]  # [Y]
@@ -207,5 +207,5 @@ class SyncReceipt:
     num_tensors: int
     canary_gap: float  # mean |learner logprob - served logprob|, nats
     canary_gap_max: float
-    merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: what merging and rounding change (D14)
-    fallback: str = ""  # why adapter syncs ended with this one; empty: they did not
+    merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
+    fallback: str = ""  # if adapter syncs ended with this sync, why; else empty

@@ -1,7 +1,7 @@
-"""Addresses and ports of this machine: what only it can reach, and where a program can listen.
+"""Addresses and ports of this machine: what is loopback, and where a program can listen.
 
-Free ports are drawn below the range from which the kernel gives ports to outgoing connections (Linux: from 32768 on).
-Otherwise such a connection could take a port between its choice here and the moment a program binds it.
+Free ports are drawn below the range that the kernel uses for outgoing connections (Linux: from 32768 on). Otherwise
+such a connection could take a port between its choice here and the moment a program binds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_free(port: int) -> bool:
 
 def free_ports(number: int) -> list[int]:
     """Different free ports, drawn at random. Raises ConfigError if there are not enough."""
-    draw = random.SystemRandom()  # ignores a test's seed: two processes must not draw the same ports
+    draw = random.SystemRandom()  # ignores seeds: two processes must not draw the same ports
     ports: set[int] = set()
     for _ in range(_TRIES):
         if len(ports) == number:
@@ -49,7 +49,7 @@ def free_ports(number: int) -> list[int]:
         "not enough free ports",
         found=f"{len(ports)} between {_FIRST} and {_LAST}",
         wanted=f"{number}",
-        remedy="see what listens there (ss -ltn)",
+        remedy="stop programs that listen there (ss -ltn lists them)",
     )
 
 

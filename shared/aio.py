@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. If one fails, the others are cancelled, and the first error is raised, alone and with its
-    own cause, when all have ended."""
+    """All results in order. If one fails, the others are cancelled. When all have ended, the first error is raised,
+    with its own cause."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
@@ -19,4 +19,4 @@ async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         first = errors.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # outside of `except`: the group is no context of it
+    raise first  # outside of `except`, so that the group does not become its context

@@ -1,11 +1,11 @@
 """A Hugging Face checkpoint: where it is, and whether learner and server have the same kind of model.
 
-`model_folder` turns a folder or a hub name into a folder on this machine. vLLM would find a model by its name alone,
-but checking that a weight load is complete needs the tensors' names, which are in the folder.
+`model_folder` turns a folder or a hub name into a folder on this machine. vLLM can find a model by its name. But the
+check that a weight load is complete needs the tensors' names, which are in the folder.
 
 `signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
-decide names and shapes of the tensors. `differences` compares two signatures, and only what both sides state: versions
-of transformers write different defaults.
+determine the tensors' names and shapes. `differences` compares only what both signatures state, because versions of
+transformers write different defaults.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What both programs ask of a vLLM engine, and how its outputs are read (R03, R09, R11).
+"""Requests to a vLLM engine, and how its outputs are read (R03, R09, R11). Both programs use this module.
 
-In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. One engine is behind
-the rollout server, one is inside the learner's job. Invariants: responses are stop-trimmed; a request has a seed if it
-samples, and only then.
+In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. The rollout server
+has an engine, and so does a learner with colocated vLLM. Invariants: responses are stop-trimmed; a request has a seed
+exactly if it samples.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shared.wire import RequestConfig
 if TYPE_CHECKING:
     from PIL import Image
 
-# For every vLLM engine on CPU. A prefill in two chunks draws one random number too many, and vLLM undoes that on CUDA
-# only: on CPU a seeded request that is cut ends the engine ("CPU Generator does not use offset").
+# For every vLLM engine on CPU. A prefill in two chunks draws one random number too many. vLLM undoes that on CUDA only:
+# on CPU a seeded request that is split ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids with one placeholder per image, which vLLM expands to the image's size; and the images, RGB.
+    """Token ids with one placeholder per image, which vLLM expands to the image's size, and the images, RGB.
 
     `pixels` overrides the checkpoint's limits of an image's size, as `limit_pixels` gives them."""
 
@@ -46,10 +46,11 @@ class Prompt:
 def limit_pixels(
     processor: Any, *, min_pixels: int | None, max_pixels: int | None, keys: str
 ) -> Mapping[str, int] | None:
-    """Make a Hugging Face processor resize images into these limits (width x height). Returns what `Prompt.pixels` must
-    be; None where both limits are the checkpoint's own. `keys` stands before the keys' names in messages.
+    """Make a Hugging Face processor resize images to these limits (width x height). Returns the value of
+    `Prompt.pixels`, or None if both limits are the checkpoint's own. `keys` is the prefix of configuration keys in
+    messages.
 
-    Raises ConfigError where the processor has no such limits.
+    Raises ConfigError if the processor has no such limits.
     """
     if min_pixels is None and max_pixels is None:
         return None
@@ -68,7 +69,7 @@ def limit_pixels(
             wanted="min_pixels <= max_pixels",
             remedy="correct one of them",
         )
-    own = images.size  # with names of edges, but numbers of pixels; where only one is given, the other makes way
+    own = images.size  # named edges, but numbers of pixels; if only one limit is given, the other is moved to fit
     least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}
     images.size = type(own)(**size)
@@ -78,7 +79,7 @@ def limit_pixels(
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     prompt_token_ids: list[int]
-    response_token_ids: list[int]  # without the token that ended it
+    response_token_ids: list[int]  # without the stop token
     text: str
     finish_reason: str  # "stop", "length"
 
@@ -100,19 +101,19 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
         top_p=config.top_p,
         top_k=max(0, config.top_k),
         repetition_penalty=config.repetition_penalty,
-        # Greedy decoding draws nothing, and a random generator per request costs time.
+        # Greedy decoding needs no seed, and a random generator per request costs time.
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
         skip_special_tokens=False,  # the text shows every token
         spaces_between_special_tokens=False,
-        # Only stop strings need the text token by token; one pass at the end is far cheaper.
+        # Only stop strings need the text token by token. One pass at the end is much cheaper.
         detokenize=bool(config.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]:
-    """The prompt and the settings with which vLLM scores a response. Read the output with `read_scores`."""
+    """The prompt and settings for vLLM to score a response. Read the output with `read_scores`."""
     from vllm import SamplingParams
 
     whole = replace(prompt, token_ids=prompt.token_ids + response_token_ids)
@@ -150,7 +151,7 @@ def checked_scores(prompt_token_ids: list[int], logprobs: list[float]) -> Scores
             "the model gives log-probabilities that are not finite",
             found=f"{logprobs[:8]}",
             wanted="finite weights",
-            remedy="lower training.learning_rate, and resume from a checkpoint before the loss went wrong",
+            remedy="lower training.learning_rate, and resume from a checkpoint from before the loss diverged",
         )
     return Scores(prompt_token_ids=prompt_token_ids, logprobs=logprobs)
 
@@ -163,5 +164,5 @@ def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def says_too_long(error: Exception) -> bool:
-    """Whether vLLM refuses a request for its length, for which it has no type."""
+    """Whether vLLM refuses a request because of its length. vLLM has no error type for this."""
     return any(words in str(error) for words in ("model length", "max_model_len", "context length"))

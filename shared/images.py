@@ -8,11 +8,11 @@ A string names an image in one of five ways, tried in this order:
 4. the path of an existing file, below a folder that is allowed
 5. base64 of an image: the decoded bytes begin like JPEG, PNG, WebP, GIF, BMP or TIFF
 
-Everything else is a MediaError that names all five. Its message does not tell a file outside the allowed folders from
-one that does not exist.
+Everything else is a MediaError that names all five. Its message is the same for a file outside the allowed folders and
+for one that does not exist.
 
-Pixels are RGB and upright: the EXIF orientation is applied, so boxes are in the picture as people see it. 16-bit grey
-is scaled to 8 bits. Of an animation the first frame is taken. The size in bytes is checked before an image is read, the
+Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. 16-bit grey
+is scaled to 8 bits. Of an animation the first frame is used. The size in bytes is checked before an image is read, the
 size in pixels before it is decoded. Everything here blocks, and may be called from any thread.
 """
 
@@ -56,9 +56,10 @@ _SHOWN_CHARS = 200
 _FETCH_CHUNK_BYTES = 1 << 16
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
-_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # not to be quoted again
+_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # must not be quoted again
 
-# `max_pixels` is checked before anything is decoded. Pillow's own limit would warn, which no thread can silence alone.
+# `max_pixels` is checked before anything is decoded. Pillow's own limit only warns, and a single thread cannot silence
+# it.
 Image.MAX_IMAGE_PIXELS = None
 
 _ORIENTATION = 0x0112  # EXIF tag
@@ -76,14 +77,14 @@ _DECODING_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EO
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRules:
-    """Which images may be used. `keys` is what stands before a key's name in messages."""
+    """Which images may be used. `keys` is the prefix of configuration keys in messages."""
 
-    roots: tuple[Path, ...] | None = None  # local images lie below these; (): no local images; None: anywhere
+    roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
     hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
     timeout_s: float = 10.0  # for fetching one image
     max_bytes: int = 32 << 20  # of one encoded image
     max_pixels: int = 64_000_000  # of one image
-    cache_bytes: int = 0  # of fetched images that are kept in memory
+    cache_bytes: int = 0  # memory for fetched images
     keys: str = "data."
 
 
@@ -98,8 +99,8 @@ class Images:
         return Images, (self.rules,)
 
     def resolve(self, source: str, folder: Path = Path()) -> str:
-        """The string as any process of this machine understands it: a path, relative to `folder`, made absolute, and
-        everything else as it is. Raises MediaError where no image can be had by it. Fetches nothing."""
+        """The string in a form that any process of this machine understands: a path relative to `folder` becomes
+        absolute, everything else stays. Raises MediaError if it does not name a usable image. Fetches nothing."""
         way = _way_of(source, folder)
         if way == "http":
             self._check_host(source, source)
@@ -156,7 +157,7 @@ class Images:
         for text in _paths_in(source):
             try:
                 path = (folder / text).resolve(strict=True)
-            except (OSError, ValueError, RuntimeError):  # also a name that is too long, or holds a zero byte
+            except (OSError, ValueError, RuntimeError):  # also a name that is too long or holds a zero byte
                 continue
             roots = self.rules.roots
             if path.is_file() and (roots is None or any(path.is_relative_to(root.resolve()) for root in roots)):
@@ -164,7 +165,7 @@ class Images:
         raise self._nothing_there(source, folder)
 
     def _nothing_there(self, source: str, folder: Path) -> MediaError:
-        """Equal for what does not exist and for what may not be read."""
+        """The same for a file that does not exist and for one that may not be read."""
         rules = self.rules
         if rules.roots is None:
             found = f"no file {folder.absolute() / source}" if len(source) <= _SHOWN_CHARS else "no file of that name"
@@ -193,7 +194,7 @@ class Images:
             raise _error(source, f"text that is not base64 ({error})", "base64", "encode the image again") from error
 
     def _from_base64(self, source: str) -> bytes | None:
-        """None where the text is no base64 after all."""
+        """None if the text is not base64."""
         text = _SPACES.sub("", source)
         try:
             self._check_bytes(len(text) * 3 // 4 - 2, source)
@@ -211,7 +212,7 @@ class Images:
 
     def _fetch(self, source: str) -> bytes:
         url, deadline = source, time.monotonic() + self.rules.timeout_s
-        opener = build_opener(ProxyHandler({}), _NoRedirects)  # the environment's proxies would see every image
+        opener = build_opener(ProxyHandler({}), _NoRedirects)  # no proxies: they would see every image
         try:
             for _ in range(_MAX_REDIRECTS + 1):
                 self._check_host(url, source)
@@ -255,7 +256,7 @@ class Images:
     # ---- headers ---------------------------------------------------------------------------------------------------
 
     def _open(self, file: IO[bytes], source: str) -> Image.Image:
-        """The image with its header read, and no pixels."""
+        """The image with its header read, but no pixels."""
         image = Image.open(file, formats=FORMATS)
         most, num_pixels = self.rules.max_pixels, image.width * image.height
         if num_pixels > most:
@@ -328,7 +329,7 @@ def _is_file(folder: Path, source: str) -> bool:
 
 
 def _paths_in(source: str) -> tuple[str, ...]:
-    """A `file://` URL's path, with and without its percent signs read; any other string as it is."""
+    """A `file://` URL's path, with and without percent-decoding; any other string as it is."""
     if source[:7].lower() != "file://":
         return (source,) if len(source) < _LONGEST_PATH else ()
     path = source[7:].removeprefix("localhost") if source[7:].startswith("localhost/") else source[7:]
@@ -341,7 +342,7 @@ def _paths_in(source: str) -> tuple[str, ...]:
 def _orientation(image: Image.Image) -> int:
     try:
         value = image.getexif().get(_ORIENTATION, 1)
-    except _DECODING_ERRORS:  # broken EXIF says nothing about the pixels
+    except _DECODING_ERRORS:  # broken EXIF means no orientation
         return 1
     return value if isinstance(value, int) else 1
 
@@ -353,11 +354,11 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
-    """`_upright(image).size`, without decoding where the header can say it."""
+    """`_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
-        return image.size  # else Pillow decodes it all, in search of a later chunk
+        return image.size  # otherwise Pillow would decode it all to find a later chunk
     turned = _orientation(image) >= 5
-    if turned and image.format == "TIFF":  # versions of Pillow differ in which size this is
+    if turned and image.format == "TIFF":  # versions of Pillow differ in the size they give
         image.load()
         return image.size
     return (image.height, image.width) if turned else image.size
@@ -376,14 +377,14 @@ def _png_has_exif(file: IO[bytes]) -> bool:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit grey; plain conversion cuts it off at 255 in some versions of Pillow
+    if image.mode.startswith("I"):  # 16-bit grey; some versions of Pillow clip it at 255 when converting
         wide = image.convert("I")
         _, most = wide.getextrema()
         if isinstance(most, int | float) and most > 0xFFFF:
             raise ValueError(f"grey values up to {most}, more than 16 bits")
         image = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode == "F":
-        raise ValueError("floating-point pixels, whose range nobody knows")
+        raise ValueError("floating-point pixels, whose range is unknown")
     return image.convert("RGB")
 
 
@@ -391,13 +392,13 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def short(source: str) -> str:
-    """An image string as messages show it."""
+    """An image string as shown in messages."""
     return source if len(source) <= _SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"
 
 
 def _no_image(source: str, data: bytes, error: Exception) -> MediaError:
     why = f"begins with {data[:16]!r}" if isinstance(error, UnidentifiedImageError) else str(error)[:200]
-    found = f"{len(data)} bytes that are no image ({why})"
+    found = f"{len(data)} bytes that are not an image ({why})"
     return _error(source, found, " or ".join(FORMATS), "repair or replace the image")
 
 

@@ -1,8 +1,8 @@
 """One rendering of chat messages for both programs, so that their prompts tokenize alike (R03).
 
 In: turns whose text may hold `<image>` placeholders, and the number of images. Out: the content-part form that chat
-templates of Hugging Face processors take. A turn's placeholders become image parts in place; where a request has images
-and no placeholder at all, the images go before the text of the first user turn (as ms-swift does).
+templates of Hugging Face processors take. A turn's placeholders become image parts in place. If a request has images
+but no placeholder, the images go before the text of the first user turn (as in ms-swift).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ IMAGE_PLACEHOLDER = "<image>"
 
 def render_messages(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[dict[str, Any]]:
     """Turns as `{"role", "content": [{"type": "image"} | {"type": "text", "text"}]}`; content stays a plain string
-    where there are no images, for text-only templates.
+    if there are no images, for text-only templates.
 
-    Raises RequestError where placeholders and images differ in number.
+    Raises RequestError if the numbers of placeholders and images differ.
     """
     if num_images == 0 and all(isinstance(m["content"], str) for m in messages):
         if any(IMAGE_PLACEHOLDER in m["content"] for m in messages):

@@ -1,4 +1,4 @@
-"""Seeds of rollouts (R11): a pure function of the run, the step and the request, so never of servers, ranks or time.
+"""Seeds of rollouts (R11): a pure function of the run, the step and the request, not of servers, ranks or time.
 
     request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
 
@@ -20,7 +20,7 @@ def base_seed(run_seed: int, global_step: int, micro_step_idx: int) -> int:
 
 
 def offset_seed(seed: int, req_idx: int) -> int:
-    """The seed of the request that lies `req_idx` places after the one seeded with `seed`."""
+    """The seed of the request `req_idx` places after the one with `seed`."""
     return (seed + req_idx) % SEED_MODULUS
 
 

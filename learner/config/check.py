@@ -1,7 +1,8 @@
 """`python -m learner --config F --check`: every mistake at once, or the resolved plan as one JSON object.
 
-A check needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. The command line also
-has it read the annotation files. With `--probe` it asks each rollout server once, at `/ready/` and `/get_world_size/`.
+A check needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. On the command line
+it also reads the annotation files. With `--probe` it asks each rollout server once, at `/ready/` and
+`/get_world_size/`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shared.wire import TOKEN_VARIABLE
 if TYPE_CHECKING:
     from learner.rollout.client import ServerClient
 
-PROBE_TIMEOUT_S = 10.0  # for every answer of a server; nothing is retried
+PROBE_TIMEOUT_S = 10.0  # for each answer of a server, without retries
 
 
 def run_check(
@@ -49,7 +50,7 @@ def run_check(
 
 
 def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], read_data: bool) -> dict[str, Any]:
-    """Raises ConfigErrors: the mistakes of the file, or else of the data and the servers that it names."""
+    """Raises ConfigErrors: the file's mistakes, or if it has none, those of the data and servers that it names."""
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
@@ -72,7 +73,7 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
 
 def _samples(config: RunConfig) -> dict[str, Any]:
     """How many samples each split has, and what is dropped or clipped of it."""
-    from learner.data.check import check_split, splits  # here: keys alone are checked without it
+    from learner.data.check import check_split, splits  # imported here: not needed to check keys
 
     data, geometry = config.data, config.task.geometry
     checked = {split: check_split(data, split, path, geometry) for split, path in splits(data).items()}
@@ -91,7 +92,7 @@ def _probed(plan: Plan, token: str | None) -> dict[str, Any]:
         return {"server_world_sizes": [], "chunk": None}
     import asyncio
 
-    from learner.rollout.client import ServerClient, Timeouts  # here: a plain check loads no HTTP client
+    from learner.rollout.client import ServerClient, Timeouts  # imported here: a plain check needs no HTTP client
     from learner.rollout.distribution import chunk_size
 
     timeouts = Timeouts.of(min(PROBE_TIMEOUT_S, plan.timeout_s), None)

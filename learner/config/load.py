@@ -1,9 +1,9 @@
-"""A YAML file to a `RunConfig` and back: `load_config` runs before anything else is loaded, `write_resolved` when the
-run begins.
+"""From a YAML file to a `RunConfig` and back. `load_config` runs before anything else is loaded, `write_resolved` when
+the run begins.
 
 `load_config` raises ConfigErrors with every mistake: of the YAML, retired keys, unknown and ill-typed keys, and between
-keys. If servers are used, the result has them as a list, whichever form the file has. Paths in a configuration are
-relative to the working directory, those of `base:` to the file that names them.
+keys. If servers are used, the result has them as a list, in whatever form the file has them. Paths in a configuration
+are relative to the working directory, those of `base:` to the file that names them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def load_config(path: str | Path, *, world_size: int | None = None, env: Mapping
 
 
 def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunConfig:
-    """The same of a mapping or a `Document`. Raises ConfigErrors."""
+    """The same for a mapping or a `Document`. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
     config = parse(RunConfig, data, retired=RETIRED, rules=rules)
     if uses_servers(config):
@@ -104,7 +104,7 @@ def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunC
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
     """Write every key with its value to `run_dir/config.yaml`, from which the run can be repeated. Raises OSError."""
     values = config.model_dump(mode="json")
-    if config.custom.trainer_variant == "stage2_ab_training":  # which refuses the key, also null (D2)
+    if config.custom.trainer_variant == "stage2_ab_training":  # which refuses the key, even as null (D2)
         del values["custom"]["extra"]["rollout_matching"]["rollout_buffer"]
     path, partial = run_dir / RESOLVED_NAME, run_dir / f".{RESOLVED_NAME}.partial"
     header = "Resolved configuration of this run: bases merged, variables filled in, defaults written out."

@@ -1,7 +1,7 @@
 """What follows from a configuration and the number of ranks: `resolve` gives every derived number by its name.
 
-`resolve` is pure and cheap. `--check` prints its result, the learner logs it at its start (R15). `topology_rules` are
-rules as in `rules.py`, for what must be true between the configuration and the number of ranks: batch arithmetic and
+`resolve` is pure and cheap. `--check` prints its result, and the learner logs it at its start (R15). `topology_rules`
+are rules as in `rules.py`, for what must hold between the configuration and the number of ranks: batch arithmetic and
 device counts.
 """
 
@@ -44,7 +44,7 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Devices per colocated engine (R04). What the user wrote stands; the default becomes 1 if there is one rank."""
+    """Devices per colocated engine (R04). The user's value is kept; the default becomes 1 if there is one rank."""
     vllm = config.rollout_matching.vllm
     if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:
         return 1
@@ -72,7 +72,7 @@ def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 
 
 def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R04: colocated engines divide the learner's devices among them."""
+    """R04: colocated engines share out the learner's devices."""
     if not colocates(config):
         return
     size = tensor_parallel_size(config, world_size)
@@ -123,7 +123,7 @@ NUM_CHANNELS_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run does with its configuration. None: does not apply to the run."""
+    """What a run does with its configuration. None: does not apply to this run."""
 
     trainer_variant: str
     world_size: int  # learner ranks

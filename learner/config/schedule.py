@@ -1,7 +1,7 @@
 """Which channel a step runs (R26, R27). Pure: numbers in, a decision out.
 
-Invariants: the channel that the schedule wants depends on `global_step` and `b_ratio` alone, so a resume changes
-nothing; after any n steps exactly floor(n * b_ratio) of them wanted Channel-B. Rank 0 calls `decide_channel` with
+Invariants: the channel that the schedule wants depends only on `global_step` and `b_ratio`, so a resume changes
+nothing. After any n steps exactly floor(n * b_ratio) of them wanted Channel-B. Rank 0 calls `decide_channel` with
 numbers that are already reduced over ranks, and broadcasts the decision. It holds for the whole accumulation window.
 """
 
@@ -38,7 +38,7 @@ class ChannelDecision:
 
 
 def exact_ratio(b_ratio: float) -> Fraction:
-    """`b_ratio` as the decimal number in the YAML file, so that 0.1 is one tenth and not the nearest double.
+    """`b_ratio` as the decimal number in the YAML file: 0.1 is exactly one tenth, not the nearest double.
 
     Raises ConfigError outside [0, 1].
     """

@@ -1,12 +1,12 @@
 """Encoding prompts ahead of time: in the learner itself, or in worker processes.
 
 In: jobs of samples, in order. Out: their encoded prompts, when asked for. A worker sends a job's pixels back as one
-tensor in shared memory, which the learner cuts into views: no copy and no pickling per sample, so that 16 cores can
+tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample, so 16 cores can
 feed a GPU. Errors raised in a worker keep their type.
 
-Workers are not forked from the learner: a process that talks to CUDA, NCCL or gloo has threads that a fork would break.
-They are forked from a server process that has only imported what they need, once for all of them: on slow file
-systems, eight processes that import torch side by side take a minute and more.
+Workers are not forked from the learner: CUDA, NCCL and gloo have threads, and a fork would break them. Workers are
+forked from a server process that has only imported what they need, once for all. On slow file systems, eight processes
+that import torch at the same time take a minute or more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.errors import DataError, DeadlineError
 
 
 class PromptEncoder(Protocol):
-    """Pickles, where workers are used."""
+    """Must be picklable if workers are used."""
 
     def encode(self, sample: Sample) -> EncodedPrompt: ...
 
@@ -39,13 +39,13 @@ class EncodingJob(Protocol):
     """Samples that are being encoded."""
 
     def result(self) -> list[EncodedPrompt]:
-        """Their prompts, in order. Raises what the encoder raised; DeadlineError where it took too long."""
+        """Their prompts, in order. Raises the encoder's errors, and DeadlineError."""
         ...
 
 
 class EncoderPool(Protocol):
-    lookahead: int  # samples to have under way behind the next micro-batch
-    job_size: int  # samples that a job should have at most
+    lookahead: int  # samples to encode ahead of the next micro-batch
+    job_size: int  # maximum samples of a job
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob: ...
 
@@ -90,7 +90,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A job's prompts as they travel: vision inputs of all samples behind one another."""
+    """A job's prompts as they travel: the vision inputs of all samples are concatenated."""
 
     token_ids: list[tuple[int, ...]]
     num_images: list[int | None]  # None: a prompt without vision inputs
@@ -99,7 +99,7 @@ class _Encoded:
 
 
 class WorkerPool:
-    """`num_workers` processes. Raises DataError where one of them dies."""
+    """`num_workers` processes. Raises DataError if one of them dies."""
 
     def __init__(
         self, encoder: PromptEncoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float
@@ -121,8 +121,8 @@ class WorkerPool:
             raise _worker_died(error) from error
 
     def close(self) -> None:
-        """End the workers, also one that hangs; jobs that wait or run are dropped."""
-        workers = list((self._pool._processes or {}).values())  # before Python 3.14 there is no public way to end them
+        """End the workers, even one that hangs. Waiting and running jobs are dropped."""
+        workers = list((self._pool._processes or {}).values())  # Python before 3.14 has no public way to end them
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
@@ -150,9 +150,9 @@ class _WorkerJob:
 
 
 def _start_fork_server() -> None:
-    """Start it where it does not run yet. As a worker's, its life is not up to signals to the whole group: they are
-    blocked there, as they are here at the moment of its start, and reach this process a moment later."""
-    resource_tracker.ensure_running()  # the fork server would start it, which unblocks signals
+    """Start it if it does not run yet. Like a worker, it must not end by signals to the whole process group. So they
+    are blocked here while it starts, and it inherits the block. This process gets them a moment later."""
+    resource_tracker.ensure_running()  # otherwise the fork server would start it and unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -161,7 +161,7 @@ def _start_fork_server() -> None:
 
 
 def _modules_of(encoder: PromptEncoder) -> set[str]:
-    """What a process imports to unpickle it."""
+    """The modules that a process imports to unpickle it."""
     modules = set()
 
     class Unpickler(pickle.Unpickler):
@@ -177,8 +177,8 @@ _worker_encoder: PromptEncoder | None = None  # in a worker process: set once, w
 
 
 def _start_worker(encoder: PromptEncoder) -> None:
-    """A worker ends when the learner closes it or is gone, and not by signals that a terminal or a launcher sends to
-    the whole group: a learner that was asked to stop still needs its prompts to end the step."""
+    """A worker ends when the learner closes it or is gone. It ignores signals that a terminal or a launcher sends to
+    the whole group: a learner that was asked to stop still needs its prompts to finish the step."""
     global _worker_encoder
     for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
@@ -228,6 +228,6 @@ def _worker_died(error: BrokenProcessPool) -> DataError:
     return DataError(
         "a data worker process ended unexpectedly",
         found=str(error),
-        wanted="workers that live as long as the run",
-        remedy="look at its output above; where memory or /dev/shm is short, lower data.num_workers",
+        wanted="workers that run until the learner ends",
+        remedy="look at its output above; if memory or /dev/shm is short, lower data.num_workers",
     )

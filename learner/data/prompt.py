@@ -1,9 +1,10 @@
-"""A sample's prompt as the model sees it, on the learner's side, and the check that the server saw the same (R03).
+"""A sample's prompt as the model sees it, on the learner's side, and the check that the server's prompt is the same
+(R03).
 
 In: a `Sample`, whose images are strings (`shared/images.py`). Out: an `EncodedPrompt`: token ids with image
 placeholders expanded, and pixels. Chat template and processor are the checkpoint's own, so ids equal the server's.
 
-`PromptEncoder` pickles, for data workers.
+`PromptEncoder` can be pickled, for data workers.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class PromptEncoder:
     def load(
         cls, path: str, *, rules: ImageRules | None = None, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> PromptEncoder:
-        """Raises ConfigError where the checkpoint has no tokenizer, processor or chat template, or where its processor
-        knows no limits of pixels and one is given."""
+        """Raises ConfigError if the checkpoint has no tokenizer, processor or chat template, or if a limit of pixels is
+        given but its processor has no such limits."""
         try:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
@@ -50,7 +51,7 @@ class PromptEncoder:
         return cls(tokenizer, processor, Images(rules or ImageRules()), pixels)
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """The prompt up to where the assistant begins. Raises DataError for a bad image or wrong turns."""
+        """The prompt up to the assistant's answer. Raises DataError for a bad image or wrong turns."""
         text = self._text(sample)
         if self.processor is None:
             return EncodedPrompt(token_ids=tuple(self._token_ids(text)), vision=None)
@@ -62,8 +63,8 @@ class PromptEncoder:
         return EncodedPrompt(token_ids=tuple(inputs["input_ids"][0].tolist()), vision=vision)
 
     def for_engine(self, sample: Sample) -> Prompt:
-        """The same prompt for a vLLM engine in this process, which does by itself what the processor does to images:
-        one placeholder each, and the pictures. Raises as `encode`."""
+        """The same prompt for a vLLM engine in this process. The engine processes images itself, so it gets one
+        placeholder per image, and the images. Raises like `encode`."""
         return Prompt(
             token_ids=self._token_ids(self._text(sample)),
             images=self._open_images(sample),
@@ -71,14 +72,14 @@ class PromptEncoder:
         )
 
     def num_tokens(self, sample: Sample) -> int:
-        """`len(encode(sample).token_ids)`, from the sizes of its images alone. Raises as `encode`."""
+        """`len(encode(sample).token_ids)`, computed from the sizes of its images only. Raises like `encode`."""
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if sample.images and count is None:  # a processor that can't tell
+        if sample.images and count is None:  # this processor cannot count them
             return len(self.encode(sample).token_ids)
         text = len(self._token_ids(self._text(sample)))  # with one placeholder per image
         if count is None or not sample.images:
             return text
-        one = len(sample.images) == 1  # whose size the reader has compared
+        one = len(sample.images) == 1  # its size is checked by the reader
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
         tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
         return text - len(sizes) + sum(tokens)
@@ -112,9 +113,9 @@ def check_prompt_prefix(
     *,
     decode: Callable[[list[int]], str] | None = None,
 ) -> None:
-    """R03: the server's prompt token ids must be the learner's. Raises PromptMismatchError at the first difference.
+    """R03: the server's prompt token ids must equal the learner's. Raises PromptMismatchError at the first difference.
 
-    With `decode` (a tokenizer's) the message shows both neighbourhoods as text.
+    With `decode` (a tokenizer's) the message shows both places as text.
     """
     if tuple(expected) == tuple(served):
         return
@@ -127,11 +128,11 @@ def check_prompt_prefix(
         return f"{token} in {decode(near)!r}" if decode else f"{token} in {near}"
 
     raise PromptMismatchError(
-        f"learner and server tokenize the prompt of sample {sample_id!r} differently, from token {index} on",
+        f"learner and server tokenize the prompt of sample {sample_id!r} differently, starting at token {index}",
         found=f"served {describe(served)} ({len(served)} tokens)",
-        wanted=f"as the learner has it: {describe(expected)} ({len(expected)} tokens)",
+        wanted=f"the learner's {describe(expected)} ({len(expected)} tokens)",
         remedy="serve the same checkpoint folder (tokenizer, chat template, processor) that the learner loads, and set "
-        "the server's min_pixels and max_pixels as model.min_pixels and model.max_pixels",
+        "the server's min_pixels and max_pixels to model.min_pixels and model.max_pixels",
     )
 
 
@@ -147,8 +148,8 @@ def _data_error(sample: Sample, what: str, found: str, wanted: str, remedy: str 
 
 def _load_error(path: str, found: str) -> ConfigError:
     return ConfigError(
-        "the model's processor can't be loaded",
+        "the model's processor cannot be loaded",
         found=f"model.path: {path}; {found}",
         wanted="a checkpoint folder with tokenizer, chat template and, for images, processor",
-        remedy="correct model.path, or copy these files from the model that the checkpoint was made of",
+        remedy="correct model.path, or copy these files from the model that the checkpoint was made from",
     )

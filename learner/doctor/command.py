@@ -1,7 +1,7 @@
 """`python -m learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints one line each.
 
-Works without a running server, and says what it could not check. Exit code 0 if nothing failed, else 1. If the
-configuration cannot be read, the output is that of `--check`, and the exit code 2.
+Works without a running server, and says what it could not check. The exit code is 0 if nothing failed, else 1. If the
+configuration cannot be read, the output is that of `--check`, and the exit code is 2.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     parser.add_argument("--launch", help="launch.yaml, to check which devices servers and learner get")
     parser.add_argument("--world-size", type=int, default=1, help="number of learner ranks")
     args = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)  # the findings are the output, not what libraries log
+    logging.disable(logging.WARNING)  # only the findings are printed, not what libraries log
     config = load_config(args.config, world_size=args.world_size, env=environment)
     situation = Situation(
         config=config, plan=resolve(config, args.world_size), environment=environment, launch_path=args.launch

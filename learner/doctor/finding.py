@@ -1,7 +1,7 @@
 """What a check gets, and what it returns.
 
 Invariants: a check does not raise for what it finds, and does not change its `Situation`. `Situation.servers` is filled
-once, so that a dozen checks cost one round of calls.
+once, so that a dozen checks need one round of calls.
 """
 
 from __future__ import annotations

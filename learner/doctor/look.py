@@ -1,7 +1,7 @@
-"""The doctor's only calls to servers: one round, whose results all checks look at.
+"""The doctor's only calls to servers: one round, whose results all checks use.
 
-In: a plan and a sample. Out: a `SeenServer` per server. Nothing is changed on a server but its communicator, by `join`,
-and only where no one else uses it. Every call has a deadline.
+In: a plan and a sample. Out: a `SeenServer` per server. Only `join` changes something on a server: its communicator,
+and only if no other learner uses it. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def first_sample(config: RunConfig) -> CanaryItem:
 
 
 class Servers:
-    """Clients of the configured servers; to be closed."""
+    """Clients of the configured servers. The owner closes it."""
 
     def __init__(self, entries: tuple[ServerEntry, ...], token: str | None) -> None:
         self.loop = LoopThread("doctor")
@@ -51,7 +51,7 @@ class Servers:
         self._clients = [(entry, ServerClient(entry.base_url, timeouts=timeouts, token=token)) for entry in entries]
 
     def look(self, probe: CanaryItem | None) -> list[SeenServer]:
-        """Each server's status, and its reply to the probe where it is serving."""
+        """Each server's status, and its reply to the probe if it is serving."""
         return [self._look(entry, client, probe) for entry, client in self._clients]
 
     def _look(self, entry: ServerEntry, client: ServerClient, probe: CanaryItem | None) -> SeenServer:
@@ -69,7 +69,8 @@ class Servers:
             return replace(seen, reply_error=error)
 
     def join(self, situation: Situation) -> Finding:
-        """Join each idle server's group and leave it again: ports, addresses and NCCL or gloo, without an update."""
+        """Join each idle server's group and leave it again. This tests ports, addresses and NCCL or gloo, without an
+        update."""
         if not situation.statuses:
             return skipped("no server answers")
         idle: list[tuple[ServerLink, ServerStatus]] = []
@@ -96,21 +97,21 @@ class Servers:
 
 
 def reason_not_to_join(status: ServerStatus) -> str:
-    """Why a group with this server can't be tried without harm; empty where it can."""
+    """Why a trial group would disturb this server's user; empty if it would not."""
     if status.gate != "serving":
         return f"is {status.gate}"
     if status.in_flight or status.waiting:
         return f"has {status.in_flight + status.waiting} requests"
     if status.incarnation:
         return (
-            f"is joined by learner {status.incarnation[:8]}, whose group a trial would end; if that learner is dead, "
-            "the next one takes its place without a restart"
+            f"is joined by learner {status.incarnation[:8]}, and a trial would end its group; if that learner is dead, "
+            "the next one replaces it without a restart"
         )
     return ""
 
 
 def _join_and_leave(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> str:
-    """The groups, as a sync would have them."""
+    """The groups that a sync would use."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     joined = open_groups(links, statuses, device=device, timeout_s=JOIN_TIMEOUT_S)
     await_all([], joined.leave(abort=False))

@@ -27,7 +27,7 @@ from shared.sync.group import start_join
 DISTRIBUTION = "rollout-matching"
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = 1 << 30
-# Weights in their own type, and two float32 moments of each.
+# Weights in their own type, and two float32 moments for each.
 CHECKPOINT_FACTOR = 1 + 2 * 2
 BROADCAST_BYTES = 1 << 20
 BROADCAST_TIMEOUT_S = 10.0
@@ -96,7 +96,7 @@ def disk_space(situation: Situation) -> Finding:
 
 
 def proxies(situation: Situation) -> Finding:
-    """This project's own calls bypass proxies on the loopback. Other clients of the same servers may not."""
+    """This project's own calls bypass proxies on the loopback. Other clients of the servers may not."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     environment = {name.lower(): value for name, value in situation.environment.items()}
@@ -127,7 +127,7 @@ def _size(num_bytes: float) -> str:
 
 
 def devices(situation: Situation) -> Finding:
-    """Servers and learner of a launch file have devices of their own."""
+    """Servers and learner of a launch file do not share devices."""
     if situation.launch_path is None:
         return skipped("launch.yaml says which devices servers and learner get: give it with --launch")
     try:
@@ -144,7 +144,7 @@ def devices(situation: Situation) -> Finding:
 
 
 def group_ports(situation: Situation) -> Finding:
-    """Servers listen on these ports when a learner joins. Only the ports of this machine can be tried."""
+    """Servers listen on these ports when a learner joins. Only ports of this machine can be tested."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     mine = [entry for entry in situation.plan.servers if is_loopback(httpx.URL(entry.base_url).host)]
@@ -158,7 +158,7 @@ def group_ports(situation: Situation) -> Finding:
 
 
 def local_broadcast(situation: Situation) -> Finding:
-    """1 MB from one thread to another, through the communicator that carries weights on CPU."""
+    """Send 1 MB from one thread to another, with the communicator that carries weights on CPU."""
     port = free_port()
     sent = torch.arange(BROADCAST_BYTES, dtype=torch.int64).to(torch.uint8)
     received = torch.zeros_like(sent)
@@ -181,8 +181,8 @@ def local_broadcast(situation: Situation) -> Finding:
         remedy = "check whether a firewall or GLOO_SOCKET_IFNAME blocks 127.0.0.1"
         return fail(f"gloo: {error}", remedy)
     if not torch.equal(sent, received):
-        return fail("gloo delivered other bytes", "reinstall torch: make setup")
-    return ok("1 MB through gloo, every byte right")
+        return fail("gloo delivered wrong bytes", "reinstall torch: make setup")
+    return ok("sent 1 MB through gloo, every byte correct")
 
 
 def _sections(launch: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Checks of the rollout servers, and of what both sides must have in common. They use what `look.py` has seen."""
+"""Checks of the rollout servers, and of what both sides must share. They use the results of `look.py`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ready(situation: Situation) -> Finding:
 
 
 def same_model(situation: Situation) -> Finding:
-    """The learner's model can be read, and has the sizes that the servers report."""
+    """The learner's model can be read and has the sizes that the servers report."""
     path = situation.config.model.path
     try:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
@@ -67,7 +67,7 @@ def same_model(situation: Situation) -> Finding:
 
 
 def adapters(situation: Situation) -> Finding:
-    """R08: if the run syncs only its adapter, every server takes adapters of its rank."""
+    """R08: if the run syncs only its adapter, every server accepts adapters of its rank."""
     config = situation.config
     if sync_mode(config) != "adapter":
         return skipped("the run syncs full weights")
@@ -83,7 +83,7 @@ def adapters(situation: Situation) -> Finding:
 
 
 def same_libraries(situation: Situation) -> Finding:
-    """CUDA and NCCL on both sides: NCCL's ranks must be of one major version."""
+    """CUDA and NCCL on both sides: all NCCL ranks need the same major version."""
     here = {"cuda": torch.version.cuda or "", "nccl": ""}
     if torch.cuda.is_available():
         here["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -93,7 +93,9 @@ def same_libraries(situation: Situation) -> Finding:
             theirs = there.get(name, "")
             if bool(mine) != bool(theirs):
                 found = f"{name}: {theirs or 'none'} at {server.base_url}, {mine or 'none'} here"
-                return fail(found, "weights travel through NCCL on GPUs, through gloo on CPU: use one on both sides")
+                return fail(
+                    found, "weights travel through NCCL on GPUs and through gloo on CPU: use the same on both sides"
+                )
             if mine.split(".")[0] != theirs.split(".")[0]:
                 return fail(
                     f"{name} {theirs} at {server.base_url}, {mine} here", "install the same torch on both sides"

@@ -1,13 +1,13 @@
 """Attention inside segments: one row, several segments, no padding, no L x L mask.
 
-In: queries, keys and values of a whole row `[1, H, T, D]` and where its segments end. Out: `[1, T, H, D]`, every token
-attending to its own segment only (causally in the language model, fully among one image's patches in a vision tower).
-`use_segment_attention(model)` makes a transformers model call it; the packed forward (`packed.py`) hands the
-language model's `SegmentLayout` down as a keyword, and vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
+In: queries, keys and values of a whole row `[1, H, T, D]`, and where its segments end. Out: `[1, T, H, D]`. Every token
+attends to its own segment only: causally in the language model, to all patches of the same image in a vision tower.
+`use_segment_attention(model)` makes a transformers model use it. The packed forward (`packed.py`) passes the language
+model's `SegmentLayout` as a keyword. Vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
 
-On CUDA in 16 bits it is one varlen kernel per layer. Elsewhere neighbouring segments of like length share an SDPA call.
-Inside compiled layers (`compiled.py`) the kernel is one opaque operator: tensors in, and one number that may change
-from row to row. The SDPA calls depend on the lengths themselves, so they stay outside of what is compiled.
+On CUDA in 16 bits it is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share an SDPA
+call. Inside compiled layers (`compiled.py`) the kernel is one opaque operator. Its inputs are tensors and one number
+that may change from row to row. The SDPA calls depend on the lengths themselves, so they are not compiled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from shared.errors import ConfigError
 
-# transformers hands a vision tower's cu_seqlens down only to implementations whose name says "flash"; to all others it
-# gives one image at a time.
+# transformers passes a vision tower's cu_seqlens only to implementations with "flash" in their name. All others get one
+# image at a time.
 SEGMENT_ATTENTION = "segment_flash"
 
 MAX_PADDING = 1.25  # segments share a padded call as long as its area is at most this times theirs
-MATMUL_LENGTH = 512  # CPU, bf16: up to here plain matmuls (AMX) beat the backward pass of SDPA's kernel
-# torch 2.12 and later want to be told; before, the kernel takes fewer heads of keys and values as it is.
+MATMUL_LENGTH = 512  # CPU, bf16: up to this length plain matmuls (AMX) beat SDPA's backward pass
+# torch 2.12 and later need this option. Earlier versions take fewer heads of keys and values without it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
@@ -41,7 +41,7 @@ class SegmentLayout:
 
     lengths: tuple[int, ...]  # [S], tokens
     max_length: int  # tokens of the longest
-    max_patches: int  # of the largest image; 0: there is none
+    max_patches: int  # of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
 
     @classmethod
@@ -51,12 +51,12 @@ class SegmentLayout:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` from host memory to `device`. To CUDA without waiting for what the device still has to do."""
+    """Copy `tensor` from host memory to `device`. A copy to CUDA does not wait for work that the device has queued."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def use_segment_attention(model: PreTrainedModel) -> None:
-    """Let every attention layer of `model` go through `segment_attention`."""
+    """Make every attention layer of `model` use `segment_attention`."""
     AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
     model.config._attn_implementation = SEGMENT_ATTENTION  # the setter reaches text and vision configs too
 
@@ -86,13 +86,13 @@ def segment_attention(
     where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
         where = cu_seqlens = cu_seq_lens_q
-        # In a packed row known without asking the device; windows within an image are shorter, which does no harm.
+        # A packed row has this number on the host. Windows within an image are shorter: it is an upper bound.
         max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
         where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length
     _refuse_variants(kwargs, max_length)
-    if torch.is_autocast_enabled(query.device.type):  # normalised queries and keys come in float32
+    if torch.is_autocast_enabled(query.device.type):  # normalised queries and keys are float32 here
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,13 +1,13 @@
-"""The learner's half of the canary: what fixed answers are worth under the weights that travel (D14).
+"""The learner's half of the canary: the log-probabilities of fixed answers under the weights that travel (D14).
 
-In: a policy and answers that stay the same. Out: a `CanaryScorer`, to be called at every sync. It scores the
-answers with the values that are sent: merged, and rounded to the type that travels. So a server that has exactly those
-values gives the same log-probabilities but for its kernels, whatever merging and rounding changed. What they changed
-is the `merge_gap`, a figure of its own.
+In: a policy and fixed answers. Out: a `CanaryScorer`, to be called at every sync. It scores the answers with the values
+that are sent: merged, and rounded to the type that travels. A server with exactly these values gives the same
+log-probabilities, except for differences between kernels. What merging and rounding changed is reported separately, as
+`merge_gap`.
 
-On CUDA, for answers without images, each forward pass is captured once as a CUDA graph: replayed, a model of 4B takes
-10 ms, while launching every kernel from Python takes several times as long. A vision tower looks at its inputs on the
-host, which no graph can hold, and a sharded model's layers are at other places in every pass.
+On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
+of 4B; launching every kernel from Python takes several times as long. Two cases cannot be captured: a vision tower
+reads its inputs on the host, and a sharded model's layers are at other addresses in every pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Within = Callable[[], AbstractContextManager[None]]  # around a forward pass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryScores:
-    """Natural log-probabilities per answer under the weights that travel. `merge_gap`: mean over tokens of their
-    distance from those under the weights as trained, nats."""
+    """Natural log-probabilities per answer under the weights that travel. `merge_gap`: their mean absolute difference
+    from the log-probabilities under the weights as trained, nats per token."""
 
     logprobs: list[list[float]]
     merge_gap: float
@@ -83,15 +83,15 @@ class RepeatedLogprobs:
         policy = self._policy
         inputs = policy.answer_inputs(self._answers)
         with self._within():
-            policy.logprobs(self._answers)  # whatever the first pass sets up must not be captured
+            policy.logprobs(self._answers)  # warm up: the set-up of a first pass must not be captured
             torch.cuda.synchronize(policy.device)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(policy.device):  # torch's own stream is on whichever device was current first
+            with torch.cuda.device(policy.device):  # the default stream is on the first current device
                 stream = torch.cuda.Stream()
-                # thread_local: broadcasts may go on meanwhile, on threads of theirs
+                # thread_local: other threads may broadcast meanwhile
                 with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                     self._logprobs = policy.answer_logprobs(inputs)
-        self._inputs = inputs  # the graph reads their memory
+        self._inputs = inputs  # keeps the memory that the graph reads
         self._addresses = self._addresses_now()
 
     def _addresses_now(self) -> tuple[int, ...]:

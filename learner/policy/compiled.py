@@ -1,13 +1,13 @@
-"""The layers of language model and vision tower, and the vocabulary loss, compiled (`model.compile`).
+"""Compiles the layers of language model and vision tower, and the vocabulary loss (`model.compile`).
 
-In: a transformers model and what the configuration wants. Out: the same model, its layers compiled in place, or the
-reason why they stay as they are. Kernels between matrix products (norms, rotary positions, activations, residuals)
-do little but read and write memory; compiled, several become one.
+In: a transformers model and the key's value. Out: the same model with its layers compiled in place, or the reason why
+nothing was compiled. Kernels between matrix products (norms, rotary positions, activations, residuals) mostly read and
+write memory; compiled, several become one.
 
-Invariants: parameters keep their names, their memory and their gradients, so that the sync, checkpoints, offload and
-adapters see no difference. Layers of a kind share one compiled program, and so do rows of all lengths. Only learning is
-compiled: whoever generates or scores does so inside `uncompiled()`. Gradient checkpointing goes around compiled layers.
-Called by `load.py`; torch.compile itself runs when the first row comes.
+Invariants: parameters keep their names, memory and gradients, so the sync, checkpoints, offload and adapters work as
+before. Layers of a kind share one compiled program, and so do rows of all lengths. Only learning is compiled:
+generation and scoring run inside `uncompiled()`. Gradient checkpointing wraps compiled layers. torch.compile itself
+runs at the first row.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shared.errors import ConfigError
 
 Wanted = Literal["auto", True, False]
-AUTO_PARAMETERS = 500_000_000  # below, a row has little to gain, and compiling takes longer than short runs
+AUTO_PARAMETERS = 500_000_000  # smaller models gain little, and compiling takes longer than short runs
 BACKEND = "inductor"
-ERROR_LENGTH = 300  # characters of a compiler's words; advice on how to debug torch comes behind them
+ERROR_LENGTH = 300  # characters of a compiler's message; after them comes advice on how to debug torch
 
 
 def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device, *, sharded: bool = False) -> str:
-    """Compile what there is to compile. Returns why nothing is compiled, or nothing where it is. A sharded model stays
-    as it is: its ranks gather and free weights around every layer.
+    """Compile the layers. Returns why nothing was compiled, or an empty string.
 
-    Raises ConfigError where `wanted` is true and this machine or model can't do it.
+    A sharded model is not compiled, because its ranks gather and free weights around every layer.
+
+    Raises ConfigError if `wanted` is true but this machine or model cannot be compiled.
     """
     if wanted is False:
         return "model.compile: false"
@@ -46,9 +47,9 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
     obstacle = _compiler_obstacle(device) if layers else f"{type(model).__name__} does not mark its layers"
     if obstacle and wanted is True:
         raise ConfigError(
-            "the model can't be compiled",
+            "the model cannot be compiled",
             found=f"model.compile: true; {obstacle}",
-            wanted="layers that transformers could checkpoint, and a compiler that works: gcc, on CUDA also triton",
+            wanted="layers that transformers can checkpoint, and a working compiler: gcc, on CUDA also triton",
             remedy="install them (on Debian: gcc g++ python3-dev), or set model.compile: auto or false",
         )
     if not obstacle:
@@ -58,27 +59,27 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, compiled layers run as they were written: what runs once, or with a cache, is not worth a program."""
+    """Inside, compiled layers run uncompiled. Compiling does not pay for passes that run once or use a cache."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Around learning: a layer that can't be compiled, which its first row shows, ends in words. Raises ConfigError."""
+    """Turns a compiler's failure at the first row into a ConfigError."""
     try:
         yield
     except TorchDynamoException as error:
         raise ConfigError(
-            "a layer of the model, or the loss, can't be compiled",
+            "a layer of the model, or the loss, cannot be compiled",
             found=_shortened(error),
-            wanted="what torch.compile takes",
+            wanted="code that torch.compile accepts",
             remedy="set model.compile: false",
         ) from error
 
 
 @cache
 def compiled_function(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`function`, compiled for arguments of all lengths; the same one for the same function."""
+    """`function`, compiled for arguments of all lengths. A second call returns the same compiled function."""
     return torch.compile(function, dynamic=True, backend=BACKEND)
 
 
@@ -91,10 +92,10 @@ def _not_worth_it(model: PreTrainedModel, device: torch.device) -> str:
 
 
 def _compiler_obstacle(device: torch.device) -> str:
-    """Why torch.compile does not work here, tried on the smallest program; empty where it does."""
+    """Try torch.compile on the smallest program. Returns why it fails, or an empty string."""
     try:
         torch.compile(_trial, backend=BACKEND)(torch.ones(8, device=device))
-    except Exception as error:  # whatever a missing compiler, header or package leads to, on any backend
+    except Exception as error:  # a missing compiler, header or package raises many types
         return f"torch.compile fails: {_shortened(error)}"
     return ""
 

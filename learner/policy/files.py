@@ -1,7 +1,7 @@
 """The policy as files: what a checkpoint holds of it, and a merged model to serve.
 
 In: a policy and a folder. Out: Hugging Face files that any program loads, or a policy with the weights of such files.
-Invariant: files do not tell whether the model was sharded. Called by `checkpoint.py` and `build.export`.
+Invariant: the files of a sharded model are the same as those of a whole one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shared.errors import CheckpointError
 
 
 def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor] | None:
-    """A sharded model's trained tensors (all of them, or the adapter's), whole and in host memory where `keep` is true.
-    Collective. None for any other model, which has them whole already."""
+    """A sharded model's trained tensors (all, or the adapter's), whole, in host memory on ranks where `keep` is true.
+    Collective. None for a model that is not sharded: its tensors are whole already."""
     if not policy.is_sharded:
         return None
     if policy.adapter is None:
@@ -32,7 +32,7 @@ def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor
 def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """The trained model as Hugging Face files (with an adapter: the adapter's), with tokenizer and processor.
 
-    `weights`: as `gathered_weights` gave them."""
+    `weights`: the result of `gathered_weights`."""
     if policy.adapter is not None:
         policy.adapter.save_pretrained(path, save_embedding_layers=False, state_dict=weights)
     else:
@@ -41,7 +41,7 @@ def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] |
 
 
 def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
-    """The merged model in `dtype`, ready to be served or fine-tuned, without anything to resume from."""
+    """Write the merged model in `dtype`, ready to be served or fine-tuned. It has no training state to resume from."""
     path.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(contiguous(dict(policy.named_weights(dtype))), path)
     settings = policy.model.config.to_dict() | {
@@ -54,9 +54,9 @@ def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
 
 
 def load_weights(path: Path, policy: Policy) -> None:
-    """Give the policy the weights of a checkpoint; with an adapter, the adapter's.
+    """Load a checkpoint's weights into the policy; with an adapter, only the adapter's.
 
-    Raises CheckpointError where they are not those of such a model."""
+    Raises CheckpointError if they do not fit the model."""
     try:
         if policy.adapter is not None:
             own = peft.get_peft_model_state_dict(policy.adapter, save_embedding_layers=False)
@@ -64,7 +64,7 @@ def load_weights(path: Path, policy: Policy) -> None:
             peft.set_peft_model_state_dict(policy.adapter, _parts(stored, own))
             return
         model = policy.model
-        # With the present configuration: another model's must not decide how much memory is taken.
+        # With this model's configuration: a checkpoint of another model must not decide how much memory is allocated.
         loaded, info = type(model).from_pretrained(
             path, config=model.config, dtype=model.dtype, attn_implementation="sdpa", output_loading_info=True
         )
@@ -81,10 +81,10 @@ def load_weights(path: Path, policy: Policy) -> None:
 
 
 def contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As safetensors wants them."""
+    """Safetensors needs contiguous tensors."""
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _parts(stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of each stored tensor what this rank holds of it."""
+    """This rank's part of each stored tensor."""
     return {name: part_of(tensor, own[name]) if name in own else tensor for name, tensor in stored.items()}

@@ -1,18 +1,15 @@
 """The policy: a transformers model with its processor, and what the rest of the learner asks of it.
 
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
-names. Knows text-only causal language models and image-text-to-text models of the Qwen-VL kind.
+names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.
 
 Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses (a sharded model's: parts
-of the sum over ranks); `logprobs` and `named_weights` change nothing that training sees, and are collective where the
-model is sharded. Called by the trainer, the sync and `learner/run/checkpoint.py`.
+of the sum over ranks). `logprobs` and `named_weights` change nothing that training sees. They are collective if the
+model is sharded.
 
-Patch embedding as a matrix product.
-
-In: a vision tower whose patch embedding is a convolution with stride equal to its kernel, fed one patch at a time (the
-Qwen-VL towers). Out: the same module computing the same product by a linear layer. Convolution kernels take 30 ms
-(CPU, bf16) or tens of times the product's time (CUDA) for what is one small matrix product. Weights, their names and
-gradients stay those of the convolution. Called by `load.py`.
+The patch embedding of Qwen-VL vision towers is a convolution whose stride equals its kernel, called with one patch at a
+time. It is computed as a matrix product instead: convolution kernels take 30 ms (CPU, bf16) or tens of times the
+product's time (CUDA). Weights, their names and gradients stay those of the convolution.
 """
 
 from __future__ import annotations
@@ -67,8 +64,8 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale",
 
 
 class Policy:
-    """One rank's copy of the trained model. `model` is the transformers model (adapters inside); `why_not_compiled` is
-    empty where its layers are compiled."""
+    """One rank's copy of the trained model. `model` is the transformers model (adapters inside). `why_not_compiled` is
+    empty if its layers are compiled."""
 
     def __init__(
         self,
@@ -87,7 +84,7 @@ class Policy:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are spread over ranks, so that whatever needs them is collective (`sharding.py`)."""
+        """Whether the weights are spread over ranks. Then every use of them is collective (`sharding.py`)."""
         return self._sharded is not None
 
     @property
@@ -102,9 +99,9 @@ class Policy:
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs]:
-        """The row's summed weighted loss (float32 scalar, with gradient), and what went in.
+        """The row's summed weighted loss (float32 scalar, with gradient), and its inputs.
 
-        Raises LossError where supervision leaves an assistant span.
+        Raises LossError if a supervised token is outside the assistant span.
         """
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
 
@@ -122,10 +119,10 @@ class Policy:
         return self._forward(row_loss), inputs
 
     def backward(self, row: PackedRow) -> RowLoss:
-        """One micro-batch of learning: adds the gradient of the row's summed loss; an empty row adds zeros (D5).
+        """One micro-batch of learning: adds the gradient of the row's summed loss. An empty row adds zeros (D5).
 
-        Raises LossError where the loss is not finite, before it reaches the gradients; ConfigError where the first row
-        shows that the model can't be compiled.
+        Raises LossError if the loss is not finite, before the gradients change, and ConfigError if compiling fails at
+        the first row.
         """
         self.model.train()
         with compiling():
@@ -133,25 +130,24 @@ class Policy:
             loss_sum = loss.item()
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
-                loss.backward()  # launched, not waited for: the next row is packed meanwhile
+                loss.backward()  # this does not wait: the next row is packed meanwhile
         return RowLoss(loss_sum=loss_sum, weight_sum=inputs.weight_sum, num_supervised=len(inputs.targets))
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
-        """Once per step, on every rank: the summed gradients become those of the step's weighted mean loss."""
-        summed_by = Ranks() if self.is_sharded else ranks  # parts were summed over ranks by each backward pass
+        """Once per step, on every rank: turn summed gradients into those of the step's weighted mean loss."""
+        summed_by = Ranks() if self.is_sharded else ranks  # each backward pass has summed the parts over ranks
         reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
     def broadcast(self, ranks: Ranks) -> None:
-        """Give every rank rank 0's weights (a sharded model's parts are rank 0's already); once, before the first
-        step."""
+        """Give every rank rank 0's weights, once, before the first step. A sharded model has them already."""
         if not self.is_sharded:
             broadcast_parameters(self.model, ranks)
 
-    # ---- looking ---------------------------------------------------------------------------------------------------
+    # ---- scoring ---------------------------------------------------------------------------------------------------
 
     def logprobs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
-        """Natural log-probability of each response token given all before it, in the precision of training. All answers
-        in one packed forward pass."""
+        """Natural log-probability of each response token given all tokens before it, in the precision of training. All
+        answers share one packed forward pass."""
         return self.split(self.answer_logprobs(self.answer_inputs(answers)), answers)
 
     def answer_inputs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> PackedInputs:
@@ -177,27 +173,27 @@ class Policy:
 
     @staticmethod
     def split(logprobs: torch.Tensor, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
-        """What `answer_logprobs` gave, answer by answer."""
+        """The result of `answer_logprobs`, one list per answer."""
         return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
-        return self._checkpoint.tensors(dtype)
+        return self._checkpoint.named_weights(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
         """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
-        return self._checkpoint.specs(dtype)
+        return self._checkpoint.weight_specs(dtype)
 
     @cached_property
     def _checkpoint(self) -> CheckpointWeights:
         return CheckpointWeights(self.model)
 
     def adapter_weights(self) -> AdapterWeights | None:
-        """The adapter by itself, and the weights below it; None without one. See `adapter.py`."""
+        """The adapter by itself, and the base weights below it; None without an adapter. See `lora.py`."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
     def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # Autocast's cache would keep 16-bit copies of layers that sharding has freed.
+        # For a sharded model without autocast's cache: it would keep 16-bit copies of layers that sharding has freed.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=not self.is_sharded):
             return self._sharded.run(work) if self._sharded else work()
 
@@ -214,12 +210,12 @@ def load_policy(
     shard_over: Ranks | None = None,
     image_rules: ImageRules | None = None,
 ) -> Policy:
-    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`, whole or, with
-    `shard_over`, each of these ranks its part (collective).
+    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
+    `shard_over` each of these ranks gets its part (collective).
 
-    The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded below it.
-    Raises ConfigError where the path holds no model, or one that the packed forward or the sharding does not do right,
-    or that can't be compiled where it must.
+    The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
+    Raises ConfigError if the path holds no model, if packed rows or sharding do not support the model, or if
+    `compile: true` fails.
     """
     base_path = lora.base_model_path(config) or config.path
     model = _load_model(base_path, getattr(torch, config.dtype))
@@ -254,7 +250,7 @@ def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         found = "a folder" if Path(path).is_dir() else "no folder of that name"
         raise ConfigError(
-            "the model can't be loaded",
+            "the model cannot be loaded",
             found=f"model.path: {path} ({found}); {str(error).splitlines()[0]}",
             wanted="a Hugging Face checkpoint of a causal or an image-text-to-text model",
             remedy="correct model.path",
@@ -266,7 +262,7 @@ def _refuse_logit_transforms(model: PreTrainedModel) -> None:
     found = {key: value for key in _LOGIT_TRANSFORMS if (value := getattr(settings, key, None)) not in (None, 1, 1.0)}
     if found:
         raise ConfigError(
-            "this model's logits are not just its output head's",
+            "this model changes its logits after the output head",
             found=f"{found} in the configuration of {type(model).__name__}",
             wanted="a model without logit scaling or soft caps",
             remedy="choose another model",

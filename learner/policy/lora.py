@@ -1,14 +1,12 @@
-"""LoRA and DoRA by peft, and which parameters are trained.
+"""LoRA and DoRA by peft, which parameters are trained, and the adapter by itself for the adapter sync (R08, R09).
 
 In: a transformers model and the `model` section: `path` (maybe an adapter's folder), `lora`, `freeze`. Out: a peft
-model around it (or nothing, without adapters), with `requires_grad` set. Called by `load.py`.
+model around it (or None without adapters), with `requires_grad` set.
 
-The policy's LoRA adapter by itself, for the adapter sync: its tensors, and the weights that lie below it (R08, R09).
-
-In: a transformers model with peft's layers inside. Out: `(name, tensor)` per adapted layer, `{module}.lora_A.weight`
-`[rank, in]` and `{module}.lora_B.weight` `[out, rank]`, modules named as in the checkpoint; or why an engine that only
-knows plain LoRA can't apply this adapter. Invariants: `lora_B` is multiplied with the adapter's scaling in float32, so
-that no number besides the tensors has to travel; the trained weights are not touched. Called by the sync.
+`AdapterWeights` gives `(name, tensor)` per adapted layer: `{module}.lora_A.weight` `[rank, in]` and
+`{module}.lora_B.weight` `[out, rank]`, with modules named as in the checkpoint. Its `obstacle` says why an engine that
+supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is multiplied with the adapter's scaling in
+float32, so no number besides the tensors has to travel; the trained weights do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from shared.wire import TensorSpec
 
 
 def base_model_path(config: ModelConfig) -> str | None:
-    """Where the base model lies, if `config.path` is an adapter's folder. Raises ConfigError with `lora` beside it."""
+    """The base model's path, if `config.path` is an adapter's folder. Raises ConfigError if `lora` is set too."""
     if not (Path(config.path) / "adapter_config.json").is_file():
         return None
     if config.lora is not None:
@@ -45,9 +43,9 @@ def base_model_path(config: ModelConfig) -> str | None:
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftModel | None:
-    """The adapter of `config.path`, or a new one as `config.lora` says; everything else of the model is then frozen.
+    """The adapter of `config.path`, or a new one from `config.lora`. With an adapter the rest of the model is frozen.
 
-    Raises ConfigError where no layer has a name that `target_modules` gives.
+    Raises ConfigError if no layer has a name in `target_modules`.
     """
     if base_model_path(config) is not None:
         return peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
@@ -75,9 +73,9 @@ def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
 
 
 def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
-    """Stop training the parameters whose checkpoint name begins with one of `prefixes`, adapters included.
+    """Freeze the parameters whose checkpoint name begins with one of `prefixes`, adapters included.
 
-    Raises ConfigError where a prefix names nothing, or nothing is left to train.
+    Raises ConfigError if a prefix matches nothing, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     for prefix in prefixes:
@@ -100,24 +98,12 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
         )
 
 
-class BaseWeights:
-    """The weights below the adapter, under checkpoint names: what an adapter is served on. They are not trained."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._weights = CheckpointWeights(model, merge=False)
-
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._weights.tensors(dtype)
-
-    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        return self._weights.specs(dtype)
-
-
 class AdapterWeights:
-    """`obstacle`: why this adapter can't be served as one, or empty. `rank`: the largest of its layers."""
+    """`base`: the weights below the adapter, which servers need too; they are not trained. `obstacle`: why a server
+    cannot apply this adapter, or empty. `rank`: the largest of its layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.base = BaseWeights(model)
+        self.base = CheckpointWeights(model, merge=False)
         adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
         layers = {name: layer for name, layer in adapted.items() if not _is_idle(layer)}
         names = _checkpoint_names(model, layers)
@@ -150,18 +136,18 @@ def _only(halves: torch.nn.ModuleDict) -> torch.nn.Linear:
 
 
 def _is_idle(layer: LoraLayer) -> bool:
-    """Neither trained (`model.freeze`) nor of any effect, so that an engine may do without it."""
+    """Neither trained (`model.freeze`) nor with any effect, so an engine does not need it."""
     frozen = not any(p.requires_grad for name, p in layer.named_parameters() if "lora_" in name)
     return frozen and not any(whole(half.weight).any() for half in layer.lora_B.values())
 
 
 def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
-    """Why plain LoRA on linear layers does not describe what is trained; empty where it does."""
+    """Why plain LoRA on linear layers does not describe what is trained, or empty."""
     if not layers:
         return "no layer of the model is adapted"
     for name, layer in layers.items():
         if any(layer.use_dora.values()):
-            return "the adapter is a DoRA, which vLLM does not apply"
+            return "the adapter is a DoRA, which vLLM does not support"
         if not isinstance(layer.get_base_layer(), torch.nn.Linear) or any(layer.lora_bias.values()):
             return f"{name} is not adapted as a linear layer, or with a bias of its own"
         if list(layer.lora_A) != layer.active_adapters or len(layer.lora_A) != 1:
@@ -174,7 +160,8 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 
 
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
-    """Module name in the checkpoint by module name in the model; none where the checkpoint fuses or splits it."""
+    """Module name in the checkpoint by module name in the model. Modules that the checkpoint fuses or splits are
+    absent."""
     weights = {
         f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")
         for name, layer in layers.items()

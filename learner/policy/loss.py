@@ -1,10 +1,11 @@
 """Weighted cross-entropy over the supervised tokens of a row.
 
 In: hidden states, and per supervised token the predicting position, the target and the weight. Out: the *sum* of
-weighted losses; the trainer divides by the step's whole weight once, so packing and ranks do not change the gradient.
+weighted losses. The trainer divides by the whole weight of the step once, so packing and ranks do not change the
+gradient.
 
-Only supervised positions meet the output head, LOGITS_CHUNK of them at a time: a row's full logits (T x vocabulary) are
-never made. Compiled, not even a chunk's logits exist in float32.
+The output head runs only at supervised positions, LOGITS_CHUNK of them at a time. A row's full logits (T x vocabulary)
+are never computed. When compiled, not even a chunk's logits exist in float32.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from learner.policy.compiled import compiled_function
 from shared.errors import LossError
 
-LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at a time; each chunk is recomputed in the backward pass
+LOGITS_CHUNK = 1024  # supervised tokens per chunk of logits; each chunk is recomputed in the backward pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLoss:
-    """What one row's forward/backward came to."""
+    """The result of one row's forward and backward pass."""
 
     loss_sum: float  # nats, weighted
     weight_sum: float
@@ -40,8 +41,8 @@ def weighted_loss(
     *,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradient is zero, not absent (D5), for
-    the head's weights too."""
+    """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradients are zero, not absent (D5).
+    This includes the head's weights."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
     return -(token_logprobs(hidden[predict_at], head, targets, compiled=compiled) * weights).sum()
@@ -54,7 +55,7 @@ def token_logprobs(
     of_chunk = compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
-    # Copies, for a program compiled for views would not serve whole tensors.
+    # Copies, because a program compiled for views would not fit whole tensors.
     parts = (
         (h.clone(), t.clone()) for h, t in zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     )
@@ -66,7 +67,7 @@ def _chunk_logprobs(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.
 
 
 def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
-    """Raises LossError where the loss of the row with these samples is not a number."""
+    """Raises LossError if the loss of the row with these samples is not finite."""
     if not np.isfinite(loss_sum):
         raise LossError(
             "the loss is not finite",

@@ -1,11 +1,11 @@
-"""Training state off the device while colocated vLLM allocates and computes there (R20).
+"""Moves training state off the device while colocated vLLM allocates and computes there (R20).
 
-In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory; afterwards they
-are back as they were, bit for bit, whatever happened inside: gradients and ties of the model, the optimizer's moments.
-Nothing happens where the device is the CPU. Entered by `learner/rollout/colocate.py` around everything that vLLM
-does: its start, weight loads, rollouts.
+In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory. Afterwards they
+are back bit for bit, whatever happened inside: gradients and ties of the model, the optimizer's moments. On the CPU
+nothing is moved. `learner/rollout/colocate.py` uses it around everything that vLLM does: its start, weight loads,
+rollouts.
 
-The host memory is page-locked and stays for the next time: taking fresh pages for every move costs ten times the copy.
+The host memory is page-locked and kept for the next move: allocating fresh pages every time takes ten times the copy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from learner.policy.sharding import is_part
 from shared.errors import ConfigError
 
 HOST = torch.device("cpu")
-_BLOCK_BYTES = 256 * 2**20  # a power of two, to which torch rounds what it locks
+_BLOCK_BYTES = 256 * 2**20  # a power of two: torch rounds page-locked memory up to one
 _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Places for tensors, in blocks that are kept: the same tensors get the same places again after `begin`."""
+    """Places for tensors, in blocks that are kept. After `begin` the same tensors get the same places again."""
 
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
@@ -36,11 +36,11 @@ class HostMemory:
         self._used: list[int] = []  # bytes taken of each block
 
     def begin(self) -> None:
-        """Give all places up."""
+        """Release all places."""
         self._used = [0] * len(self._blocks)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Uninitialised, of the tensor's type, shape and strides. Raises ConfigError where memory is short."""
+        """Uninitialised memory with the tensor's type, shape and strides. Raises ConfigError if memory is short."""
         fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
         index = next(fitting, len(self._blocks))
         if index == len(self._blocks):
@@ -49,7 +49,7 @@ class HostMemory:
         begin = self._used[index]
         content = self._blocks[index][begin : begin + tensor.nbytes]
         self._used[index] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        strides = torch.empty_like(tensor, device="meta").stride()  # dense, whatever the tensor looks at
+        strides = torch.empty_like(tensor, device="meta").stride()  # dense, even if the tensor is a view with gaps
         return content.view(tensor.dtype).as_strided(tensor.shape, strides)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -58,15 +58,15 @@ class HostMemory:
         except RuntimeError as error:
             held = sum(block.nbytes for block in self._blocks)
             raise ConfigError(
-                f"{ROLLOUT}.offload: the host has no memory for what is to leave the device",
+                f"{ROLLOUT}.offload: the host has too little memory for the state that is moved off the device",
                 found=f"{held / 2**30:.1f} GiB, and {num_bytes / 2**30:.2f} more refused: {str(error).splitlines()[0]}",
-                wanted="page-locked host memory of the size of what is moved, on each rank",
+                wanted="page-locked host memory as large as the moved state, on each rank",
                 remedy="move less (offload_model, offload_optimizer), or raise the job's memory limit",
             ) from error
 
 
 class Offload:
-    """What `tensors` gives lives on `device`; it is asked before every move, for gradients come and go."""
+    """`tensors()` lists what lives on `device`. It is called before every move, because gradients come and go."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -74,8 +74,8 @@ class Offload:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, the device holds nothing of the tensors; they must not be used for anything but reading weights.
-        Raises ConfigError where the host has no room, with nothing moved."""
+        """Inside, the tensors are in host memory, and may only be read as weights. Raises ConfigError before anything
+        is moved if the host has too little memory."""
         tensors = list(self._tensors())
         self._memory.begin()
         places = [self._memory.place(tensor) for tensor in tensors]
@@ -86,7 +86,7 @@ class Offload:
             tensor.data = place
         try:
             if tensors and self._device.type == "cuda":
-                torch.cuda.empty_cache()  # vLLM allocates by itself, not from what torch has kept
+                torch.cuda.empty_cache()  # vLLM allocates by itself, not from torch's cache
             yield
         finally:
             for tensor in tensors:
@@ -99,7 +99,7 @@ class Offload:
 
 
 def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer) -> Offload:
-    """What the configuration names. Raises ConfigError where it can't be moved and come back as it was."""
+    """The offload that the configuration asks for. Raises ConfigError if the state cannot be moved safely."""
     moves = config.enabled and policy.device != HOST
     moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
 
@@ -120,14 +120,14 @@ def _require_whole(policy: Policy) -> None:
     """The optimizer's state is laid out as the parameters are."""
     for name, parameter in policy.model.named_parameters():
         if is_part(parameter):
-            raise _unsafe(f"{name} sharded over ranks (a DTensor, as FSDP makes it)", policy)
+            raise _unsafe(f"{name} sharded over ranks (an FSDP DTensor)", policy)
         if parameter.device != policy.device:
             raise _unsafe(f"{name} on {parameter.device}", policy)
 
 
 def _unsafe(found: str, policy: Policy) -> ConfigError:
     return ConfigError(
-        f"{ROLLOUT}.offload.enabled: the training state can't be moved off the device safely",
+        f"{ROLLOUT}.offload.enabled: the training state cannot be moved off the device safely",
         found=found,
         wanted=f"every parameter whole on {policy.device}",
         remedy="set offload.enabled: false, train without sharding, or roll out elsewhere: rollout_backend: hf, or "

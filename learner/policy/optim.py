@@ -1,9 +1,10 @@
 """AdamW with a learning-rate schedule and clipping by the global norm.
 
 In: the policy's trained parameters by name, whose gradients are already those of the whole step (`reduce_gradients`).
-Out: updated parameters, zeroed gradients, and the two numbers that the step reports. Called once per optimizer step.
+Out: updated parameters, zeroed gradients, and the two numbers that the step reports. `update` is called once per
+optimizer step.
 
-Weight decay reaches matrices only: norms, biases and DoRA magnitudes (one dimension) are not pulled to zero.
+Weight decay applies to matrices only. Norms, biases and DoRA magnitudes (one dimension) are not decayed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from learner.policy.sharding import is_part, part_of, whole, whole_on_host
 from shared.errors import CheckpointError, LossError
 
 Schedule = Literal["constant", "linear", "cosine"]
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # shaped, and where the model is sharded laid out, as the parameter
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # same shape as the parameter, and sharded like it
 
 
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of the update after `step` others: linear warmup to `peak`, then the schedule towards 0."""
+    """The learning rate of the update after `step` others: linear warmup to `peak`, then the schedule."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -54,9 +55,9 @@ class Optimizer:
         )
 
     def update(self, step: int) -> tuple[float, float]:
-        """Clip, update, zero the gradients; returns the learning rate used and the gradient's norm before clipping.
+        """Clip, update, zero the gradients. Returns the learning rate and the gradient's norm before clipping.
 
-        Raises LossError where the gradient is not finite, before any weight is touched.
+        Raises LossError if the gradient is not finite, before any weight changes.
         """
         config = self._config
         parameters = [p for _, p in self._named]
@@ -84,15 +85,15 @@ class Optimizer:
         return rate, norm
 
     def state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update. Of a
-        sharded model they are gathered into host memory where `keep` is true, and nothing elsewhere; collective."""
+        """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update. For
+        a sharded model this is collective: ranks with `keep` get the whole in host memory, others nothing."""
         state = {
             f"{name}.{key}": tensor for name, p in self._named for key, tensor in self._adamw.state.get(p, {}).items()
         }
         return whole_on_host(state, keep=keep) if any(map(is_part, state.values())) else state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state()` of a like optimizer. Raises CheckpointError where the trained parameters differ."""
+        """Continue from another optimizer's `state()`. Raises CheckpointError if the trained parameters differ."""
         stored: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             name, _, moment = key.rpartition(".")

@@ -3,10 +3,9 @@
 In: a `PackedRow` (its segments' token ids, labels, loss weights, pixels). Out: the final hidden states of the row, and
 for each supervised token the position that predicts it.
 
-Invariants: every segment's positions are those it would have alone (they restart at 0; multimodal rotary positions come
-from the model's own `get_rope_index`, a prompt at a time). `labels[i]` is predicted at i-1 of the same segment, so no
-segment's end predicts the next one's start. An image token that a rollout wrote is text: only prompts hold images.
-Called by `load.Policy`.
+Invariants: every segment has the positions that it would have alone. They restart at 0; multimodal rotary positions
+come from the model's own `get_rope_index`, one prompt at a time. `labels[i]` is predicted at i-1 of the same segment,
+so no segment's end predicts the next one's start. Only prompts hold images: an image token in a rollout is text.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from learner.policy.attention import SegmentLayout, to_device
 from learner.records import PackedRow, Segment, VisionInputs
 from learner.target.target import check_supervision
 
-# What an empty row computes on (D5): two tokens (to a compiler, a size of 1 is a case of its own), nothing supervised.
+# What an empty row computes on (D5): two tokens, nothing supervised. (A compiler treats a size of 1 as a special case.)
 _BLANK = Segment(
     sample_id="",
     input_ids=np.zeros(2, np.int64),
@@ -44,7 +43,7 @@ class PackedInputs:
     layout: SegmentLayout
     pixel_values: torch.Tensor | None  # [P, patch_dim]
     image_grid_thw: torch.Tensor | None  # [I, 3]
-    written_image_tokens: torch.Tensor | None  # [1, T] bool; None: there are none
+    written_image_tokens: torch.Tensor | None  # [1, T] bool; None if there are none
     predict_at: torch.Tensor  # [N] positions in the row whose logits are used
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
@@ -54,10 +53,10 @@ class PackedInputs:
 def pack_inputs(
     row: PackedRow, model: PreTrainedModel, device: torch.device, *, always_image: bool = False
 ) -> PackedInputs:
-    """The row's tensors on `device`. `always_image`: a row without images gets a blank one, in a segment of its own
-    that nothing is learned from, so that the vision tower runs in every pass.
+    """The row's tensors on `device`. `always_image`: a row without images gets a blank one, so that the vision tower
+    runs in every pass. It is in a segment of its own without supervised tokens.
 
-    Raises LossError where supervision leaves a segment's assistant span.
+    Raises LossError if a supervised token is outside its segment's assistant span.
     """
     segments = row.segments or (_BLANK,)
     if always_image and all(s.vision is None for s in segments):
@@ -84,7 +83,7 @@ def pack_inputs(
 
 
 def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
-    """The last hidden states `[T, hidden]` of a row; the output head is left to the loss."""
+    """The last hidden states `[T, hidden]` of a row. The loss applies the output head."""
     kwargs: dict[str, Any] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
     if inputs.pixel_values is not None:
         kwargs |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
@@ -102,7 +101,7 @@ def _max_patches(grids: torch.Tensor | None) -> int:
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Segment, ...]:
-    """The smallest image that makes one token, alone in a segment; none for a text-only model."""
+    """The smallest image that gives one token, alone in a segment; empty for a text-only model."""
     token_id = image_token_id(model)
     if token_id is None:
         return ()
@@ -119,7 +118,7 @@ def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torc
 
 
 def _input_ids(segments: Sequence[Segment], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Token ids `[1, T]`, those of image tokens outside prompts replaced, and where that was."""
+    """Token ids `[1, T]` with image tokens outside prompts replaced, and a mask of the replaced ones."""
     ids = torch.from_numpy(np.concatenate([s.input_ids for s in segments]))[None]
     in_prompt = np.concatenate([np.arange(len(s)) < s.prompt_length for s in segments])
     written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
@@ -131,7 +130,7 @@ def _input_ids(segments: Sequence[Segment], model: PreTrainedModel) -> tuple[tor
 @contextmanager
 def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Iterator[None]:
     """Models put image features wherever the input id is the image token. The server embeds an image token that the
-    policy wrote like any other, so here its id is hidden from the model and its embedding put back."""
+    policy wrote like any other token. So here its id is hidden from the model, and its embedding is put back."""
     written = inputs.written_image_tokens
     if written is None:
         yield
@@ -151,10 +150,10 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
 
 
 def _positions(segments: Sequence[Segment], model: PreTrainedModel) -> torch.Tensor:
-    """`[1, T]`, or `[3, 1, T]` where the model has multimodal rotary positions; each segment begins anew."""
+    """`[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment starts at 0."""
     if not hasattr(model.base_model, "get_rope_index"):
         return torch.cat([torch.arange(len(s)) for s in segments])[None]
-    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # most prompts of a row are alike, and the index is slow
+    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # most prompts of a row are the same, and the index is slow
     parts = []
     for s in segments:
         prompt = torch.zeros(3, 1, 0, dtype=torch.int64)

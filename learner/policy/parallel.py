@@ -1,14 +1,14 @@
 """Several learner processes as one: the group, small collectives with a deadline, and one gradient reduction per step.
 
-In: torchrun's environment and a timeout. Out: `Ranks`, handed to whoever needs to agree on something.
+In: torchrun's environment and a timeout. Out: `Ranks`, passed to everything that needs agreement between ranks.
 
-Gradients are summed locally over a step's rows, then reduced over ranks once, in flat float32 buckets, in one order;
-torch's DistributedDataParallel is not used, because it reduces in the last backward pass, and which row is the last may
-differ between ranks. Numbers and objects go through gloo even where tensors go through NCCL: a rank that does not come
-is then an exception within the deadline, where NCCL's watchdog would end the process.
+Gradients are summed locally over a step's rows. Then they are reduced over ranks once, in flat float32 buckets, in one
+order. torch's DistributedDataParallel is not used: it reduces in the last backward pass, and ranks may differ in which
+row is the last. Numbers and objects go through gloo even where tensors go through NCCL. If a rank is missing, gloo
+raises an exception within the deadline; NCCL's watchdog would end the process.
 
-Invariants: every rank makes the same calls in the same order; a rank that had no gradient for a parameter contributes
-zeros; after `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
+Invariants: every rank makes the same calls in the same order. A rank without a gradient for a parameter contributes
+zeros. After `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of float32 at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process's place among the learner's processes. With `world_size` 1 no group exists and nothing waits."""
+    """This process among the learner's processes. With `world_size` 1 there is no group, and no call waits."""
 
     rank: int = 0
     world_size: int = 1
@@ -71,8 +71,8 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def all_succeed(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's `work()`, in rank order. Where one raised a ProjectError, every rank raises it (the lowest
-        rank's), so that none goes on to wait for a rank that has given up."""
+        """Every rank's `work()`, in rank order. If one raised a ProjectError, every rank raises it (the lowest rank's),
+        so that no rank waits for one that has stopped."""
         outcome: T | ProjectError
         try:
             outcome = work()
@@ -87,7 +87,7 @@ class Ranks:
         return outcomes  # type: ignore[return-value]
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this."""
         self.all_reduce_max(0.0)
 
     def all_reduce_tensor(self, tensor: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class Ranks:
     def _deadline(self, name: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo's time-out, or a peer that is gone
+        except RuntimeError as error:  # gloo's timeout, or a peer that is gone
             raise CollectiveError(
                 f"collective {name} did not complete on rank {self.rank} of {self.world_size}",
                 found=str(error).splitlines()[0],
@@ -121,10 +121,10 @@ class Ranks:
 
 
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
-    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process. On a
-    GPU the process has one CPU thread, unless OMP_NUM_THREADS says otherwise.
+    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process. With a
+    GPU the process uses one CPU thread, unless OMP_NUM_THREADS is set.
 
-    Raises ConfigError where there are more processes than GPUs, CollectiveError where not all processes come.
+    Raises ConfigError if there are more processes than GPUs, CollectiveError if a process does not join in time.
     """
     rank, world_size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank = int(environment.get("LOCAL_RANK", 0))
@@ -140,8 +140,8 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         if "OMP_NUM_THREADS" not in environment:
-            # As torchrun has it for several ranks. What is left to the CPU is small: an image is not encoded faster by
-            # two threads, and a thread per core takes them from whoever launches kernels.
+            # As torchrun does for several ranks. The CPU's work is small: two threads do not encode an image faster,
+            # and a thread per core takes time from the thread that launches kernels.
             torch.set_num_threads(1)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
     if world_size > 1:

@@ -1,16 +1,15 @@
 """FSDP2: each rank holds its part of every parameter, gradient and moment, for models that do not fit one device.
 
-In: a model in host memory, and the ranks. Out: a `ShardedForward`, which every forward pass runs in, and the little
-that others need to know about parts: whole tensors from parts, and a rank's part of a whole tensor. Nobody else names a
-DTensor. A layer of the decoder or of the vision tower is whole on a device only while it computes; everything outside
-those layers (embeddings, head, the vision tower's ends) is whole during a pass.
+In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass, and helpers: whole
+tensors from parts, and a rank's part of a whole tensor. No other module handles a DTensor. A layer of the decoder or of
+the vision tower is whole on a device only while it computes. Everything outside those layers (embeddings, head, the
+vision tower's ends) is whole during a pass.
 
 Invariants: the model is never whole on a device. All ranks make the same passes and the same calls of `whole` in the
-same order, since each is a collective. Every pass uses every layer (`packed.py` adds a blank image, `loss.py` sends a
-token through the head), else ranks with other rows would gather and reduce other tensors. Gradients are summed over
-ranks, not averaged, in float32, by every backward pass: putting that off to a step's last pass would save transfers
-that hide behind computation, and cost a whole gradient of the model per device, which is what parts are there to spare.
-Called by `load.py`, `weights.py`, `adapter.py`, the optimizer and the checkpoints.
+same order, because each is a collective. Every pass uses every layer (`packed.py` adds a blank image, `loss.py` sends a
+token through the head). Otherwise ranks with other rows would gather and reduce other tensors. Every backward pass sums
+gradients over ranks, in float32, without averaging. Reducing only in a step's last pass would save transfers that are
+hidden behind computation, but it would cost a whole gradient of the model per device.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class ShardedForward(torch.nn.Module):
-    """The outermost module of a sharded model: FSDP gathers and frees around calls, so there must be one module whose
-    call is a whole pass, and the learner never calls the model itself (the head is left to the loss)."""
+    """The outermost module of a sharded model. FSDP gathers and frees around calls, so it needs one module whose call
+    is a whole pass. The learner never calls the model itself, because the loss applies the head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -46,24 +45,24 @@ class ShardedForward(torch.nn.Module):
         return work()
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One forward pass: what `work` computes by the model. Collective. Raises CollectiveError."""
+        """One forward pass: `work` computes it with the model. Collective. Raises CollectiveError."""
         assert isinstance(self, FSDPModule)
         with collective_errors():
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
-                self.reshard()  # which else the backward pass does
+                self.reshard()  # with gradients, the backward pass does this
         return result
 
 
 def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
-    """Leave each rank its part of rank 0's `model`, on its device. Collective.
+    """Give each rank its part of rank 0's `model`, on its device. Collective.
 
-    Raises ConfigError where the model's layers are not to be found.
+    Raises ConfigError if transformers does not mark the model's layers.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
-            "model.sharding: fsdp: this model can't be sharded layer by layer",
+            "model.sharding: fsdp: this model cannot be sharded layer by layer",
             found=f"a {type(model).__name__} without a GradientCheckpointingLayer of transformers",
             wanted="a model whose layers transformers marks as such",
             remedy="set model.sharding: none, or choose another model",
@@ -82,12 +81,13 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is only this rank's part of what its shape says."""
+    """Whether a tensor is only this rank's part of a sharded one."""
     return isinstance(tensor, DTensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a part, on every rank, detached; any other tensor as it is. Collective. Raises CollectiveError."""
+    """The whole tensor of a part, on every rank, detached. Other tensors come back unchanged. Collective. Raises
+    CollectiveError."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), collective_errors():
@@ -95,9 +95,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Each tensor whole and in host memory where `keep` is true; nothing elsewhere. Collective, one tensor at a time.
+    """Each tensor, whole, in host memory on ranks where `keep` is true; empty elsewhere. Collective, one tensor at a
+    time.
 
-    Names of one tensor share one in the result too.
+    Names that share a tensor share it in the result too.
     """
     gathered: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
@@ -109,7 +110,8 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 
 @torch.no_grad()
 def whole_copy(module: M) -> M:
-    """`module` and its submodules with whole parameters; what is whole already is shared with it. Collective."""
+    """A copy of `module` and its submodules with whole parameters. Those that are whole already are shared.
+    Collective."""
     duplicate = copy.copy(module)
     duplicate._parameters = {
         name: p if p is None else torch.nn.Parameter(whole(p.detach()), requires_grad=False)
@@ -120,12 +122,12 @@ def whole_copy(module: M) -> M:
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole `tensor`, laid out as `like` and on its device; where `like` is whole, the tensor
+    """This rank's part of a whole `tensor`, sharded like `like` and on its device. If `like` is whole, `tensor`
     itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    chunks = tensor.chunk(mesh.size())  # the last ranks get nothing of what has fewer rows than there are ranks
+    chunks = tensor.chunk(mesh.size())  # with fewer rows than ranks, the last ranks get nothing
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else tensor[:0]
     return DTensor.from_local(
         own.to(like.device, copy=True), mesh, like.placements, shape=tensor.shape, stride=tensor.stride()
@@ -134,7 +136,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
-    """What torch raises where a rank does not come to a collective of FSDP or DTensor, as CollectiveError."""
+    """Turns torch's errors for a missing rank in an FSDP or DTensor collective into CollectiveError."""
     try:
         yield
     except RuntimeError as error:

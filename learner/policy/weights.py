@@ -1,12 +1,12 @@
-"""The policy's weights as a checkpoint on disk names them, merged, for the sync and for export.
+"""The policy's weights under checkpoint names, merged, for the sync and for export.
 
 In: a transformers model, possibly with LoRA/DoRA layers inside. Out: `(name, tensor)` in the state dict's order, with
-exactly the names, shapes and values that `save_pretrained` would write after a merge; tied weights once.
+exactly the names, shapes and values that `save_pretrained` would write after a merge. Tied weights come once.
 
-Invariant: the model is only read. An adapted layer is merged in a scratch copy by peft itself (so LoRA, DoRA and
-whatever else peft merges are right), in float32, one layer at a time. Of a sharded model every rank gets the same whole
-tensors, gathered one at a time: to walk through them is collective.
-Which tensors a model has is looked up once: it takes longer than to send them. Called by `load.Policy`.
+Invariant: the model is only read. An adapted layer is merged in a scratch copy by peft itself (so everything that peft
+can merge is right, DoRA too), in float32, one layer at a time. For a sharded model every rank gets the same whole
+tensors, gathered one at a time, so iterating over them is collective.
+The list of a model's tensors is made once, because making it takes longer than sending them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from learner.policy.sharding import is_part, whole, whole_copy
 from shared.errors import ConfigError
+from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
 _BASE = ".base_layer."
 
 
 class CheckpointWeights:
-    """Of one model, whose structure stays as it is. Without `merge`: the weights below its adapter.
+    """The weights of one model, whose structure must not change. Without `merge`: the base weights below its adapter.
 
-    Raises ConfigError for a sharded model that would have to be gathered all at once.
+    Raises ConfigError for a sharded model that could only be gathered as a whole.
     """
 
     def __init__(self, model: PreTrainedModel, *, merge: bool = True) -> None:
@@ -41,18 +42,18 @@ class CheckpointWeights:
         self._own = _own_state(model)
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
-        # Else the checkpoint splits or fuses tensors, which takes them all at once.
+        # If false, the checkpoint splits or fuses tensors. Conversion then needs all of them at once.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
         if not self._stored_as_is and any(map(is_part, self._own.values())):
             raise ConfigError(
                 "model.sharding: fsdp: this model's weights can't be gathered one by one",
-                found=f"checkpoints of {type(model).__name__} store fused or split what the model has otherwise",
-                wanted="a model whose tensors are its checkpoint's, for rollouts from synced servers",
+                found=f"checkpoints of {type(model).__name__} store some tensors fused or split",
+                wanted="a model whose tensors are stored as they are, because servers are synced from them",
                 remedy="set model.sharding: none, or trainer_variant: sft without evaluations",
             )
 
     @torch.no_grad()
-    def tensors(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.
 
         Tensors may share memory with the model: use or copy each before the next optimizer step.
@@ -66,21 +67,18 @@ class CheckpointWeights:
         else:
             yield from revert_weight_conversion(self._model, dict(weights)).items()
 
-    def specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        """Names, dtypes and shapes of `tensors`, in its order, without merging anything."""
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        """Names, dtypes and shapes of `named_weights`, in the same order, without merging."""
         shapes = self._shapes(dtype)
         stored = shapes if self._stored_as_is else revert_weight_conversion(self._model, shapes)
-        return [
-            TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
-            for name, tensor in stored.items()
-        ]
+        return [spec_of(name, tensor) for name, tensor in stored.items()]
 
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._merge and _is_adapted(name):
             layer = self._model.get_submodule(name.removesuffix(f"{_BASE}weight"))
             assert isinstance(layer, LoraLayer)
             return _cast(merged_weight(layer), dtype)
-        return whole(_cast(tensor, dtype))  # a part is cast before it travels
+        return whole(_cast(tensor, dtype))  # a part is cast before it is gathered
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return {
@@ -97,11 +95,11 @@ def _is_adapted(name: str) -> bool:
 
 @contextmanager
 def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> Iterator[None]:
-    """Forward passes inside compute with the values that travel: each weight rounded to `dtype` (None: as trained) and,
-    where `merged`, adapted layers as one weight, as `CheckpointWeights.tensors(dtype)` gives it.
+    """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
+    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
-    The precision of the computation stays that of training. Weights are changed one module at a time while it runs, so
-    that memory holds one more layer, never one more model; a sharded model's are whole by then.
+    The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
+    holds one more layer, never one more model. A sharded model's weights are whole at that time.
     """
     with ExitStack() as hooks:
         for module in model.modules():
@@ -122,8 +120,8 @@ def changes_when_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merg
 
 
 class _Swap:
-    """`owner`'s parameters, replaced by `values()` while a forward pass runs. `adapted`: the layer around `owner`,
-    whose adapter is in those values already."""
+    """Replaces `owner`'s parameters with `values()` while a forward pass runs. `adapted`: the layer around `owner`, if
+    the values already contain its adapter."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class _Swap:
         self._trained = self._owner._parameters
         self._owner._parameters = {**self._trained, **self._values()}
         if self._adapted is not None:
-            self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft then takes `owner` as it is
+            self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
 
     def leave(self, *_: Any) -> None:
         self._owner._parameters = self._trained
@@ -166,7 +164,7 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 
 def merged_weight(layer: LoraLayer) -> torch.Tensor:
-    """The weight of an adapted layer with its adapter merged in: a new, whole float32 tensor."""
+    """An adapted layer's weight with its adapter merged: a new, whole float32 tensor."""
     scratch = whole_copy(layer)
     base = copy.copy(scratch.get_base_layer())
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
@@ -181,7 +179,7 @@ def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The state dict's parameters and buffers, without adapters and without the second names of tied weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     variables = model.state_dict(keep_vars=True)
-    # What is tied is found by where tensors lie in memory, and empty parts of a sharded model lie nowhere.
+    # Ties are found by memory address, and empty parts of a sharded model have none. So parts get stand-ins.
     places = {id(tensor): torch.empty(1) for tensor in variables.values()}
     state = {
         name: places[id(tensor)] if is_part(tensor) else tensor.detach()

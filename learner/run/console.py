@@ -1,6 +1,6 @@
 """What a user sees while a run goes on: a progress bar with ETA and one line per optimizer step.
 
-Only rank 0 prints. Lines go through rich, so the bar stays at the bottom; without a terminal there is no bar, just the
+Only rank 0 prints. Lines go through rich, so the bar stays at the bottom. Without a terminal there are only
 lines. Everything printed here is in `metrics.jsonl` too.
 """
 
@@ -50,7 +50,7 @@ class Console:
             self._progress.update(self._bar, completed=result.global_step)
 
     def sync(self, receipt: SyncReceipt) -> None:
-        """Where adapter syncs ended with this one, that they did; the step's line tells of the others."""
+        """Print when adapter syncs end with this sync. Other syncs are part of their step's line."""
         if receipt.fallback:
             self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
 
@@ -64,7 +64,7 @@ class Console:
 
 
 def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) -> str:
-    """Step, channel, loss, what the rollouts gave, where the seconds went, and the sync that preceded them."""
+    """Step, channel, loss, results of the rollouts, seconds by phase, and the sync before the step."""
     m = result.metrics
     parts = [
         f"step {result.global_step:>{len(str(total_steps))}}/{total_steps}",
@@ -88,7 +88,7 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """Where rollouts run ahead: packs that waited per rank, the age of those learned, and how many were dropped."""
+    """If rollouts run ahead: waiting packs per rank, the age of learned packs, and how many were dropped."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]

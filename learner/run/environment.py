@@ -4,11 +4,11 @@
 default torch takes the address of the machine's name, which many systems map to the loopback; ranks on other nodes then
 wait for it until their deadline. NCCL chooses by itself and avoids the loopback.
 
-`prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. What the
-user has set stays, except for two things that cannot work here:
-- an engine in a process of its own, which would neither share the device's weights nor run in step with other ranks;
-- torchrun's own store with one rank. That rank makes no process group, but its engine does, and under torchrun it joins
-  at torchrun's store, wherever the group should meet. Nobody listens there, and it would wait for half an hour.
+`prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. The
+user's settings stay, except two that cannot work here:
+- an engine in its own process: it would neither share the device's weights nor run in step with other ranks;
+- torchrun's own store with one rank. That rank makes no process group, but its engine does. Under torchrun the engine
+  always joins at torchrun's store. Nobody listens there, so it would wait for half an hour.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes where the run's log goes
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes to the run's log
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
@@ -63,7 +63,7 @@ def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Ad
     """Every interface with its first IPv4 address and all of its IPv6 addresses (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield name, ipaddress.IPv4Address(answer[20:24])
     if _INTERFACE_ADDRESSES_V6.exists():

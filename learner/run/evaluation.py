@@ -1,7 +1,7 @@
-"""Evaluation by rollouts: what the current policy answers to held-out samples, greedily, scored by the task.
+"""Evaluation by rollouts: the current policy answers held-out samples greedily, and the task scores the answers.
 
 In: a backend that serves the current weights, samples, a task. Out: metrics over the set, and one record per sample
-(kept as JSONL for the report). Every rank rolls out its contiguous share; all ranks get the whole result.
+(kept as JSONL for the report). Every rank rolls out a contiguous share, and all ranks get the whole result.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""What a run measured, on disk: one JSON object per line in `metrics.jsonl`, and scalars in TensorBoard.
+"""What a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
 
-In: events (`step`, `timeline`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: files in the run
-directory. Only rank 0 writes. A line is flushed as soon as it is written, so a killed run keeps what it had measured.
+`MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: one
+JSON object per line in `metrics.jsonl`, and scalars in TensorBoard. Only rank 0 writes. Each line is flushed at once,
+so a killed run keeps what it had measured.
 
-What ran when, on every rank and server: the bars of the report's timeline.
+`Timeline`: what ran when, on every rank and server; the report draws it. In: the learner's phases, and the rollout
+calls as they end. Out: one `timeline` event per optimizer step, with all ranks' spans. A span is in the event of the
+step in which it ended; a call that runs ahead may have begun long before. Times are Unix seconds of each rank's own
+clock. `phase` and `call` may be called from any thread.
 
-In: the learner's phases, and the rollout calls as they end. Out: one `timeline` event per optimizer step, with all
-ranks' spans. A span is in the event of the step in which it ended; a call that runs ahead may have begun long before.
-Times are Unix seconds of each rank's own clock. `phase` and `call` may be called from any thread. Made by `build`, read
-by the trainer.
-
-The run directory's own files: where logs go, and which run is the newest.
-
-In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with everything that libraries would have put
-on the console, and `latest` beside the run directory. Called by `build` before anything is loaded.
+`log_to_file` and `point_latest`. In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with
+everything that libraries would print on the console, and the link `latest` beside the run directory.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ class MetricsLog:
 
     def __init__(self, run_dir: Path, logging: LoggingConfig, *, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._lock = threading.Lock()  # the thread that made a rollout call reports it
+        self._lock = threading.Lock()  # rollout calls are reported by their own threads
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -101,9 +98,9 @@ def _finite(value: Any) -> Any:
 
 
 class PhaseClock:
-    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest: what is not in one is `other`.
+    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest. Time outside all phases is `other`.
 
-    `on_phase(name, begin, end)` hears of each phase as it ends, in Unix seconds.
+    `on_phase(name, begin, end)` is called when a phase ends, with Unix seconds.
     """
 
     def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
@@ -133,7 +130,7 @@ class PhaseClock:
         return seconds
 
 
-SAME_S = 1e-3  # spans of one kind with less than this between them are drawn as one
+SAME_S = 1e-3  # spans of one kind with a shorter gap between them are merged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,11 +153,11 @@ class Timeline:
         self._began_s = time.time()
 
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
-        """A phase of the thread that learns has ended."""
+        """Record a phase of the learning thread, when it has ended."""
         self._add(Span(lane=self._lane, name=name, begin_s=begin_s, end_s=end_s))
 
     def call(self, record: RolloutCallLog) -> None:
-        """A `generate` has ended: one bar of the rank, and one for each of its calls on the server's lane."""
+        """Record a `generate`, when it has ended: one bar for the rank, and one on the server's lane for each call."""
         if not record.began_at:
             return
         begin, end = record.began_at, record.began_at + record.seconds
@@ -201,14 +198,14 @@ log = logging.getLogger(__name__)
 
 
 def log_to_file(run_dir: Path, rank: int) -> Path:
-    """From now on, logs and warnings of this process go to a file; the console is for the run itself."""
+    """Send this process's logs and warnings to a file from now on. The console is for the run itself."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / f"learner_rank{rank}.log"
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in _LOGGERS:
         logger = logging.getLogger(name)
-        for other in list(logger.handlers):  # libraries bring handlers of their own, which write to the console
+        for other in list(logger.handlers):  # libraries add handlers that write to the console
             logger.removeHandler(other)
         logger.addHandler(handler)
         logger.propagate = False
@@ -221,13 +218,13 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
 
 
 def point_latest(run_dir: Path) -> None:
-    """Make `latest`, beside `run_dir`, a link to it: the old one or the new one stands there at any time.
+    """Make `latest`, beside `run_dir`, a link to it. At any time either the old or the new link is there.
 
-    Something else of that name (a folder, a run called so) is left alone.
+    A folder or a run with that name is left alone.
     """
     link = run_dir.absolute().parent / LATEST
     if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):
-        log.warning("%s is not a link: it will not point to the newest run", link)
+        log.warning("%s is not a link, so it will not point to the newest run", link)
         return
     work = link.with_name(f".{LATEST}.{os.getpid()}")
     work.unlink(missing_ok=True)

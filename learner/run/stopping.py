@@ -1,9 +1,9 @@
 """Ctrl-C and SIGTERM: stop with a checkpoint, within a deadline.
 
-In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks: the next `check`, which is
-collective, finds on all ranks alike that one was asked. Where no check comes in half the time (a long wait for
-rollouts), `Stopped` breaks into what the main thread is doing. After the whole time the process ends as it is, and so
-it does at a second Ctrl-C. Made and installed by `build`; checked by the trainer.
+In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks. The next `check` is collective, so
+all ranks find the request at the same place. If no check comes in half the time (a long wait for rollouts), `Stopped`
+interrupts the main thread. After the whole time, or at a second Ctrl-C, the process ends at once. `build` installs it,
+and the trainer checks it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stopped(Exception):  # noqa: N818 - a request that was followed, not an er
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.agreed = agreed
-        self.exit_code = 128 + signum  # as shells have it: 130, 143
+        self.exit_code = 128 + signum  # as in shells: 130, 143
 
 
 class StopRequest:
@@ -38,7 +38,7 @@ class StopRequest:
         self._last_call: threading.Timer | None = None
 
     def check(self) -> None:
-        """Raises Stopped, on every rank, where any of them was asked. Collective."""
+        """Raises Stopped on every rank if any rank was asked to stop. Collective."""
         signum = int(self._ranks.all_reduce_max(self._signum))
         if signum:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -62,10 +62,10 @@ class StopRequest:
         if self._signum:
             # Launchers repeat SIGTERM to whole groups; only a person presses Ctrl-C twice.
             if signum == signal.SIGINT:
-                _end(signum, "ended at once; the newest checkpoint is whole")
+                _end(signum, "ended at once; the newest checkpoint is complete")
             return
         self._signum = signum
-        _say(f"{signal.Signals(signum).name}: saving and stopping, {self._timeout_s:g} s at most; Ctrl-C ends at once")
+        _say(f"{signal.Signals(signum).name}: saving and stopping, at most {self._timeout_s:g} s; Ctrl-C ends at once")
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s / 2)
         why = "not stopped in time (training.stop_timeout_s)"
         self._last_call = threading.Timer(self._timeout_s, _end, (signum, why))

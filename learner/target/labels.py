@@ -1,28 +1,23 @@
-"""Labels of matched coordinates, in the rollout's own context ("Loss on Y_train").
+"""Labels of matched coordinates and descriptions, in the rollout's own context ("Loss on Y_train").
 
-In: an `Assignment`, and the tokens of its prefix with the one that follows. Out: which of these are supervised, and
-what each should have been. Pure. Called by `learner.target.target`.
+In: an `Assignment`, and the tokens of its prefix with the one that follows. Out: which of these tokens are supervised,
+and their labels. Pure.
 
-One rule for both spellings: the number's own tokens count as far as the ground-truth number has the same ones; at the
-first token where it leaves them, the ground-truth token is the label; what follows in the number is masked. A
-coordinate token is a number of one token, so there the ground truth simply is the label. Digits may be fused with
-their surroundings (`coordinate_spelling.py`): the token where the two part may hold structure too, and may be the one
-after the number, where the ground truth is longer (`12,` against `123,`), even if that one already belongs to the
-tail. Where two numbers claim one token, the first has it. A pair of different kinds of geometry, or of polygons with
-different numbers of points, has no corresponding slots and is not supervised.
+One rule for both spellings of coordinates: a number's own tokens are labels as long as the ground-truth number has the
+same tokens. At the first token that differs, the ground-truth token is the label. The rest of the number is masked. A
+coordinate token is a number of one token, so its label is simply the ground truth. Digits may be fused with their
+surroundings (`spelling.py`). Then the token that differs may hold structure too. If the ground truth is longer (`12,`
+against `123,`), it may be the token after the number, even if that one already belongs to the tail. If two numbers
+claim one token, the first has it. A pair with different kinds of geometry, or polygons with different numbers of
+points, has no corresponding coordinates and is not supervised. All numbers of an answer are labelled together, because
+there are hundreds.
 
-An answer's N numbers are labelled together: there are hundreds in each.
-
-Labels of matched descriptions, in the rollout's own context (`loss.matched_desc_weight`).
-
-Matching goes by IoU alone, so a prediction in the right place may have the wrong name, and the loss on Y_train has no
-word on it: prefix text has weight 0. Where names are what a model gets wrong, that leaves its errors as they are.
-
-In: an `Assignment`. Out: which tokens of its prefix are supervised, and what each should have been. Pure.
-The rule is that of numbers (`coordinate_labels.py`): own tokens count as far as the true description
-has the same ones; at the first token where it leaves them, its token is the label; what follows is masked. A token
-that holds any byte of the description is one of its tokens; where the true one is longer, the parting token may be the
-one behind it. A description is masked whole where the rollout cut its text in other tokens than the tokenizer does.
+Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
+wrong name. The loss on Y_train does not correct it: prefix text has weight 0. If a model's errors are names, they stay.
+The rule is that of numbers: own tokens count up to the first difference, whose label is the true token, and the rest is
+masked. A token that holds any byte of the description belongs to it. If the true description is longer, the token that
+differs may be the next one. A description is masked as a whole if the rollout split its text in other tokens than the
+tokenizer does.
 """
 
 from __future__ import annotations
@@ -50,7 +45,7 @@ def description_labels(
         predicted, wanted = parsed.objects[index], truth[truth_index].desc
         begin, end = _inside_quotes(predicted)
         if end >= len(text.data):
-            continue  # fused with the prefix's end, which the tail gives back
+            continue  # fused with the prefix's end, which the tail repeats
         if predicted.object.desc == wanted:
             tokens = range(text.token_at(begin), text.tokens_until(end))
             yield from zip(tokens, text.ids[tokens].tolist(), strict=True)
@@ -61,9 +56,9 @@ def description_labels(
 def _up_to_parting(
     text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
 ) -> Iterator[tuple[int, int]]:
-    """The labels where `wanted` is not what was said: its tokens in the same place, between the same bytes."""
+    """The labels if the name is wrong: the tokens of `wanted` in the same place, between the same bytes."""
     begin, end = _inside_quotes(predicted)
-    first, last = text.token_at(begin), text.tokens_until(end)  # with the token behind the description
+    first, last = text.token_at(begin), text.tokens_until(end)  # with the token after the description
     last = min(last, len(text.ids) - 1)
     before, behind = text.data[text.start(first) : begin], text.data[end : text.ends[last]]
     own = text.ids[first : last + 1].tolist()
@@ -82,7 +77,7 @@ def _inside_quotes(predicted: PredictedObject) -> tuple[int, int]:
 
 
 def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
-    """None where the bytes are no text: a character is torn at either end."""
+    """None if the bytes are not UTF-8: a character is cut at either end."""
     try:
         return list(pieces.encode(data.decode()))
     except UnicodeDecodeError:
@@ -92,9 +87,9 @@ def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
 def coordinate_labels(
     assignment: Assignment, token_ids: Ints, coordinate_text: Callable[[int], str], tokenizer: Tokenizer
 ) -> tuple[Ints, Ints]:
-    """Positions in `token_ids`, which are the prefix and the token that follows it, and the label of each.
+    """Supervised positions in `token_ids` (the prefix and the token that follows it), and the label of each.
 
-    Raises LossError where a coordinate's tokens are not in the prefix, or two numbers can't be told apart.
+    Raises LossError if a coordinate's tokens are not in the prefix, or if two numbers have the same tokens.
     """
     numbers = _corresponding(assignment)
     if not len(numbers.start):
@@ -107,7 +102,7 @@ def coordinate_labels(
 
 
 def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
-    """Positions and labels; `tokens` [N, W] are what the true numbers begin with."""
+    """Positions and labels; `tokens` [N, W] are the first tokens of the true numbers."""
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)
@@ -121,7 +116,7 @@ def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, I
 
 
 def _corresponding(assignment: Assignment) -> Numbers:
-    """The coordinates of matched predictions, and the bin that the truth has for each."""
+    """The coordinates of matched predictions, each with its true bin."""
     parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
     first: list[int] = []
     lengths: list[int] = []
@@ -146,12 +141,12 @@ def _require_inside(numbers: Numbers, prefix_length: int) -> None:
             "a matched coordinate is not in the prefix",
             found=f"tokens {numbers.start[i]}..{numbers.end[i]} of a prefix of {prefix_length}",
             wanted="tokens inside the prefix",
-            remedy="the task's parser is at fault",
+            remedy="this is a bug in the task's parser: please report the sample",
         )
 
 
 def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
-    """[N] how many tokens each number shares with the truth's. Means nothing for those that are `right`."""
+    """[N] how many tokens each number shares with the true one. Undefined for those that are `right`."""
     at = numbers.start[:, None] + np.arange(WINDOW)
     own = token_ids.take(at, mode="clip")
     differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])
@@ -159,14 +154,14 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
     if alike.any():
         i = int(alike.argmax())
         raise LossError(
-            "a ground-truth number can't be told from the predicted one by its tokens",
+            "a ground-truth number and the predicted one have the same tokens",
             found=f"{tokens[i].tolist()} for {numbers.wanted[i]}, {own[i].tolist()} for {numbers.bin[i]}",
-            wanted="tokens that part in the number or right after it",
+            wanted="tokens that differ in the number or right after it",
             remedy="use a tokenizer that keeps the characters of numbers",
         )
     return differs.argmax(axis=1)
 
 
 def _taken_before(behind: Ints) -> Ints:
-    """[N] for each number, the first token that no earlier one has; `behind` is where each one's tokens end."""
+    """[N] for each number, the first token that no earlier number has; `behind` is where each one's tokens end."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

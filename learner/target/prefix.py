@@ -1,24 +1,22 @@
-"""How much of an answer is kept as the prefix of Y_train (`loss.prefix_end`).
+"""How much of an answer is kept as the prefix of Y_train (`loss.prefix_end`), and where an answer should have ended.
 
-    last_object   all of it up to its last complete object: Y_train as it is specified
-    last_match    up to its last prediction that matched: what matches nothing behind it gives way to the missed objects
-                  or the end
-    first_miss    up to the last place where it had found exactly the first objects in canonical order: from there on
-                  the ground truth goes on, as in plain teacher forcing, but behind the model's own words
+    last_object   up to its last complete object: the default Y_train
+    last_match    up to its last prediction that matched. Unmatched predictions after it are replaced by the missed
+                  objects or the end
+    first_miss    up to the last place where it had found exactly the first objects in canonical order. From there the
+                  ground truth continues, as in plain teacher forcing, but after the model's own words
 
-The prefix is the rollout's own token ids, whichever it is; every object that it has not found is appended. Where
-labels are incomplete, what `first_miss` cuts off holds objects that nobody labelled, and going on without them teaches
-to leave them out: with `loss.keep_unmatched` they stay in their places, unlearned.
+The prefix is the rollout's own token ids in each case, and every object that it did not find is appended. If labels
+are incomplete, `first_miss` cuts off objects that nobody labelled, and continuing without them teaches the model to
+leave them out. With `loss.keep_unmatched` they stay in their places, without loss.
 
-In: an `Assignment`. Out: the `Assignment` of the shorter answer, and what stood behind it. Pure. Called by `target.py`.
+`overrun_label` (`loss.overrun_close_weight`) is for answers that continue after they have found every object. The loss
+on Y_train does not teach them to stop: predictions that match nothing have weight 0, and the closer is taught after
+them, where the answer did end. So such answers stay as they are, and become more frequent. The ground truth gives one
+certain label: the token that would have closed the answer at the place where it should have ended.
 
-Where an answer goes on although it has found every object, and the token that would have closed it there.
-
-The loss on Y_train has nothing to say against a prediction that matches nothing: its tokens have weight 0, and the
-closer is taught behind it, where the answer did end. So answers that over-run stay as they are, and more of them come.
-The one token at which such an answer should have closed is a label that the ground truth gives for certain.
-
-In: an `Assignment`. Out: that position and that token. Pure. Called by `target.py` (`loss.overrun_close_weight`).
+In: an `Assignment`. Out: the `Assignment` of the shorter answer, and what was cut off; or that position and that token.
+Pure.
 """
 
 from __future__ import annotations
@@ -49,10 +47,10 @@ def up_to_first_miss(assignment: Assignment, task: Task) -> Assignment:
 
 
 def unmatched_behind(whole: Assignment, cut: Assignment, task: Task) -> list[DetectionObject]:
-    """What `whole` predicted behind the objects of `cut` and matches nothing: objects, perhaps, that have no label.
+    """Unmatched predictions of `whole` after the objects of `cut`. They may be objects without a label.
 
-    Without second predictions of an object that has one, and without what could not be written as it was said. Of an
-    answer that did not close, only those before its last match: what it ran on with says nothing.
+    Left out are repeated predictions of a labelled object, and predictions that cannot be written as they were. Of an
+    answer that did not close, only those before its last match count: the rest means nothing.
     """
     parsed = whole.parsed
     end = len(parsed.objects) if parsed.closed else max((index for index, *_ in whole.pairs), default=0)
@@ -63,9 +61,9 @@ def unmatched_behind(whole: Assignment, cut: Assignment, task: Task) -> list[Det
 
 
 def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:
-    """The answer as it stood when its valid object `index` had just been closed (-1: before the first).
+    """The answer up to the end of its valid object `index` (-1: before the first object).
 
-    It has more objects than that where the object's end is fused with a coordinate behind it.
+    It has more objects if that object's end is fused with a coordinate after it.
     """
     rollout = parsed.rollout
     length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
@@ -77,7 +75,7 @@ def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout
 
 
 def _cut(assignment: Assignment, last: int, task: Task) -> Assignment:
-    """The assignment of the answer up to object `last`; as it is where that object's end is no token's end."""
+    """The assignment of the answer up to object `last`. Unchanged if the object does not end at a token's end."""
     begun = up_to_object(assignment.parsed, last, task)
     if len(begun.objects) > last + 1:
         return assignment
@@ -94,15 +92,15 @@ def _cut(assignment: Assignment, last: int, task: Task) -> Assignment:
 def overrun_label(assignment: Assignment, task: Task, tokenizer: Tokenizer) -> tuple[int, int] | None:
     """(position in the prefix, token that closes the answer there).
 
-    None where an object is missed, or where nothing follows the last object that was found: the tail teaches the
-    closer then. None, too, where that object's end is no token's end.
+    None if an object is missed, or if nothing follows the last object that was found: then the tail teaches the
+    closer. None also if that object does not end at a token's end.
     """
     if assignment.missed:
         return None
     parsed = assignment.parsed
     last = max((index for index, *_ in assignment.pairs), default=-1)
     covered = up_to_object(parsed, last, task)
-    if len(covered.objects) > last + 1:  # its end is fused with a coordinate, and the next place to close is further on
+    if len(covered.objects) > last + 1:  # its end is fused with a coordinate
         return None
     closing = pieces_of(tokenizer).encode(task.serialize((), after=covered).text)
     own = parsed.rollout.response_token_ids[covered.prefix_length : parsed.prefix_length]

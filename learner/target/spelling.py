@@ -1,10 +1,10 @@
 """How one tokenizer spells the thousand coordinates, alone and in another number's place.
 
-In: numbers of an answer, and the answer's tokens. Out: the tokens of the true numbers, as they would stand there.
-Called by `coordinate_labels.py`, for all numbers of an answer at once: there are hundreds in each.
+In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in those places. It
+is called for all numbers of an answer at once, because there are hundreds.
 
-Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`): then the ground-truth number is tokenized in the
-predicted one's place, between the same characters, up to the end of the token after the number. Where the tokenizer's
+Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). Then the ground-truth number is tokenized in the
+predicted one's place, between the same characters, up to the end of the token after the number. If the tokenizer's
 numbers stand alone (`tokens.py`), each has the same tokens everywhere, and the token after it stays as it is.
 """
 
@@ -22,7 +22,7 @@ from learner.tasks.task import Tokenizer
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NO_TOKEN = -1
-WINDOW = 4  # tokens: a number has at most three characters, so by the token after it two numbers have parted
+WINDOW = 4  # tokens: a number has at most three characters, so two numbers differ by the token after it
 _NUM_BINS = 1000
 _MAX_PLACES = 1 << 10
 _NOT_MET = -2
@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 class Numbers(NamedTuple):
-    """Matched coordinates in the order in which they stand, each field [N]: those of `CoordSlots`, and the truth."""
+    """Matched coordinates in order of appearance, each field [N]: those of `CoordSlots`, and the truth."""
 
     start: Ints
     end: Ints
@@ -40,9 +40,9 @@ class Numbers(NamedTuple):
     wanted: Ints  # the ground truth's bin
 
 
-class _Place(NamedTuple):
-    """What stands around a number: `lead` bytes of the token `before`, and `tail` bytes of the token `last`, which the
-    number shares with them (NO_TOKEN where there are none), and the token `after` that."""
+class _Context(NamedTuple):
+    """What surrounds a number: `lead` bytes of the token `before` and `tail` bytes of the token `last`, both shared
+    with the number (NO_TOKEN if none), and the token `after` that."""
 
     before: int
     lead: int
@@ -59,23 +59,25 @@ class Spelling:
         self._texts = tuple(coordinate_text(value) for value in range(_NUM_BINS))
         self._lengths = np.array([len(text) for text in self._texts])
         encoded = [pieces.encode(text) for text in self._texts]
-        # Bin -> the token that it is; empty where some coordinates are several tokens.
+        # Bin -> its token; empty if some coordinates are several tokens.
         self.single_tokens = np.array([ids[0] for ids in encoded] if all(len(ids) == 1 for ids in encoded) else [])
-        # [bin, W] its tokens; empty where they depend on what stands beside them.
-        alone = [(*ids, *[NO_TOKEN] * WINDOW)[:WINDOW] for ids in map(pieces.seams.numbers.get, self._texts) if ids]
+        # [bin, W] its tokens; empty if they depend on their neighbours.
+        alone = [
+            (*ids, *[NO_TOKEN] * WINDOW)[:WINDOW] for ids in map(pieces.boundaries.numbers.get, self._texts) if ids
+        ]
         self._alone = np.array(alone if len(alone) == _NUM_BINS else [], dtype=np.int64)
         self._num_tokens = (self._alone != NO_TOKEN).sum(axis=-1)
         self._table = Lock()
-        self._places: dict[_Place, int] = {}
-        # [place, bin, W] the first tokens of each number there, as they are met. Dense: an answer asks for hundreds.
+        self._places: dict[_Context, int] = {}
+        # [place, bin, W] the first tokens of each number there, filled on demand. Dense: an answer needs hundreds.
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
-        """Whether each number is a token of its own: then it does not matter what is beside it."""
+        """Whether each number is one token. Then its neighbours do not matter."""
         return len(self.single_tokens) > 0 and bool((token_ids[numbers.start] == self.single_tokens[numbers.bin]).all())
 
     def tokens_in_place(self, numbers: Numbers, token_ids: Ints) -> Ints:
-        """[N, W] the first tokens of each true number in the predicted one's place; NO_TOKEN behind its last."""
+        """[N, W] the first tokens of each true number in the predicted one's place; NO_TOKEN after its last."""
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
@@ -86,14 +88,14 @@ class Spelling:
         start, end, own, lead, wanted = numbers
         lengths = self._pieces.lengths(token_ids)
         ends = lengths.cumsum()
-        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes of the last token behind it
+        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes of the last token after it
         before = np.where(lead > 0, token_ids[start], NO_TOKEN)
         last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
         columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
         with self._table:  # threads share it
-            return self._in_places(list(map(_Place._make, zip(*columns, strict=True))), wanted)
+            return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
-    def _in_places(self, contexts: Sequence[_Place], wanted: Ints) -> Ints:
+    def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
         if len(self._places) > _MAX_PLACES:  # an untrained model writes anything
             self._places.clear()
             self._tokens[:] = _NOT_MET
@@ -104,15 +106,15 @@ class Spelling:
             self._tokens[places[i], wanted[i]] = self._encode(contexts[i], int(wanted[i]))
         return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
 
-    def _index_of(self, place: _Place) -> int:
-        """Where the table has `place`; a new one is given its own."""
+    def _index_of(self, place: _Context) -> int:
+        """The row of `place` in the table; a new place gets a new row."""
         index = self._places.setdefault(place, len(self._places))
         if index == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])
         return index
 
-    def _encode(self, place: _Place, value: int) -> tuple[int, ...]:
-        """The first tokens of `value` in its place; a character that is torn by the place's ends is left out."""
+    def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
+        """The first tokens of `value` in its place. A character cut by the place's ends is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
         text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")

@@ -5,21 +5,16 @@ In: an `Assignment` (or a sample alone, for plain teacher forcing). Out: a `Targ
     token_ids   [ rollout prefix | tail: missed objects, closer | EOS ]
     labels      [ matched coordinates towards ground truth, else -100 | the tail's own tokens | EOS ]
 
-Invariants: the prefix is the rollout's own token ids; every missed object is in the tail, in canonical order;
-`labels[i] == -100` exactly where `loss_weights[i] == 0`; nothing outside the assistant span is supervised. Pure.
-Called by the trainer's target stage.
+Invariants: the prefix is the rollout's own token ids. Every missed object is in the tail, in canonical order.
+`labels[i] == -100` exactly where `loss_weights[i] == 0`. Every supervised token is in the assistant span, after a token
+that predicts it. `check_supervision` checks this when a segment is built, and again before it is learned
+(`policy/packed.py`). Pure, no torch.
 
-Tail. Weight 1, and `desc_weight` on every token that holds any byte of a description, fused ones included; 0 on those
-of predictions that stay without a label (`keep_unmatched`), which stand among the missed objects in canonical order.
+Tail. Weight 1, except for descriptions: `desc_weight` on every token that holds any byte of one, fused tokens included.
+Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0.
 
-Matched predictions. `learner.target.labels` says what each token of a coordinate should have been, and
-`learner.target.labels` those of a description. By default (SPEC) coordinates have weight 1 and descriptions none.
-
-Which tokens of a segment are learned, and the check that they may be.
-
-In: a segment's labels and loss weights. Out: the supervised indices. The invariant: each lies in the assistant span,
-and behind a token that predicts it. Called when a segment is built (`target.py`) and again before it is learned
-(`policy/packed.py`), for whatever came between. No torch.
+Matched predictions. `labels.py` gives the right token for each token of a coordinate and of a description. By default
+(SPEC) coordinates have weight 1 and descriptions none.
 """
 
 from __future__ import annotations
@@ -44,13 +39,13 @@ IGNORED = -100  # the label of a token that is not learned
 def check_supervision(segment: Segment) -> NDArray[np.int64]:
     """Indices of the segment's supervised tokens (label set, weight positive).
 
-    Raises LossError where one lies outside the assistant span, or where labels and weights contradict each other.
+    Raises LossError if one is outside the assistant span, or if labels and weights contradict each other.
     """
     labels, weights = segment.labels, segment.loss_weights
     first = max(segment.prompt_length, 1)
     if (labels[:first] != IGNORED).any() or (weights[:first] != 0).any():
         bad = int(np.flatnonzero((labels[:first] != IGNORED) | (weights[:first] != 0))[0])
-        raise _error("a supervised index lies outside the assistant span", segment, bad, f"an index >= {first}")
+        raise _error("a supervised index is outside the assistant span", segment, bad, f"an index >= {first}")
     wrong = ~np.isfinite(weights) | (weights < 0) | ((labels == IGNORED) & (weights != 0))
     wrong |= (labels < 0) & (labels != IGNORED)
     if wrong.any():
@@ -70,11 +65,11 @@ def _error(what: str, segment: Segment, index: int, wanted: str) -> LossError:
         found=f"label {segment.labels[index]}, weight {segment.loss_weights[index]} at index {index} of sample "
         f"{segment.sample_id!r}, whose prompt has {segment.prompt_length} of {len(segment)} tokens",
         wanted=wanted,
-        remedy="this is a defect of the target builder: please report the sample",
+        remedy="this is a bug in the target builder: please report the sample",
     )
 
 
-SPECIFIED = LossConfig()  # the loss on Y_train as it is defined
+SPECIFIED = LossConfig()  # the default loss on Y_train
 
 
 def build_target(
@@ -84,9 +79,9 @@ def build_target(
     eos_token_id: int | None = None,
     loss: LossConfig = SPECIFIED,
 ) -> Target:
-    """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's), weighted as `loss` says.
+    """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's), with the weights of `loss`.
 
-    Raises LossError where a coordinate's tokens are not in the prefix.
+    Raises LossError if a coordinate's tokens are not in the prefix.
     """
     whole = assignment
     if loss.prefix_end != "last_object":
@@ -98,7 +93,7 @@ def build_target(
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, loss.desc_weight, masked)
-    read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may part from the truth behind it
+    read = target.token_ids[: len(prefix) + 1]  # the number at the prefix's end may differ in the next token
     if loss.matched_coordinate_weight:
         positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
         target.labels[positions] = labels
@@ -113,7 +108,7 @@ def build_target(
 
 
 def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
-    """The objects to append, in canonical order or in one that belongs to the sample."""
+    """The objects to append, in canonical order or in a random order that is fixed per sample."""
     sample = assignment.parsed.rollout.sample
     missed = [sample.objects[i] for i in assignment.missed]
     if loss.missed_order == "random":
@@ -124,7 +119,7 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 def _appended(
     missed: list[DetectionObject], unlabelled: list[DetectionObject], task: Task
 ) -> tuple[list[DetectionObject], list[int]]:
-    """Both in canonical order, and the places of those that nothing is learned from."""
+    """Both in canonical order, and the indices of those without loss."""
     if not unlabelled:
         return missed, []
     both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
@@ -133,7 +128,8 @@ def _appended(
 
 
 def _teach_besides(target: Target, position: int, label: int, weight: float) -> None:
-    """Add a label, unless the token is a coordinate's too: that is taught what the coordinate says."""
+    """Add a label, unless the token has one already: a token that is part of a coordinate keeps the coordinate's
+    label."""
     if target.labels[position] == IGNORED:
         target.labels[position], target.loss_weights[position] = label, weight
 
@@ -154,7 +150,7 @@ def build_segment(
     ver: int | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Segment:
-    """Prompt + Y_train. Raises LossError where the target's parts do not fit or there is no prompt to predict from."""
+    """Prompt + Y_train. Raises LossError if the target's parts do not fit, or if the prompt is empty."""
     num_prompt, num_target = len(prompt.token_ids), len(target.token_ids)
     if not num_prompt or not (num_target == len(target.labels) == len(target.loss_weights)):
         raise LossError(
@@ -186,15 +182,15 @@ def _with_tail(
     desc_weight: float,
     masked: Sequence[int] = (),
 ) -> Target:
-    """Prefix, tail and EOS, with the prefix and the tail's objects `masked` ignored and the rest supervised."""
+    """Prefix, tail and EOS. The prefix and the objects `masked` of the tail are ignored, the rest is supervised."""
     tail_ids = pieces.encode_long(tail.text)
     text = pieces.text(tail_ids)
     if text.data != tail.text.encode():
         raise LossError(
-            "the tokenizer does not keep the target's text",
+            "the tokenizer changes the target's text",
             found=repr(text.data.decode(errors="replace"))[:300],
             wanted=repr(tail.text)[:300],
-            remedy="use descriptions that survive tokenization; Task.validate finds them",
+            remedy="use descriptions that survive tokenization; Task.validate finds the others",
         )
     eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     token_ids = np.concatenate([prefix, text.ids, [eos]])

@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SerializedTail:
-    """Text to append, and where in it, in characters (half-open): each object's description, and each object with the
+    """Text to append, with half-open character spans of each object's description, and of each object with the
     separator before it."""
 
     text: str
@@ -45,15 +45,15 @@ class Task(Protocol):
         ...
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
-        """`objects` written so that they continue `after` (None: a fresh answer), container closed, without EOS."""
+        """`objects` as text that continues `after` (None: a new answer) and closes the container, without EOS."""
         ...
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
-        """Whether an object could be ground truth: written as an answer, it is read back as it was."""
+        """Whether an object could be ground truth: written as an answer, it reads back unchanged."""
         ...
 
     def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:
-        """What canonical order sorts objects by."""
+        """The sort key of canonical order."""
         ...
 
     def coordinate_text(self, value: int) -> str:
@@ -65,7 +65,7 @@ class Task(Protocol):
         ...
 
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
-        """Per assignment, the counts that `evaluate` adds up: what a bootstrap over samples resamples."""
+        """Per assignment, the counts that `evaluate` adds up. A bootstrap over samples resamples them."""
         ...
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
@@ -73,5 +73,5 @@ class Task(Protocol):
         ...
 
     def validate(self, sample: Sample) -> None:
-        """Raise DataError where the sample can't be used by this task."""
+        """Raises DataError if the task cannot use the sample."""
         ...

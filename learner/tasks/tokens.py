@@ -1,22 +1,17 @@
-"""Which bytes each token stands for, so that text can be read over a model's own token ids.
+"""Which bytes each token stands for, so that text can be read over a model's own token ids, and long texts encoded
+fast.
 
-In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part of a UTF-8
-character, so text is bytes here and becomes `str` only where a description is read. Pieces are kept per tokenizer, in
-tables by token id, so that an answer is looked up whole; short encodings are cached; nothing is ever re-tokenized.
-Used by the detection parser and by the target builder.
+`TokenPieces`. In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part
+of a UTF-8 character, so text is bytes here, and becomes `str` only where a description is read. Pieces are kept per
+tokenizer, in tables by token id, so a whole answer is one lookup. Encodings of short texts are cached. Nothing is
+tokenized again.
 
-Many ranges of numbers as one array. Called where tokens become bytes, and where coordinates get their labels.
-
-Encodes long texts from parts that come again, cut where no token can reach across.
-
-In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None where it can't
-be cut safely. Made and called by `TokenPieces`.
-
-An added token `<|...|>` is cut out by tokenizers before anything else, so what lies between two of them is encoded
-alike wherever it stands. A coordinate in digits stands between one of `[ ,` and one of `,]`: where no token has a
-digit beside such a character, none reaches into the number or out of it. What a pre-tokenizer makes of the text
-between two numbers may still depend on there being digits, so that text is asked for with a digit on either side, and
-the answer is only taken where these are tokens of their own.
+`TokenBoundaries` encodes long texts from parts that repeat. It cuts only where no token can cross. In: a tokenizer's
+encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None if it cannot be cut safely.
+Tokenizers split at an added token `<|...|>` before anything else, so the text between two of them has the same tokens
+everywhere. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a digit beside such a
+character, no token crosses the number's ends. How a pre-tokenizer splits the text between two numbers may still depend
+on the digits. So that text is encoded with a digit on either side, and used only if these digits are separate tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ from learner.tasks.task import Tokenizer
 
 
 def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of every `first[i] .. first[i] + lengths[i]`, one range behind the other."""
+    """The numbers of every range `first[i] .. first[i] + lengths[i]`, concatenated."""
     if not len(first):
         return np.empty(0, dtype=np.int64)
     ends = lengths.cumsum()
@@ -48,26 +43,26 @@ _NUM_BINS = 1000
 _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
-_DIGIT = "0"  # stands for all of them
-# In byte-level spelling, where space, tab, newline and carriage return look like this; added tokens have them plain.
+_DIGIT = "0"  # represents all of them
+# Space, tab, newline and carriage return in byte-level spelling; added tokens have them plain.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"
 _FUSED = re.compile(f"[0-9]{_BESIDE}|{_BESIDE}[0-9]")
 
 Ids = tuple[int, ...]
 
 
-class Seams:
-    """`numbers` has the ids of each coordinate in digits; none where they do not stand alone."""
+class TokenBoundaries:
+    """`numbers` has the ids of each coordinate in digits. It is empty if digits can be fused with their neighbours."""
 
     def __init__(self, encode: Callable[[str], Ids], added: Mapping[int, Any], vocabulary: Mapping[str, int]) -> None:
         self.numbers = _numbers_alone(encode, vocabulary)
-        self._added = _added_seams(added)
-        self._seam = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
-        # No method of this object: a cache that holds its owner lives until the garbage is collected.
+        self._added = _splitting_tokens(added)
+        self._cut = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
+        # Not a method of this object: a cache that holds its owner lives until garbage collection.
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
-        parts = self._seam.split(text)  # between, added token or None, number or None, between, ...
+        parts = self._cut.split(text)  # between, added token or None, number or None, between, ...
         if len(parts) == 1:
             return None
         ids: list[int] = []
@@ -82,7 +77,7 @@ class Seams:
             if number:
                 ids += self.numbers[number]
             elif added:
-                if added not in self._added:  # the shape only: nothing is known of how it mixes with its neighbours
+                if added not in self._added:  # it only looks like an added token, and may merge with its neighbours
                     return None
                 ids.append(self._added[added])
         return ids
@@ -91,15 +86,15 @@ class Seams:
 def _encode_between(
     encode: Callable[[str], Ids], numbers: Mapping[str, Ids], left: str, text: str, right: str
 ) -> Ids | None:
-    """The ids of `text` where a digit stands beside it as `left` and `right` say; None where one is fused with it."""
+    """The ids of `text` between the digits `left` and `right` (or none); None if a digit is fused with it."""
     ids = encode(left + text + right)
     if (left and ids[:1] != numbers[left]) or (right and ids[-1:] != numbers[right]):
         return None
     return ids[len(left) : len(ids) - len(right)]
 
 
-def _added_seams(added: Mapping[int, Any]) -> dict[str, int]:
-    """Added tokens of the form `<|...|>` that are cut out as they stand; none where another could lie across one."""
+def _splitting_tokens(added: Mapping[int, Any]) -> dict[str, int]:
+    """Added tokens of the form `<|...|>` that are always tokens of their own; empty if another could overlap one."""
     texts = [str(token) for token in added.values()]
     if any(text.endswith("<") or ("<|" in text and not re.fullmatch(_ADDED_TOKEN, text)) for text in texts):
         return {}
@@ -112,7 +107,7 @@ def _added_seams(added: Mapping[int, Any]) -> dict[str, int]:
 
 
 def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) -> dict[str, Ids]:
-    """Each coordinate's ids, which are the same wherever it stands in a list; none where that can't be said."""
+    """Each coordinate's ids, if they are the same everywhere in a list; else empty."""
     if not vocabulary or any(map(_FUSED.search, vocabulary)):
         return {}
     numbers = {str(value): encode(str(value)) for value in range(_NUM_BINS)}
@@ -122,7 +117,7 @@ def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) 
 
 
 _CACHED_ENCODINGS = 1 << 16
-_MAX_VOCABULARY = 1 << 20  # larger ids belong to no tokenizer, and stand for no text
+_MAX_VOCABULARY = 1 << 20  # no tokenizer has larger ids: they have no text
 _NOT_MET = -1
 
 
@@ -146,22 +141,22 @@ class TokenText(NamedTuple):
         return int(self.ends.searchsorted(offset, "right"))
 
     def tokens_until(self, offset: int) -> int:
-        """How many tokens it takes to reach `offset` bytes; the last may reach further."""
+        """How many tokens reach `offset` bytes; the last may go beyond it."""
         return int(self.ends.searchsorted(offset, "left")) + 1 if offset else 0
 
 
 class TokenPieces:
-    """Token id -> bytes, learnt as ids are met; none for an id that no token has. Made by `pieces_of`."""
+    """Token id -> bytes, filled on demand; empty for an unknown id. Made by `pieces_of`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
-        # No method of this object: a cache that holds its owner keeps these tables until the garbage is collected.
+        # Not a method of this object: a cache that holds its owner keeps these tables until garbage collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
-        # By token id, the last for larger ones: how long a piece is, and where it begins among all pieces met so far.
+        # By token id (the last entry for larger ids): a piece's length, and where it begins among all pieces so far.
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
         self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -173,7 +168,7 @@ class TokenPieces:
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
         """The text of `token_ids`, with each token's place in it."""
-        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # in half of fromiter's time
+        ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # twice as fast as fromiter
         lengths = self.lengths(ids)
         at = ranges(self._begins.take(ids, mode="clip"), lengths)
         return TokenText(ids, self._bytes.take(at).tobytes(), lengths.cumsum())
@@ -187,7 +182,8 @@ class TokenPieces:
         return lengths
 
     def _meet(self, ids: NDArray[np.int64]) -> None:
-        """Add the pieces of new tokens to the tables. Other threads read them meanwhile: a length is told last."""
+        """Add the pieces of new tokens to the tables. Other threads read them meanwhile, so lengths are written
+        last."""
         with self._adding:
             new = np.unique(ids[self._lengths.take(ids, mode="clip") == _NOT_MET])
             pieces = list(map(self._piece, new.tolist()))
@@ -198,15 +194,15 @@ class TokenPieces:
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """`encode` for texts that will hardly come again, from parts that will where the text can be cut."""
-        ids = self.seams.encode(text)
+        """`encode` for texts that hardly repeat. If the text can be cut, its parts are cached."""
+        ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids
 
     @cached_property
-    def seams(self) -> Seams:
+    def boundaries(self) -> TokenBoundaries:
         """Where this tokenizer's texts can be cut."""
         vocabulary = self.tokenizer.get_vocab() if self._byte_level else {}  # type: ignore[attr-defined]
-        return Seams(self._encode, self._added, vocabulary)
+        return TokenBoundaries(self._encode, self._added, vocabulary)
 
     def _piece(self, token_id: int) -> bytes:
         if token_id in self._added:
@@ -219,7 +215,7 @@ class TokenPieces:
 
 @lru_cache(maxsize=8)
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
-    """The pieces of `tokenizer`; the same object for the same tokenizer, so that its caches are shared."""
+    """The pieces of `tokenizer`. The same tokenizer gives the same object, so caches are shared."""
     return TokenPieces(tokenizer)
 
 
@@ -230,8 +226,8 @@ def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, 
 
 
 def _encoder_of(backend: Any) -> Any | None:
-    """A `tokenizers.Tokenizer` like `backend`; None where that is none. Asked directly, it encodes a short text in a
-    fifth of the time. A copy, for whoever else uses the tokenizer may set truncation and padding on the original."""
+    """A copy of `backend` if it is a `tokenizers.Tokenizer`, else None. Called directly, it encodes a short text in a
+    fifth of the time. It is a copy, because other users may set truncation and padding on the original."""
     if not hasattr(backend, "no_truncation"):
         return None
     encoder = copy.deepcopy(backend)

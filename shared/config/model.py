@@ -1,11 +1,11 @@
-"""A configuration's model: how a key is declared, what it expects in words, and what is wrong with a value.
+"""The parts of a configuration: how a key is declared, its type in words, and what is wrong with a value.
 
-- `Section` and `key` declare a configuration. What `key` is given goes to CONFIG.md and the JSON Schemas.
-- `walk_keys` lists every key of a model; `describe` says a type in words, for error messages and for CONFIG.md.
+- `Section` and `key` declare a configuration. The arguments of `key` go to CONFIG.md and the JSON Schemas.
+- `walk_keys` lists every key of a model. `describe` says a type in words, for error messages and for CONFIG.md.
 - `Mistake` is one thing that is wrong. It prints as `path.to.key: found ... (file:line); wanted ...; what to do`. Paths
   are dotted, list items are `[0]`. `ConfigErrors` carries all mistakes of a file, one line each.
-- `mistake_of` turns one error of pydantic into a `Mistake`, which names the nearest right key.
-- `trusted_view` shows a configuration that is partly wrong to the rules between keys, and refuses every wrong value.
+- `mistake_of` turns one pydantic error into a `Mistake` that names the nearest correct key.
+- `trusted_view` shows a partly wrong configuration to the rules between keys. It refuses to show wrong values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """One thing that is wrong. `path` is dotted, or a file name if no key is at fault; `at` is `file:line`."""
+    """One thing that is wrong. `path` is dotted, or a file name if no key is wrong; `at` is `file:line`."""
 
     path: str
     found: str
@@ -43,7 +43,7 @@ class Mistake:
 
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
-        """What an error says of the key at `path`; `wanted` and `remedy` fill in what the error leaves out."""
+        """An error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
         found = f"{error.what}: {error.found}" if error.found else error.what
         return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
 
@@ -52,7 +52,7 @@ class Mistake:
         return f"{self.path}: found {self.found}{place}; wanted {self.wanted}; {self.remedy}"
 
 
-class ConfigErrors(ConfigError):  # noqa: N818  (it is several)
+class ConfigErrors(ConfigError):  # noqa: N818  (it holds several)
     """Every mistake of a configuration. `str()` gives one line per mistake."""
 
     def __init__(
@@ -91,7 +91,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def show(value: object) -> str:
-    """A value as a message quotes it: its kind and its text, cut to a readable length."""
+    """A value as quoted in a message: its type and its text, shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -108,7 +108,7 @@ def show(value: object) -> str:
 
 class Section(BaseModel):
     """One section. It is frozen and refuses unknown keys. No value is converted, except an integer to a number. NaN is
-    not a number."""
+    not accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -191,7 +191,7 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field's mapping is read into, if it is one."""
+    """The model that a field's mapping is read into, or None."""
     for option in _alternatives(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
@@ -207,7 +207,7 @@ def item_of(annotation: Any) -> Any:
 
 
 def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
-    """Every key with its path, a section before its keys. The items of a list of sections have index 0."""
+    """Every key with its path; a section comes before its keys. The items of a list of sections have index 0."""
     for name, field in model.model_fields.items():
         here = (*path, name)
         yield here, field
@@ -267,7 +267,7 @@ def mistake_of(
 
 
 def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
-    """What the user has to write: if a missing section has one required key, that key."""
+    """The key that the user has to write. For a missing section with one required key, that key."""
     section = _section_at(model, path)
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
@@ -325,7 +325,7 @@ class UntrustedValueError(Exception):
 
 
 class _View:
-    """Raw values that read like a model. A value at a `bad` path raises UntrustedValueError."""
+    """Raw values that can be read like a model. A value at a `bad` path raises UntrustedValueError."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, Any], path: KeyPath, bad: set[KeyPath]) -> None:
         self._model, self._values, self._path, self._bad = model, values, path, bad

@@ -4,13 +4,14 @@
     config = parse(RunConfig, document)                    # raises ConfigErrors
     print(dump_yaml(config.model_dump(mode="json")))       # reads back as the same configuration
 
-`parse` finds all that it can in one pass: mistakes of the YAML, retired keys, unknown and ill-typed keys, then mistakes
-between keys. A rule is `rule(config) -> iterable of Mistake`. A rule that reads a value which is itself wrong is
-skipped, so no mistake is listed twice. This module imports nothing heavier than pydantic.
+`parse` finds as much as possible in one pass: mistakes of the YAML, retired keys, unknown and ill-typed keys, then
+mistakes between keys. A rule is `rule(config) -> iterable of Mistake`. A rule that reads a value which is itself wrong
+is skipped, so no mistake is listed twice. This module imports nothing heavier than pydantic.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -31,7 +32,7 @@ Retired = Mapping[str, tuple[str, str]]  # dotted path -> (what is wanted, what 
 
 
 class Document(dict[str, Any]):
-    """The values of a configuration and their lines. Mistakes of the YAML itself wait here for `parse`."""
+    """The values of a configuration and their lines. Mistakes of the YAML itself are kept here for `parse`."""
 
     def __init__(self, parsed: Parsed, source: str) -> None:
         super().__init__(parsed.value)
@@ -56,8 +57,8 @@ def parse(
 ) -> Model:
     """`data` as a `model`. Raises ConfigErrors with every mistake.
 
-    A `retired` key is refused with its own advice. `rules` hold between keys. They see a valid configuration, or a view
-    of an invalid one that refuses to show wrong values.
+    A `retired` key is refused with its own advice. `rules` check keys against each other. They get a valid
+    configuration, or a view of an invalid one that refuses to show wrong values.
     """
     document = data if isinstance(data, Document) else Document(Parsed(value=dict(data)), str(source))
     values, mistakes = _without_retired(document, retired or {})
@@ -81,24 +82,18 @@ def parse(
 def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mistake]:
     mistakes: list[Mistake] = []
     with suppress(UntrustedValueError):
-        mistakes.extend(rule(view))  # keeps what came before the wrong value
+        mistakes.extend(rule(view))  # keeps the mistakes found before the wrong value
     return mistakes
 
 
 def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, Any], list[Mistake]]:
     """The values without retired keys, and without sections that held nothing else; and the mistakes so far."""
-    values: dict[str, Any] = _copy(document)
+    values: dict[str, Any] = copy.deepcopy(dict(document))
     mistakes = list(document.mistakes)
     for path, (wanted, remedy) in retired.items():
         if _remove(values, path.split(".")):
             mistakes.append(Mistake(path=path, found="a retired key", wanted=wanted, remedy=remedy))
     return values, mistakes
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
 
 
 def _remove(values: dict[str, Any], keys: list[str]) -> bool:
@@ -118,14 +113,14 @@ def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
 
 
 def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
-    """One mistake per key, at the innermost place: of a union, pydantic reports each member, whole or item."""
+    """One mistake per key, at the innermost place: for a union, pydantic reports every member."""
     first = dict(reversed(found))
     sections = {path[:depth] for path in first for depth in range(len(path))}
     return [mistake for path, mistake in reversed(first.items()) if path not in sections]
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    """With the line of its key; if the key is not in the file, with that of the nearest section around it."""
+    """With the line of its key, or of the nearest section around it if the key is not in the file."""
     return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
 
 

@@ -1,11 +1,11 @@
 """One configuration out of YAML files, with the line of every key: bytes in, `(value, lines, mistakes)` out.
 
-PyYAML reads the text; types follow YAML 1.2's core schema, with the forms that people write: `1e-4` is a number, `true`
+PyYAML reads the text. Types follow YAML 1.2's core schema, with forms that people use: `1e-4` is a number, `true`
 and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. Refused, with the
 line: duplicate keys, keys that are not strings, tags, merge keys, several documents, and anything deeper or larger than
 a configuration can be (this also stops recursive aliases and alias bombs). Nothing here raises but `ConfigErrors`.
 
-`base: other.yaml` (or a list) names files relative to the file that says so. They are read first; later ones win,
+`base: other.yaml` (or a list) names files relative to the file that contains it. They are read first. Later ones win,
 mappings merge key by key, everything else is replaced. `${VAR}` inside a string value becomes the environment
 variable's text and stays a string; `$${` is a literal `${`.
 """
@@ -38,11 +38,11 @@ _Resolver = TypeVar("_Resolver", bound=BaseResolver)
 
 
 class _Composer(yaml.BaseLoader):
-    """PyYAML up to its node tree, with our scalar rules: `BaseLoader` has none of its own."""
+    """PyYAML up to its node tree, with our scalar rules. `BaseLoader` has none."""
 
 
 def add_numbers(resolver: type[_Resolver]) -> None:
-    """Teach a PyYAML resolver which plain scalars are numbers; loader and dumper must agree."""
+    """Tell a PyYAML resolver which plain scalars are numbers. Loader and dumper must agree."""
     resolver.add_implicit_resolver("tag:yaml.org,2002:int", INT, NUMBER_START)
     resolver.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, NUMBER_START)
 
@@ -83,7 +83,7 @@ _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 @dataclass
 class Parsed:
-    """What one file says. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted."""
+    """The content of one file. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted."""
 
     value: Any = None
     lines: dict[str, str] = field(default_factory=dict)
@@ -199,7 +199,7 @@ def read_composed(path: Path, env: Mapping[str, str]) -> Parsed:
     """`path` merged over its bases, with variables filled in. Raises ConfigErrors if a file cannot be read at all."""
     reader = _Reader(env)
     merged = reader.read(path, ())
-    merged.value = reader.fill(merged.value, (), merged)  # last: a replaced value needs no variable
+    merged.value = reader.fill(merged.value, (), merged)  # last, because a replaced value needs no variable
     return merged
 
 
@@ -231,7 +231,7 @@ class _Reader:
         return merged
 
     def _bases(self, path: Path, parsed: Parsed) -> list[str]:
-        """Take `base` out of the file's values."""
+        """Remove `base` from the file's values, and return its paths."""
         said = self.fill(parsed.value.pop(BASE_KEY, None), (BASE_KEY,), parsed)
         bases = [said] if isinstance(said, str) else said
         if said is None:

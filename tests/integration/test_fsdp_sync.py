@@ -129,7 +129,7 @@ def fused_experts(model: Path, ranks: Ranks) -> None:
         decoder_sparse_step=1,
     )
     experts = Qwen3MoeForCausalLM(config)
-    assert len(list(CheckpointWeights(experts).tensors())) > len(experts.state_dict())
+    assert len(list(CheckpointWeights(experts).named_weights())) > len(experts.state_dict())
     shard(experts, ranks)
     with pytest.raises(ConfigError, match="can't be gathered one by one"):
         CheckpointWeights(experts)

@@ -1,7 +1,6 @@
-"""Boxes and polygons as bins, without arrays: what is valid, in which order, and from pixels.
+"""Boxes and polygons as bins: from pixels to bins, validity, and canonical order.
 
-Pure, and quick to import (`--check` reads annotations with it). Areas and IoU are in `geometry.py`. Used by the parser,
-the dataset loaders and the evaluation.
+Pure, without arrays, and quick to import: `--check` reads annotations with it. Areas and IoU are in `geometry.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
 
 
 def canonical_order(objects: Iterable[DetectionObject]) -> tuple[DetectionObject, ...]:
-    """Top to bottom, then left to right, by the bounding box's (y1, x1); equal ones stay as they came."""
+    """Top to bottom, then left to right, by the bounding box's (y1, x1); ties keep their order."""
     return tuple(sorted(objects, key=canonical_key))
 
 

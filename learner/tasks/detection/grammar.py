@@ -5,7 +5,7 @@
 
 C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
 `poly`. Written with ", " and ": "; read with any JSON whitespace between, fields in any order. All patterns are over
-bytes and possessive, so that reading is linear in the answer's length whatever the model wrote.
+bytes and possessive, so reading takes linear time in the answer's length, whatever the model wrote.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from learner.config.schema import TaskConfig
 from learner.records import GeometryKind
 
 NUM_BINS = 1000
@@ -24,7 +23,7 @@ GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "po
 
 JSON_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
-_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared as written: a name with escapes is no name of ours
+_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared as written: our names have no escapes
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _SCALAR = rb'[^][{}",: \t\n\r]++'
 
@@ -44,11 +43,11 @@ class Grammar:
     indexed: bool  # entries are named `object_N`
     desc_name: str
     digits: bool
-    open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer, where nothing is inside
-    entry_pattern: re.Pattern[bytes]  # up to and with an object's "{"; group 1 is its name, where indexed
+    open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer if the container is empty
+    entry_pattern: re.Pattern[bytes]  # up to and including an object's "{"; group 1 is its name, if indexed
     next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a right entry in our own order of fields, and what follows it; only for speed
-    list_pattern: re.Pattern[bytes]  # a list's content that is coordinates and nothing else
+    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in our order, and what follows it; only for speed
+    list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 
     def coordinate_text(self, value: int) -> str:
         """Bin `value` as an answer spells it."""
@@ -85,13 +84,9 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
     )
 
 
-def grammar_for(config: TaskConfig) -> Grammar:
-    return grammar_of(config.container, config.coordinates)
-
-
 @lru_cache(maxsize=_CACHED_STRINGS)
 def decode(string: bytes) -> str | None:
-    """A JSON string's text; None where it is blank or no valid text."""
+    """A JSON string's text; None if it is blank or not valid."""
     try:
         text = string[1:-1].decode()
     except UnicodeDecodeError:

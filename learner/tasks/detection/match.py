@@ -1,9 +1,7 @@
 """One-to-one matching of predictions to ground truth (Hungarian, gated), by IoU alone.
 
-Among all assignments whose every pair has IoU >= the threshold, the one with the most pairs is taken, and among those
-the one with the largest total IoU. Pairs below the threshold are never candidates; leaving an object unmatched is
-always allowed. Descriptions do not matter here. Called by `DetectionTask.match` and, per threshold, by the
-evaluation.
+A pair is allowed if its IoU is at least the threshold. Among all assignments of allowed pairs, one with the most pairs
+is chosen, and among those the one with the largest total IoU. Descriptions do not matter.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
 def assign(iou: NDArray[np.float64], feasible: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
     """The best one-to-one pairs (row, column, IoU) of a [P, G] matrix, by row.
 
-    A feasible pair is worth its IoU plus more than all IoUs together can be, so that one pair more always wins; any
-    other cell is worth what leaving both unmatched is, nothing. scipy's rectangular solver (Crouse 2016) maximises
+    The value of a feasible pair is its IoU plus more than the largest possible sum of IoUs, so one pair more always
+    wins. Any other cell has value 0, like leaving both unmatched. scipy's rectangular solver (Crouse 2016) maximises
     the sum.
     """
     if not feasible.any():

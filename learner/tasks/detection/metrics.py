@@ -1,16 +1,16 @@
 """Detection metrics: counts per sample, ratios of their sums, bootstrap intervals, and COCO's AP as a cross-check.
 
 Counts. In: assignments. Out: a `CountTable`, one row per sample, so that a bootstrap can resample scenes. Every metric
-is a ratio of column sums (a micro average over the whole set), so rows of several ranks or runs can be put together.
-The matching made for training ignores descriptions and is not used here: each IoU threshold has an assignment of its
-own, among pairs of the same description (`tp`) and among all (`tp_any`).
+is a ratio of column sums (a micro average over the whole set), so rows of several ranks or runs can be combined.
+Training's matching ignores descriptions and is not used here. Each IoU threshold has assignments of its own: among
+pairs with the same description (`tp`) and among all pairs (`tp_any`).
 
-Ignore regions (`Sample.ignored`). A prediction that hits no object, and lies in an ignore region of its class with a
-share of its area of at least the threshold, is neither a hit nor a false one: it is taken out of the predictions. This
-is COCO's rule for crowds.
+Ignore regions (`Sample.ignored`). Take a prediction that hits no object. If at least the threshold's share of its area
+lies in an ignore region of its class, it is neither right nor wrong: it is not counted as a prediction. This is COCO's
+rule for crowds.
 
 Metrics by name. A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. A ratio with
-nothing below it is 0.
+a denominator of 0 is 0.
 
     f1@0.5, precision@0.5, recall@0.5     at IoU 0.5
     f1@miou                               mean of F1 at IoU 0.50, 0.55, ..., 0.95
@@ -19,7 +19,7 @@ nothing below it is 0.
     parse_rate                            answers that are one closed container, nothing dropped, nothing after it
     usable_rate                           answers whose container was opened
     unclosed_rate                         answers whose container was not closed
-    truncation_rate                       answers that met the token limit
+    truncation_rate                       answers that reached the token limit
     object_parse_rate                     valid objects over valid and dropped ones
     duplicate_rate                        predictions that repeat an earlier one (same description, IoU >= 0.9)
     objects_per_rollout, truth_per_sample valid predictions, ground-truth objects
@@ -27,12 +27,12 @@ nothing below it is 0.
 
 Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
 replacement, as many as there are, and the metric is computed on each draw's column sums. The paired form draws the same
-scenes for both runs, so what makes a scene hard cancels out. Deterministic in `seed`.
+scenes for both runs, so the difficulty of scenes cancels out. Deterministic in `seed`.
 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
 Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). A generated answer has
-no scores: all are 1.0, so AP here is that of one operating point, and its value says less than its change. COCO matches
-greedily and looks at 100 predictions per image and category at most.
+no scores: all are 1.0. So AP is that of one operating point, and its changes mean more than its value. COCO matches
+greedily, with at most 100 predictions per image and category.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ COLUMNS = (
     "predictions",  # valid ones
     *(f"tp@{t:.2f}" for t in THRESHOLDS),
     *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # descriptions ignored
-    *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are no true positives
+    *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are not true positives
     *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # the same, descriptions ignored
     "iou_sum",  # over the true positives at 0.50
     "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object
     "usable",  # answers whose container was opened
     "unclosed",  # answers whose container was not closed
-    "length_stopped",  # answers that met the token limit
+    "length_stopped",  # answers that reached the token limit
     *(f"drop/{reason}" for reason in DROP_REASONS),
 )
 _COLUMN = {name: i for i, name in enumerate(COLUMNS)}
@@ -170,7 +170,7 @@ def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np
 
 
 def _judged(t: Totals, hits: str, threshold: float) -> NDArray[np.float64]:
-    """Predictions that are right or wrong."""
+    """The number of predictions outside ignore regions."""
     return t["predictions"] - t[f"{hits.replace('tp', 'ignored')}@{threshold:.2f}"]
 
 
@@ -222,7 +222,7 @@ _ROWS_AT_ONCE = 256  # draws whose weights are in memory together
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """`estimate` is that of all scenes, each once."""
+    """`estimate`: the metric over all scenes, each once."""
 
     estimate: float
     low: float
@@ -244,12 +244,12 @@ def bootstrap_difference(
 ) -> Interval:
     """The interval of `metric` of `after` minus that of `before`, both on the same draws of scenes.
 
-    Raises DataError where the two are not of the same scenes in the same order.
+    Raises DataError if the two do not have the same scenes in the same order.
     """
     _require_scenes(before)
     if before.sample_ids != after.sample_ids:
         raise DataError(
-            "two evaluations can't be compared scene by scene",
+            "two evaluations cannot be compared scene by scene",
             found=f"{len(before.sample_ids)} and {len(after.sample_ids)} scenes, with different ids or orders",
             wanted="the same scenes in the same order",
             remedy="evaluate both on the same split",

@@ -1,39 +1,20 @@
 """Token-aligned, strict parsing: a rollout's tokens in, its objects and the prefix that can be continued out.
 
-Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited; the prefix and `tail_opening` together
-end right after a closed object; every object that is reported lies wholly in front of that point, with all its
-coordinates' tokens in the prefix. Called by `DetectionTask.parse`.
+Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited. The prefix and `tail_opening` together end
+right after a closed object. Every reported object lies entirely before that point, with all its coordinates' tokens in
+the prefix.
 
-Where the prefix ends. After the last closed object (dropped ones count: they stay in the text) whose end falls
-between two tokens. A token may fuse an object's end with what follows (`}, "`, `]}}`, `"}]`): then the prefix ends
-before that token, and `tail_opening` gives back what the cut took, as long as that is structure: brackets,
-whitespace, a description's closing quote. Where that token holds text of the description or a coordinate too, the end
-moves to the object before, and the objects behind it are no part of the result.
-
-Where an answer's coordinates are: all of them at once, before anything is read.
-
-In: an answer's text with each token's place in it. Out: `Coordinates`, in the order in which they stand there. What
-only looks like a coordinate (digits in a description, a coordinate token between two objects) is among them: the
-judge asks for those inside a list that the grammar has seen, and there each is a number of that list. Called by
-`parse_rollout`.
-
-Reads an answer's text into entries, strictly, one after the other.
-
-In: the answer's bytes. Out: an `Entry` per syntactically closed object, in order, and what became of the container. No
-repair: an object that is closed but wrong is dropped with one reason and reading goes on after it; where no next object
-can be found, reading stops.
-
-An object is *closed* when its brackets balance outside strings, so nothing inside it can make the rest unreadable. Its
-fields are read until the first unreadable one. What can be said of them without looking at numbers is said here, the
-rest by `judge.py`, which lists the reasons.
-
-`truncated` counts what was cut off by the answer's end, or by a syntax error between objects that makes the rest
-unreadable (a missing comma, an entry that is no object, unbalanced brackets): once.
-
-Says of every entry of an answer what it is: an object, or why it is dropped.
-
-In: the entries, and the answer's coordinates. Out: one outcome per entry, in order. An entry may be dropped for several
-reasons; the first of these that holds is reported:
+1. `read_answer` reads the text into entries, one after the other: an `Entry` per syntactically closed object. An object
+   is *closed* if its brackets balance outside strings, so its content cannot make the rest unreadable. There is no
+   repair: an object that is closed but wrong is dropped with one reason, and reading continues after it. Reading stops
+   where no next object can be found. Fields are read until the first unreadable one. `truncated` counts, once, what was
+   cut off by the answer's end, or by a syntax error between objects that makes the rest unreadable (a missing comma, an
+   entry that is not an object, unbalanced brackets).
+2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Text that only
+   looks like a coordinate (digits in a description, a coordinate token between two objects) is among them. `classify`
+   uses only those inside a list that the grammar has read, and there each is a number of that list.
+3. `classify` says of every entry whether it is an object, or why it is dropped. The corners of all entries are looked
+   up at once, because there are dozens, and most are correct boxes. If several reasons hold, the first is reported:
 
     key_invalid       its key is not `object_N` (N >= 1, no leading zeros, at most 18 digits), or N came before;
                       or one of its fields came twice
@@ -45,7 +26,11 @@ reasons; the first of these that holds is reported:
     wrong_arity       not 4 numbers for a box; fewer than 6 or an odd number for a polygon
     bbox_invalid      x2 <= x1 or y2 <= y1, degenerate ones included; for a polygon, of its bounding box
 
-Called by `parse_rollout`. The corners of all entries are looked up at once, for there are dozens, mostly right boxes.
+4. The prefix ends after the last closed object (dropped ones count: they stay in the text) whose end falls between two
+   tokens. A token may fuse an object's end with what follows (`}, "`, `]}}`, `"}]`). Then the prefix ends before that
+   token, and `tail_opening` repeats what the cut removed, as long as that is structure: brackets, whitespace, a
+   description's closing quote. If that token also holds text of the description or a coordinate, the end moves to the
+   object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -70,7 +55,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class Coordinates(NamedTuple):
-    """`slots` has the C coordinates, each said in bytes `begins[i]..ends[i]`."""
+    """`slots` has the C coordinates; coordinate i is in bytes `begins[i]..ends[i]`."""
 
     slots: CoordSlots
     begins: NDArray[np.int64]  # [C]
@@ -81,7 +66,7 @@ NO_COORDINATES = Coordinates(CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=
 
 
 def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
-    """The tokens that are a coordinate each. `bin_of_token[id]` is negative for others; its last is for larger ids."""
+    """The coordinate tokens. `bin_of_token[id]` is negative for other tokens; its last entry is for larger ids."""
     bins = bin_of_token.take(text.ids, mode="clip")
     at = np.flatnonzero(bins >= 0)
     slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))
@@ -89,19 +74,19 @@ def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coord
 
 
 def digit_coordinates(text: TokenText) -> Coordinates:
-    """The runs of digits that do not go on a word. The text begins with something else: a container's opener. The bin
-    of a run of more than three means nothing."""
+    """The runs of digits that do not continue a word. The text begins with a container's opener, never with a digit.
+    The bin of a run of more than three digits is undefined."""
     chars = np.frombuffer(text.data + b" ", dtype=np.uint8)
-    digits = chars - ord("0")  # other characters wrap around to 10 and more
+    digits = chars - ord("0")  # other characters wrap around to 10 or more
     is_digit = digits < 10
     edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
     begins, ends = edges[0::2], edges[1::2]
-    apart = chars[begins - 1] != ord("_")  # `object_12`, `bbox_2d`: a third of all
+    apart = chars[begins - 1] != ord("_")  # `object_12`, `bbox_2d` are not coordinates: a third of all runs
     begins, ends = begins[apart], ends[apart]
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1
     ones, tens, hundreds = ((digits * is_digit)[ends - place].astype(np.int64) for place in (1, 2, 3))
-    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # `1,2`: a number's digit before another number
+    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # `1,2`: the digit of another number
     slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
     return Coordinates(slots, begins, ends)
 
@@ -109,25 +94,25 @@ def digit_coordinates(text: TokenText) -> Coordinates:
 _CLOSER = {b"{": b"}", b"[": b"]"}
 
 
-# One syntactically closed object: the offset after its "}"; N of `object_N`, 0 where it has none; its fault; and where
-# it has none, its description as written and where that stands, its geometry's name, and where the content of its list
-# begins and ends. A plain tuple, for there are dozens in an answer.
+# One syntactically closed object: the offset after its "}"; N of `object_N`, or 0; its fault; and if it has none, its
+# description as written, the description's span, its geometry's name, and where the content of its list begins and
+# ends. A plain tuple, because there are dozens in an answer.
 Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int]
 
 
 @dataclass(slots=True)
 class Reading:
-    """What was read of one answer."""
+    """The result of reading one answer."""
 
     opened: bool = False
-    closed: bool = False  # the container's own closer was met
+    closed: bool = False  # the container's own closer was read
     clean: bool = False  # ... and only whitespace follows
     truncated: bool = False  # something was cut off
     entries: list[Entry] = field(default_factory=list)
 
 
 def read_answer(data: bytes, grammar: Grammar) -> Reading:
-    """Linear in the length of `data`; never raises on an answer, whatever it holds."""
+    """Takes linear time in the length of `data`, and never raises, whatever the model wrote."""
     reading = Reading()
     opening = grammar.open_pattern.match(data)
     if opening is None:
@@ -168,7 +153,7 @@ def _close(reading: Reading, data: bytes, pos: int) -> None:
 
 
 def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
-    """An entry field by field. None: it never closes."""
+    """An entry, field by field. None if it never closes."""
     opening = grammar.entry_pattern.match(data, pos)
     if opening is None:
         return None
@@ -189,11 +174,11 @@ def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
 
 
 class _Field(NamedTuple):
-    """A field's value: a string, or the list in bytes `start..stop`, or something else."""
+    """A field's value: a string, a list in bytes `start..stop`, or something else."""
 
     string: bytes | None
     place: tuple[int, int]  # of the string
-    start: int  # negative: no list
+    start: int  # negative if it is not a list
     stop: int
 
 
@@ -230,7 +215,7 @@ def _entry(
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
-    """The offset after the bracket that closes the one at `start`; None where none does, or brackets are crossed."""
+    """The offset after the bracket that closes the one at `start`; None if there is none, or if brackets cross."""
     stack: list[bytes] = []
     for match in BALANCE.finditer(data, start):
         mark = match[0]
@@ -248,18 +233,18 @@ def closing_brace(data: bytes, start: int) -> int | None:
 
 Outcome = PredictedObject | DropReason
 _FOUR = np.arange(4)
-# Made of tuples, for dozens at a time: calling the classes takes twice as long.
+# Made of tuples, dozens at a time: calling the classes takes twice as long.
 _detection: Callable[[tuple[Any, ...]], DetectionObject] = partial(tuple.__new__, DetectionObject)
 _predicted: Callable[[tuple[Any, ...]], PredictedObject] = partial(tuple.__new__, PredictedObject)
 
 
-def judge(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar) -> list[Outcome]:
+def classify(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar) -> list[Outcome]:
     """The outcome of each entry; `data` are the answer's bytes."""
     if not entries:
         return []
     _, numbers, faults, strings, places, geometries, begins, ends = zip(*entries, strict=True)
     first, behind = coordinates.begins.searchsorted(begins), coordinates.ends.searchsorted(ends, "right")
-    num_listed = behind - first  # digits are a number of the list wherever they stand in it
+    num_listed = behind - first  # all digits in the list are numbers of it
     if not grammar.digits:
         num_listed = np.fromiter(map(data.count, repeat(b","), begins, ends), dtype=np.int64, count=len(entries)) + 1
     bins = coordinates.slots.bin if len(coordinates.slots.bin) else np.zeros(1, dtype=np.int64)
@@ -272,20 +257,20 @@ def judge(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gramm
     outcomes: list[Outcome] = list(map(_predicted, zip(objects, slots, places, strict=True)))
     usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
     for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):
-        outcomes[i] = faults[i] or _judge(entries[i], int(num_listed[i]), slots[i], coordinates)
+        outcomes[i] = faults[i] or _classify(entries[i], int(num_listed[i]), slots[i], coordinates)
     if grammar.indexed:
         _refuse_keys(numbers, outcomes)
     return outcomes
 
 
-def _judge(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
-    """Of one entry without a fault."""
+def _classify(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
+    """The outcome of one entry without a fault."""
     _, _, _, string, place, geometry, _, _ = entry
     desc, kind = decode(string), GEOMETRY_KINDS[geometry]
     if desc is None:
         return "missing_desc"
     if len(slots) != num_listed:
-        return "non_coord_token"  # other tokens spell out a coordinate token's text
+        return "non_coord_token"  # ordinary tokens spell a coordinate token's text
     bins = tuple(coordinates.slots.bin[slots.start : slots.stop].tolist())
     if not arity_is_right(kind, bins):
         return "wrong_arity"
@@ -295,7 +280,7 @@ def _judge(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates
 
 
 def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
-    """Numbers that are none, or that came before, overrule whatever was said."""
+    """Set key_invalid for entries without a number, or with one that came before, whatever their outcome was."""
     if 0 not in numbers and len(set(numbers)) == len(numbers):
         return
     met: set[int] = {0}
@@ -305,22 +290,22 @@ def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
         met.add(number)
 
 
-# A quote here can only be a closing one, and none but the first character: what comes after it is outside strings.
+# A quote here can only be a closing one, as the first character. What follows is outside strings.
 _STRUCTURE = re.compile(rb'"?[\]} \t\n\r]*+')
 
 
 def parse_rollout(
     rollout: Rollout, pieces: TokenPieces, bin_of_token: NDArray[np.int64], grammar: Grammar
 ) -> ParsedRollout:
-    """Parse one rollout. Never raises on what a model wrote.
+    """Parse one rollout. Never raises, whatever the model wrote.
 
-    `usable` says that the container was opened. Where it holds no closed object, the prefix is empty and the
-    tail opens the container anew.
+    `usable` says that the container was opened. If it holds no closed object, the prefix is empty and the tail opens
+    the container again.
     """
     text = pieces.text(rollout.response_token_ids)
     reading = read_answer(text.data, grammar)
     coordinates = _coordinates(text, bin_of_token, grammar) if reading.opened else NO_COORDINATES
-    outcomes = judge(reading.entries, text.data, coordinates, grammar)
+    outcomes = classify(reading.entries, text.data, coordinates, grammar)
     drops = Counter([outcome for outcome in outcomes if isinstance(outcome, str)] + ["truncated"] * reading.truncated)
     kept, prefix_length, tail_opening = _cut(text, reading.entries, grammar)
     entries = reading.entries[:kept]
@@ -345,7 +330,7 @@ def _coordinates(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Gram
 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
-    """How many entries are kept, how many tokens, and the text that the tail begins with."""
+    """How many entries and tokens are kept, and the text that the tail begins with."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

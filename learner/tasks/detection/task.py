@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from learner.config.schema import TaskConfig
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
 from learner.tasks.detection.bins import canonical_key
-from learner.tasks.detection.grammar import NUM_BINS, grammar_for
+from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
@@ -24,9 +24,9 @@ class DetectionTask:
     """Implements `learner.tasks.task.Task`. Pure and reusable; holds only the grammar and token tables."""
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError where coordinates are tokens and the tokenizer lacks one of them."""
+        """Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
         self.config = config
-        self.grammar = grammar_for(config)
+        self.grammar = grammar_of(config.container, config.coordinates)
         self._pieces = pieces_of(tokenizer)
         self._bin_of_token = np.empty(0, np.int64) if self.grammar.digits else _coordinate_tokens(tokenizer)
 
@@ -56,12 +56,12 @@ class DetectionTask:
         return count_objects(assignments)
 
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
-        """The rows of `count`, each by column name, zeros left out."""
+        """The rows of `count`, each by column name, without zeros."""
         rows = self.count(assignments).values
         return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        """The metrics of `evaluate.METRICS`, and COCO's own as a cross-check."""
+        """All of `METRICS`, and COCO's AP as a cross-check."""
         return {**evaluate_counts(self.count(assignments)), **coco_ap(assignments)}
 
     def validate(self, sample: Sample) -> None:
@@ -69,13 +69,13 @@ class DetectionTask:
 
 
 def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """[id] the bins of the thousand `<|coord_k|>` tokens; -1 for others, and in the last place for all larger ids."""
+    """[id] the bins of the thousand `<|coord_k|>` tokens; -1 for others; the last entry is for all larger ids."""
     token_ids: list[int] = []
     for value in range(NUM_BINS):
         ids = tokenizer.encode(f"<|coord_{value}|>", add_special_tokens=False)
         if len(ids) != 1:
             raise ConfigError(
-                "task.coordinates is `tokens`, and the tokenizer does not have them all",
+                "task.coordinates is `tokens`, but the tokenizer lacks some of them",
                 found=f"<|coord_{value}|> is {len(ids)} tokens",
                 wanted="one token for each <|coord_k|>, k in 0..999",
                 remedy="add them to the tokenizer and train their embeddings, or set task.coordinates: digits",

@@ -1,10 +1,9 @@
-"""Whether a sample's ground truth can be written as an answer and read back. Called per sample, before training.
-
-Writes objects as an answer, fresh or continuing a prefix, and says where the descriptions are.
+"""Writes objects as an answer, new or continuing a prefix, and checks whether ground truth can be written and read
+back.
 
 The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters as they are. Parsing
-prefix + tail gives the prefix's objects, then the written ones, in a closed container. Called by
-`DetectionTask.serialize`.
+prefix + tail gives the prefix's objects, then the written ones, in a closed container. `validate_sample` runs once per
+sample, before training.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def serialize_objects(
 
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
-    """One object's text: what is before its description, the description between its quotes, and what is behind."""
+    """One object's text: the part before its description, the description without its quotes, and the part after it."""
     desc = escaped(obj.desc)
     numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
     if grammar.indexed:
@@ -63,16 +62,16 @@ def escaped(desc: str) -> str:
 
 
 def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
-    """Raise DataError, naming sample and object, where an object could not be a target.
+    """Raises DataError, which names sample and object, if an object cannot be a target.
 
-    `pieces` None: all but whether descriptions survive tokenization.
+    `pieces` None: everything except whether descriptions survive tokenization.
     """
     for number, obj in enumerate(sample.objects, start=1):
         fault = object_fault(obj, pieces)
         if fault is not None:
             found, wanted, remedy = fault
             raise DataError(
-                f"sample {sample.sample_id}: ground-truth object {number} can't be used",
+                f"sample {sample.sample_id}: ground-truth object {number} cannot be used",
                 found=found,
                 wanted=wanted,
                 remedy=remedy,
@@ -88,7 +87,7 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
 
 
 def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
-    """What is found, what is wanted and what to do where an object could not be a target."""
+    """(found, wanted, what to do) if an object cannot be a target."""
     return _geometry_fault(obj) or _desc_fault(obj.desc, pieces)
 
 
@@ -105,8 +104,8 @@ def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
 
 def _has_area(obj: DetectionObject) -> bool:
     if obj.kind == "bbox_2d":
-        return True  # as it encloses something
-    from learner.tasks.detection.geometry import area  # here, so that boxes are checked without loading shapely
+        return True  # it encloses something, so it has an area
+    from learner.tasks.detection.geometry import area  # imported here: boxes are checked without loading shapely
 
     return area(obj) > 0
 

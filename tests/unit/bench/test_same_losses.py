@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from bench import same_losses
-from bench.same_losses import NUM_STEPS, VARIANTS, RunError, compare, first_difference, read_run, weights_digest
+from bench.same_losses import NUM_STEPS, VARIANTS, compare, first_difference, read_run, weights_digest
+from shared.errors import ServerError
 
 LOSS = 0.1 + 0.2
 
@@ -56,7 +57,7 @@ def test_the_first_difference_is_told_by_step_and_field(run: dict[str, Any]) -> 
 
 def test_a_run_that_lacks_a_step_is_no_record(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [step()] * (NUM_STEPS - 1), {"w": np.zeros(2, np.float32)})
-    with pytest.raises(RunError, match=f"{NUM_STEPS - 1} steps"):
+    with pytest.raises(ServerError, match=f"{NUM_STEPS - 1} steps"):
         read_run(folder)
 
 
@@ -73,7 +74,7 @@ def test_the_digest_is_of_names_shapes_and_bytes(tmp_path: Path) -> None:
     digests = {name: weights_digest(_checkpoint(tmp_path / name, tensors)) for name, tensors in variants.items()}
     assert [name for name, digest in digests.items() if digest == plain] == ["same"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunError, match="no weights"):
+    with pytest.raises(ServerError, match="no weights"):
         weights_digest(tmp_path / "empty")
 
 

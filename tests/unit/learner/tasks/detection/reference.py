@@ -50,7 +50,7 @@ def parse(text: str, *, indexed: bool, digits: bool) -> ReferenceAnswer:
             answer.lost = True
             return answer
         name, start = found
-        number, outcome = 0, judge(text[start:end], indexed, digits)
+        number, outcome = 0, classify(text[start:end], indexed, digits)
         if indexed:
             number = int(name[7:]) if re.fullmatch(r"object_[1-9][0-9]{0,17}", name) else 0
             if not number or number in seen:
@@ -112,7 +112,7 @@ def balanced_end(text: str, pos: int) -> int | None:
     return None
 
 
-def judge(text: str, indexed: bool, digits: bool) -> Any:
+def classify(text: str, indexed: bool, digits: bool) -> Any:
     """The object, or why it is dropped; "?" where it is not JSON."""
     pieces = re.split(r'("(?:[^"\\]|\\.)*")', text, flags=re.DOTALL)
     for i in range(0, len(pieces), 2):  # outside strings

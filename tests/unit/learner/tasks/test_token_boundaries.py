@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deploy.demo.model import build_tokenizer
-from learner.tasks.tokens import Seams, TokenPieces, _added_seams
+from learner.tasks.tokens import TokenBoundaries, TokenPieces, _splitting_tokens
 
 COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]
 NUMBERS = st.integers(0, 1010).map(str) | st.sampled_from(["007", "[12", " 5]", "[1, 23, 456]", '"seat [7], "'])
@@ -45,29 +45,29 @@ def tokenizer_of(cut: str) -> PreTrainedTokenizerFast:
 @given(parts=st.lists(PARTS, max_size=12))
 def test_parts_give_the_ids_of_the_whole(cut: str, parts: list[str]) -> None:
     tokenizer, text = tokenizer_of(cut), "".join(parts)
-    found = TokenPieces(tokenizer).seams.encode(text)
+    found = TokenPieces(tokenizer).boundaries.encode(text)
     assert found is None or found == tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_an_answer_is_cut(cut: str) -> None:
     """Else the comparison above would be of nothing, and the encoding as slow as without."""
-    seams = TokenPieces(tokenizer_of(cut)).seams
-    assert seams.encode('{"object_1": {"desc": "cat", "bbox_2d": [<|coord_1|>, <|coord_20|>]}}') is not None
-    assert seams.encode('{"object_1": {"desc": "cat", "bbox_2d": [1, 20, 300, 999]}}') is not None
+    boundaries = TokenPieces(tokenizer_of(cut)).boundaries
+    assert boundaries.encode('{"object_1": {"desc": "cat", "bbox_2d": [<|coord_1|>, <|coord_20|>]}}') is not None
+    assert boundaries.encode('{"object_1": {"desc": "cat", "bbox_2d": [1, 20, 300, 999]}}') is not None
 
 
-def test_numbers_that_a_token_reaches_into_are_no_seams() -> None:
+def test_numbers_that_a_token_reaches_into_are_no_boundaries() -> None:
     encode = functools.partial(map, ord)
     vocabulary = {chr(code): code for code in range(128)}
 
-    def seams(**more: int) -> Seams:
-        return Seams(lambda text: tuple(encode(text)), {}, vocabulary | more)
+    def boundaries(**more: int) -> TokenBoundaries:
+        return TokenBoundaries(lambda text: tuple(encode(text)), {}, vocabulary | more)
 
-    assert seams().numbers["42"] == (ord("4"), ord("2"))
+    assert boundaries().numbers["42"] == (ord("4"), ord("2"))
     for fused in ["[1", "1]", "23,", "Ġ7", "0Ġ", "Ċ5", "<|1, 2|>"]:
-        assert not seams(**{fused: 500}).numbers, fused
-    assert seams(bbox_2d=500, object_1=501).numbers
+        assert not boundaries(**{fused: 500}).numbers, fused
+    assert boundaries(bbox_2d=500, object_1=501).numbers
 
 
 @pytest.mark.parametrize(
@@ -81,16 +81,16 @@ def test_numbers_that_a_token_reaches_into_are_no_seams() -> None:
     ],
     ids=["eats left", "eats right", "words only", "normalized", "another shape"],
 )
-def test_only_tokens_cut_out_as_they_stand_are_seams(token: AddedToken) -> None:
-    assert _added_seams({5: token}) == {}
-    assert _added_seams({5: token, 6: AddedToken("<|y|>", normalized=False)}) == {"<|y|>": 6}
+def test_only_tokens_cut_out_as_they_stand_are_boundaries(token: AddedToken) -> None:
+    assert _splitting_tokens({5: token}) == {}
+    assert _splitting_tokens({5: token, 6: AddedToken("<|y|>", normalized=False)}) == {"<|y|>": 6}
 
 
 @pytest.mark.parametrize("other", [", <", "a<|x|>", "<|x|><|y|>"])
-def test_no_seams_where_another_token_may_lie_across_one(other: str) -> None:
-    assert _added_seams({5: AddedToken("<|x|>", normalized=False), 6: AddedToken(other, normalized=False)}) == {}
+def test_no_boundaries_where_another_token_may_lie_across_one(other: str) -> None:
+    assert _splitting_tokens({5: AddedToken("<|x|>", normalized=False), 6: AddedToken(other, normalized=False)}) == {}
 
 
-def test_a_tokenizer_without_seams_is_asked_for_the_whole() -> None:
+def test_a_tokenizer_without_boundaries_is_asked_for_the_whole() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<|x|>": 0, "?": 1}, "?")))
     assert TokenPieces(tokenizer).encode_long("<|x|>") == [0]
