@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
 
 
@@ -193,11 +193,10 @@ class UpdateWeightsCall(WireModel):
     ver: int = Field(ge=0)  # the version served once this call returned
     mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
     buckets: Items[Bucket]
-    canary: Items[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
-    # The call ends, and the new weights are served, only after `/expect_scores/` has brought the learner's own
-    # log-probabilities of the canary, and the server's are within the tolerance. False: the learner compares by itself.
-    await_verdict: bool = False
-    base_of_adapter: bool = False  # the weights below an adapter that comes next; they are not served alone
+    # To be scored with the new weights. The call ends, and they are served, only after `/expect_scores/` has brought
+    # the learner's own log-probabilities of it, and the server's are within the tolerance.
+    canary: Items[ScoreItem] = []
+    base_of_adapter: bool = False  # the weights below an adapter that comes next: no canary, and not served alone
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 

@@ -3,9 +3,9 @@
 In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
 with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier -> update ->
 barrier`; complete means that every server has checked bytes and coverage, and that its canary gap is within the
-tolerance. A bucket is gathered, packed and sealed while the buckets before it travel, and the learner scores the canary
-while the last ones do. The weights below an adapter are an update of their own version, which also heals a poisoned
-server.
+tolerance. The server judges that too, by the learner's scores, and serves nothing before. A bucket is gathered, packed
+and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
+below an adapter are an update of their own version, which also heals a poisoned server.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class ServerDelivery:
     def leave(self, *, abort: bool) -> None:
         groups, self._groups = self._groups, ServerGroups((), "")
         goodbyes = groups.leave(abort=abort)
-        wait(goodbyes.values(), timeout=REPLY_GRACE_S)
-        for link, goodbye in goodbyes.items():
+        wait([goodbye for _, goodbye in goodbyes], timeout=REPLY_GRACE_S)
+        for link, goodbye in goodbyes:
             if not goodbye.done() or goodbye.exception() is not None:
                 log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
             goodbye.cancel()
@@ -133,19 +133,23 @@ class ServerDelivery:
             mode=mode,
             buckets=self._plan(source),
             canary=score_items(items),
+            base_of_adapter=not items,
             timeout_s=self._config.server.timeout_s,
         )
-        posts = {link: link.post(link.client.update_weights(call)) for link in self._groups.links}
+        posts = [(link, link.post(link.client.update_weights(call))) for link in self._groups.links]
+        told: Posts = []
         try:
             under_way = self._send(source, call, posts)
             learner = NO_SCORES
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
-            await_all(under_way, posts)
+                expected = self._canary.expected(call.incarnation, ver, learner.logprobs)
+                told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
+            await_all(under_way, [*posts, *told])
         except BaseException:
-            cancel(posts)
+            cancel([*posts, *told])
             raise
-        replies = {link.base_url: post.result() for link, post in posts.items()}
+        replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             _check_reply(call, reply, base_url)
         return replies, learner

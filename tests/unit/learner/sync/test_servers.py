@@ -21,6 +21,7 @@ from shared.errors import (
     CommunicatorError,
     CoverageError,
     DigestError,
+    NotFiniteError,
     ProjectError,
     PromptMismatchError,
     ServerBusyError,
@@ -173,6 +174,30 @@ def test_the_canary_gap_is_measured_and_the_worst_server_counts(build: Build, se
     receipt = build().sync()
     assert receipt.canary_gap == pytest.approx(0.03)
     assert receipt.canary_gap_max == pytest.approx(0.03)
+
+
+def test_a_server_serves_nothing_before_the_learner_s_verdict(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    """R09: each is told what its canary must score, and judges before it counts the version."""
+    sync = build()
+    sync.sync()
+    weights.step()
+    for server in servers:
+        server.score_delta = 0.2
+    with pytest.raises(CanaryError, match="http"):
+        sync.sync()
+    assert [server.ver for server in servers] == [1, 1]
+    assert [server.expected and server.expected.ver for server in servers] == [2, 2]
+
+
+def test_a_learner_whose_own_scores_are_no_numbers_ends_the_update(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    weights.tensors["layer.bias"] = torch.full((8,), float("nan"))
+    with pytest.raises(NotFiniteError, match="the learner's own"):
+        build().sync()
+    assert [server.ver for server in servers] == [0, 0]
 
 
 def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
