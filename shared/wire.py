@@ -1,6 +1,7 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
-`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig`, and nearly answers its `RolloutOutput`.
+`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig`, and nearly answers its `RolloutOutput`: a list in
+request order, or with `Accept: application/x-ndjson` one `AnswerLine` per request, as each ends.
 Each request of an infer call carries a `uuid`; a server that has answered that uuid answers the same again, so a
 retry after a lost reply never makes a second rollout.
 """
@@ -16,6 +17,7 @@ from shared.errors import ProjectError, error_classes
 
 PROTOCOL_VERSION = 3
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
+NDJSON = "application/x-ndjson"  # one JSON object per line
 
 
 T = TypeVar("T")
@@ -135,6 +137,15 @@ class RolloutOutput(WireModel):
     response_token_ids: list[int]
     prompt_token_ids: list[int]
     rollout_infos: RolloutInfos
+
+
+class AnswerLine(WireModel):
+    """One line of a streamed `/infer/` answer: request `index` of the call has ended with `output`. Or the call has
+    ended early with `error`: then this is the last line, and requests without a line have no answer."""
+
+    index: int | None = Field(default=None, ge=0)
+    output: RolloutOutput | None = None
+    error: ErrorBody | None = None
 
 
 # ---- weight sync ---------------------------------------------------------------------------------------------------

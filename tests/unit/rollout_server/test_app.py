@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -16,7 +16,16 @@ from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
 from shared.errors import DigestError
 from shared.seeds import SEED_MODULUS
-from shared.wire import ErrorBody, InferCall, InitCommunicatorCall, RequestConfig, RolloutInferRequest, RolloutOutput
+from shared.wire import (
+    NDJSON,
+    AnswerLine,
+    ErrorBody,
+    InferCall,
+    InitCommunicatorCall,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
 from tests.unit.rollout_server.fakes import FakeEngine
 
 Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
@@ -209,33 +218,144 @@ def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:
     serve(check)
 
 
+class Caller:
+    """A client that keeps its connection until `gone`, and notes what it is sent."""
+
+    def __init__(self, service: RolloutService, texts: Sequence[str], *, accept: bytes = b"*/*") -> None:
+        requests = [RolloutInferRequest.model_validate(request(text)) for text in texts]
+        self._body = InferCall(infer_requests=requests).model_dump_json().encode()
+        self._sent, self.gone = False, asyncio.Event()
+        self.status, self.content_type, self.lines = 0, "", list[dict[str, Any]]()
+        headers = [*JSON, (b"accept", accept)]
+        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": headers}
+        self.calling = asyncio.create_task(create_app(service, None)(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": self._body}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.content_type = message["status"], dict(message["headers"])[b"content-type"].decode()
+        else:
+            self.lines += [json.loads(line) for line in message["body"].splitlines()]
+
+    def places(self) -> list[int]:
+        return [line["index"] for line in self.lines]
+
+
 def test_a_client_that_hangs_up_stops_its_generations() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.go.clear()
-        gone = asyncio.Event()
-        body = InferCall(infer_requests=[RolloutInferRequest.model_validate(request("a"))]).model_dump_json().encode()
-        sent = False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            pass
-
-        app = create_app(service, None)
-        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": JSON}
-        calling = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+        caller = Caller(service, "a")
         await asyncio.sleep(0.05)
         assert (engine.generated, service.gate.in_flight) == (["a"], 1)
-        gone.set()
-        await calling
+        caller.gone.set()
+        await caller.calling
         await asyncio.sleep(0.01)
         assert (engine.cancelled, service.gate.in_flight) == (["a"], 0)
+
+    serve(check)
+
+
+# ---- answers as they end -------------------------------------------------------------------------------------------
+
+
+def test_a_stream_has_a_line_per_request_as_each_ends() -> None:
+    """D9: before the others have ended; the same answers as without streaming, and the status with the first line."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"a": asyncio.Event(), "c": asyncio.Event()}
+        caller = Caller(service, "abc", accept=b"application/x-ndjson, application/json;q=0.5")
+        await asyncio.sleep(0.05)
+        assert (caller.status, caller.content_type, caller.places()) == (200, NDJSON, [1])
+        engine.holds["c"].set()
+        await asyncio.sleep(0.01)
+        assert caller.places() == [1, 2]
+        assert not caller.calling.done()
+        engine.holds["a"].set()
+        await caller.calling
+        assert caller.places() == [1, 2, 0]
+        assert service.gate.in_flight == 0
+        lines = {line["index"]: line["output"] for line in caller.lines}
+        again = await http.post("/infer/", content=caller._body, headers={"Content-Type": "application/json"})
+        assert [lines[i] for i in range(3)] == again.json(), "the same uuids get the same answers"
+        assert all(AnswerLine.model_validate(line).error is None for line in caller.lines)
+
+    serve(check)
+
+
+def test_a_call_without_requests_is_an_empty_stream() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": []}, headers={"Accept": NDJSON})
+        assert (reply.status_code, reply.headers["content-type"], reply.content) == (200, NDJSON, b"")
+
+    serve(check)
+
+
+def test_what_fails_before_the_first_line_has_its_status() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": [request("refuse")]}, headers={"Accept": NDJSON})
+        assert error(reply) == (413, "PromptTooLongError")
+        many = await http.post("/infer/", json={"infer_requests": [request("a")] * 3}, headers={"Accept": NDJSON})
+        assert error(many) == (413, "RequestError")
+
+    serve(check, max_requests_per_call=2)
+
+
+def test_what_fails_later_is_the_last_line_and_cancels_the_rest() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"refuse": asyncio.Event(), "c": asyncio.Event()}
+        caller = Caller(service, ["a", "refuse", "c"], accept=NDJSON.encode())
+        await asyncio.sleep(0.05)
+        engine.holds["refuse"].set()
+        await caller.calling
+        first, last = caller.lines
+        assert (caller.status, first["index"]) == (200, 0)
+        told = AnswerLine.model_validate(last).error
+        assert told is not None
+        assert (told.error, told.what[:18]) == ("PromptTooLongError", "infer_requests.1: ")
+        assert (engine.cancelled, service.gate.in_flight) == (["c"], 0)
+        text = (await http.get("/metrics/")).text
+        assert 'rollout_requests_total{outcome="answered"} 1.0' in text
+        assert 'rollout_requests_total{outcome="PromptTooLongError"} 2.0' in text
+
+    serve(check)
+
+
+def test_hanging_up_in_the_middle_of_a_stream_aborts_what_is_left() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"b": asyncio.Event()}
+        caller = Caller(service, "ab", accept=NDJSON.encode())
+        await asyncio.sleep(0.05)
+        assert (caller.places(), service.gate.in_flight) == ([0], 1)
+        caller.gone.set()
+        await caller.calling
+        assert (engine.cancelled, service.gate.in_flight) == (["b"], 0)
+
+    serve(check)
+
+
+def test_a_sync_waits_for_generation_and_not_for_a_slow_reader() -> None:
+    """R10: answers under way end before the weights change, whatever the caller has read of them."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        engine.holds = {"b": asyncio.Event()}
+        requests = [RolloutInferRequest.model_validate(request(text)) for text in "abc"]
+        answers = service.answers(InferCall(infer_requests=requests))
+        assert (await anext(answers))[0] == 0  # and now nobody reads
+        updating = asyncio.create_task(http.post("/update_weights/", json=update()))
+        await asyncio.sleep(0.05)
+        assert (service.gate.state, service.gate.ver) == ("draining", 0)
+        engine.holds["b"].set()
+        assert (await updating).status_code == 200
+        rest = [RolloutOutput.model_validate_json(output) async for _, output in answers]
+        assert [output.rollout_infos.ver for output in rest] == [0, 0]
+        assert service.gate.ver == 1
 
     serve(check)
 
