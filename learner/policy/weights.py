@@ -119,13 +119,11 @@ def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) 
     """
     used: Checksums = {}
     with ExitStack() as hooks:
-        for name, module in model.named_modules():
+        for name, module in _replaced(model, dtype, merged=merged):
             if merged and isinstance(module, LoraLayer):
                 swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), name, used, adapted=module)
-            elif dtype is not None and _is_rounded(module, dtype):
-                swap = _Swap(module, partial(_rounded, module, dtype), name, used)
             else:
-                continue
+                swap = _Swap(module, partial(_cast_all, module, dtype), name, used)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
@@ -133,19 +131,28 @@ def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
     """The weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not replace."""
-    replaced = set()
-    for module_name, module in model.named_modules():
-        if merged and isinstance(module, LoraLayer):
-            replaced.add(f"{module_name}.weight")
-        elif _is_rounded(module, dtype):
-            replaced |= {f"{module_name}.{name}".replace(_BASE, ".") for name in module._parameters}
+    replaced = {
+        f"{module_name}.{name}".replace(_BASE, ".")
+        for module_name, module in _replaced(model, dtype, merged=merged)
+        for name in (module.get_base_layer() if isinstance(module, LoraLayer) else module)._parameters
+    }
     own = ((name.replace(_BASE, "."), tensor) for name, tensor in _own_state(model).items())
     return {name: tensor for name, tensor in own if name not in replaced}
 
 
 def changes_when_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> bool:
     """Whether the values that travel can differ from those that are trained."""
-    return any((merged and isinstance(m, LoraLayer)) or _is_rounded(m, dtype) for m in model.modules())
+    return any(True for _ in _replaced(model, dtype, merged=merged))
+
+
+def _replaced(
+    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules whose own weights travel with other values, by name: an adapted layer as a whole, without its parts."""
+    adapted = {module.get_base_layer() for module in model.modules() if merged and isinstance(module, LoraLayer)}
+    for name, module in model.named_modules():
+        if (merged and isinstance(module, LoraLayer)) or (module not in adapted and _is_rounded(module, dtype)):
+            yield name, module
 
 
 class _Swap:
@@ -166,13 +173,13 @@ class _Swap:
 
     def enter(self, *_: Any) -> None:
         self._trained = self._owner._parameters
-        values = self._values()
-        for name, value in values.items():
+        replaced: dict[str, torch.nn.Parameter | None] = {}
+        for name, value in self._values().items():
             self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
-        self._owner._parameters = {
-            **self._trained,
-            **{name: _parameter(value.to(self._trained[name].dtype)) for name, value in values.items()},
-        }
+            trained = self._trained[name]
+            assert trained is not None, "only parameters that exist are replaced"
+            replaced[name] = _parameter(value.to(trained.dtype))
+        self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
             self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
 
@@ -187,12 +194,14 @@ def _is_rounded(module: torch.nn.Module, dtype: torch.dtype | None) -> bool:
     return dtype is not None and any(p is not None and p.is_floating_point() and p.dtype != dtype for p in own)
 
 
-def _rounded(module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    return {name: _cast(p, dtype) for name, p in module._parameters.items() if p is not None}
+def _cast_all(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    return {name: _cast(p, dtype or p.dtype) for name, p in own.items()}
 
 
 def _merged(layer: LoraLayer, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    return {"weight": merged_weight(layer).to(dtype or layer.get_base_layer().weight.dtype)}
+    base = layer.get_base_layer()
+    return {**_cast_all(base, dtype), "weight": merged_weight(layer).to(dtype or base.weight.dtype)}
 
 
 def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
@@ -200,14 +209,15 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 
 def merged_weight(layer: LoraLayer) -> torch.Tensor:
-    """An adapted layer's weight with its adapter merged: a new, whole float32 tensor."""
+    """An adapted layer's weight with its adapter merged: a new, whole float32 tensor, also under autocast."""
     scratch = whole_copy(layer)
     base = copy.copy(scratch.get_base_layer())
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
     base._parameters = {**base._parameters, "weight": weight}
     scratch._modules = {**scratch._modules, "base_layer": base}
     scratch.merged_adapters, scratch._caches = [], {}
-    scratch.merge()
+    with torch.autocast(weight.device.type, enabled=False):
+        scratch.merge()
     return weight.data
 
 

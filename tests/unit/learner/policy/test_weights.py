@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -20,8 +21,8 @@ def saved(model: torch.nn.Module, path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def with_trained_adapter(path: Path, kind: str) -> Policy:
-    policy = policy_of(path, lora=LoraConfig(type=kind, r=4, alpha=8))  # type: ignore[arg-type]
+def with_trained_adapter(path: Path, kind: str, **options: Any) -> Policy:
+    policy = policy_of(path, lora=LoraConfig(type=kind, r=4, alpha=8), **options)  # type: ignore[arg-type]
     with torch.no_grad():
         for name, p in policy.trainable:
             p += 0.05 * torch.randn(p.shape) if "magnitude" not in name else 0.1 * torch.rand(p.shape)
