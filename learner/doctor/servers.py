@@ -93,7 +93,7 @@ def same_libraries(situation: Situation) -> Finding:
             theirs = there.get(name, "")
             if bool(mine) != bool(theirs):
                 found = f"{name}: {theirs or 'none'} at {server.base_url}, {mine or 'none'} here"
-                return fail(found, "weights travel through NCCL on GPUs, through gloo on CPU: use one on both sides")
+                return fail(found, "weights travel through NCCL on GPUs, through TCP on CPU: use one on both sides")
             if mine.split(".")[0] != theirs.split(".")[0]:
                 return fail(
                     f"{name} {theirs} at {server.base_url}, {mine} here", "install the same torch on both sides"

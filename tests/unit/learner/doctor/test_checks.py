@@ -141,7 +141,7 @@ def test_a_group_port_in_use() -> None:
 
 
 def test_a_real_local_broadcast() -> None:
-    assert machine.local_broadcast(situation()) == ok("1 MB through gloo, every byte right")
+    assert machine.local_broadcast(situation()) == ok("1 MB through TCP, every byte right")
 
 
 # ---- servers -------------------------------------------------------------------------------------------------------
