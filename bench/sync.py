@@ -179,7 +179,7 @@ def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[flo
     num_buckets = -(-num_bytes // bucket_bytes)
     peer = context.Process(target=_receive, args=(port, num_buckets, bucket_bytes, passes, there), daemon=True)
     peer.start()
-    group = start_join("nccl", "127.0.0.1", port, 1, 2, _JOIN_TIMEOUT_S, "cuda:0", group="raw").result()
+    group = start_join("nccl", "127.0.0.1", port, 1, 2, _JOIN_TIMEOUT_S, "cuda:0", secret=b"raw").result()
     seconds = []
     for _ in range(passes):
         assert here.recv() == "ready"
@@ -192,7 +192,7 @@ def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[flo
 
 
 def _receive(port: int, num_buckets: int, bucket_bytes: int, passes: int, parent: Connection) -> None:
-    group = start_join("nccl", "127.0.0.1", port, 0, 2, _JOIN_TIMEOUT_S, "cuda:1", group="raw").result()
+    group = start_join("nccl", "127.0.0.1", port, 0, 2, _JOIN_TIMEOUT_S, "cuda:1", secret=b"raw").result()
     for _ in range(passes):
         parent.send("ready")
         _broadcast(group, num_buckets, bucket_bytes)

@@ -77,7 +77,11 @@ class ServerConfig(Section):
     url_prefix: str = key(
         "prefix of all endpoints, such as `/rollout`", "", req="R06", pattern=r"^(/[A-Za-z0-9._~-]+)*$"
     )
-    communicator_host: str = key("address where learners join for weight syncs; empty: `host`", "", req="R09")
+    communicator_host: str = key(
+        "address where learners join for weight syncs; empty: `host`; any but a loopback address needs a token",
+        "",
+        req="R09",
+    )
 
     min_pixels: int | None = key(
         "smaller images are enlarged to it; null: the checkpoint's limit. As for the learner's `model.min_pixels`",
@@ -149,13 +153,13 @@ class ServerConfig(Section):
 
     @property
     def is_public(self) -> bool:
-        """Whether other machines can reach the HTTP port."""
-        return not is_loopback(self.host)
+        """Whether other machines can reach the HTTP port or the group's."""
+        return not (is_loopback(self.host) and is_loopback(self.group_host))
 
 
 def load_server_config(path: str | Path, *, has_token: bool = True) -> ServerConfig:
-    """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), a host that
-    other machines can reach is one of them."""
+    """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
+    that other machines can reach is one of them."""
     rules = (_check_hosts, _check_engine_args, _check_roots)
     return parse(ServerConfig, load_yaml(path), rules=rules if has_token else (*rules, _check_token))
 
@@ -174,10 +178,11 @@ def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:
 
 def _check_token(config: ServerConfig) -> Iterator[Mistake]:
     if config.is_public:
+        name = "communicator_host" if is_loopback(config.host) else "host"
         yield Mistake(
-            path="host",
-            found=f"{config.host!r}, which other machines can reach, and no {TOKEN_VARIABLE}",
-            wanted=f"a bearer token in {TOKEN_VARIABLE}, or host 127.0.0.1",
+            path=name,
+            found=f"{getattr(config, name)!r}, which other machines can reach, and no {TOKEN_VARIABLE}",
+            wanted=f"a bearer token in {TOKEN_VARIABLE}, or 127.0.0.1",
             remedy=f"export {TOKEN_VARIABLE}=$(openssl rand -hex 32) for both programs, or remove the key",
         )
 

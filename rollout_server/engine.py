@@ -50,6 +50,7 @@ class WorkerReply(WireModel):
     done: bool = True  # the join, or the update, has ended
     runs_meanwhile: bool = False  # the model can run while it is loaded
     num_tensors: int = 0  # loaded by the whole update
+    num_strangers: int = 0  # connections dropped at the group's port since the worker started
 
 
 class Engine(Protocol):

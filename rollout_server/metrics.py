@@ -39,6 +39,11 @@ class Metrics:
         self._read("rollout_syncs_failed", "Weight syncs that poisoned the server", lambda: totals.failed)
         self._read("rollout_sync_bytes", "Bytes received in all syncs", lambda: totals.num_bytes)
         self._read("rollout_sync_seconds", "Time of all syncs", lambda: totals.seconds)
+        self._read(
+            "rollout_group_strangers",
+            "Connections to the group's port without its secret, dropped",
+            lambda: totals.num_strangers,
+        )
         self._read("rollout_sync_last_seconds", "Time of the last sync", lambda: totals.last_seconds)
         states = Gauge("rollout_gate_state", "1 for the present state", ["state"], registry=self._registry)
         for state in _STATES:

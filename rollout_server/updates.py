@@ -50,6 +50,7 @@ class SyncTotals:
     num_bytes: int = 0
     seconds: float = 0.0
     last_seconds: float = 0.0
+    num_strangers: int = 0  # connections to the group's port that did not know its secret
 
 
 class WeightUpdates:
@@ -74,7 +75,8 @@ class WeightUpdates:
             self._gate.close_group()
             try:
                 await self._engine.on_workers("sync_join", call.model_dump_json(), self._config.group_host)
-                while not _all_done(await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
+                while not _all_done(replies := await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
+                    self.totals.num_strangers = sum(reply.num_strangers for reply in replies)
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
                 await self._leave("the group could not be joined")

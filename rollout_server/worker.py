@@ -25,11 +25,12 @@ from rollout_server.engine import WorkerReply
 from rollout_server.processes import end_with_server, sleep_when_idle
 from shared.errors import CommunicatorError, DeadlineError, DigestError, ProjectError, SyncError
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
-from shared.sync.buckets import SEAL_BYTES, is_sealed, unpack
+from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, unpack
 from shared.sync.calls import Operation
 from shared.sync.digest import digest
 from shared.sync.group import Communicator, start_join
 from shared.sync.loading import CopyMemory, WeightLoad
+from shared.sync.meeting import num_strangers
 from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, UpdateWeightsCall
 
 P = ParamSpec("P")
@@ -83,14 +84,14 @@ class SyncWorker:
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         rank = call.first_rank + replica * parallel.world_size + self.rank % parallel.world_size
         place = (call.backend, host, call.group_port, rank, call.world_size, call.timeout_s)
-        self._sync_joining = start_join(*place, self.device, group=call.incarnation)
-        # Makes the digest's keys and kernel while others are on their way, for about as many bytes as a bucket has.
-        digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device))
+        self._sync_joining = start_join(*place, self.device, secret=bytes.fromhex(call.secret))
+        # Makes the seals' keys and kernel while others are on their way, for about as many bytes as a bucket has.
+        digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), seal_key(bytes.fromhex(call.secret)))
         return WorkerReply()
 
     @_answering
     def sync_poll_join(self, slice_s: float) -> WorkerReply:
-        return WorkerReply(done=self._joined().done(slice_s))
+        return WorkerReply(done=self._joined().done(slice_s), num_strangers=num_strangers())
 
     @_answering
     def sync_start(self, update: str, buckets: str) -> WorkerReply:
@@ -228,7 +229,7 @@ class Receiving:
 
     def _check_seal(self, buffer: torch.Tensor) -> None:
         index, ver = self._num_loaded, self._update.ver
-        if not is_sealed(buffer, ver=ver, index=index):
+        if not is_sealed(buffer, key=self._communicator.seal_key, ver=ver, index=index):
             raise DigestError(
                 f"bucket {index} of {len(self._update.buckets)} arrived with other bytes",
                 found=f"{buffer.numel()} bytes whose digest does not match their seal",

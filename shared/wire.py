@@ -175,11 +175,13 @@ class InitCommunicatorCall(WireModel):
     have joined.
     """
 
-    incarnation: Name  # a random id of this group, and its name where it meets; a new one replaces the old group
+    incarnation: Name  # a random id of this group; a new one replaces the old group
+    # 32 random bytes as hex, of this group alone: what its ranks know each other by, and what seals its buckets.
+    secret: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     group_port: int = Field(ge=1, le=65535)
     first_rank: int = Field(default=0, ge=0, lt=MAX_RANKS)  # of this server's workers
     world_size: int = Field(ge=2, le=MAX_RANKS)  # of the group, learner included
-    backend: Literal["nccl", "gloo"]
+    backend: Literal["nccl", "tcp"]
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 
@@ -190,7 +192,7 @@ class TensorSpec(WireModel):
 
 
 class Bucket(WireModel):
-    """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`weights.py`)."""
+    """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`sync/buckets.py`)."""
 
     tensors: Items[TensorSpec]
     num_bytes: int = Field(ge=0, lt=2**40)  # without the seal
@@ -201,7 +203,7 @@ BUCKETS = TypeAdapter(Items[Bucket])
 
 class UpdateWeightsCall(WireModel):
     incarnation: Name
-    ver: int = Field(ge=0)  # the version served once this call returned
+    ver: int = Field(ge=0, lt=2**63)  # the version served once this call returned
     mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
     buckets: Items[Bucket]
     # To be scored with the new weights. The call ends, and they are served, only after `/expect_scores/` has brought
@@ -217,7 +219,7 @@ class ExpectScoresCall(WireModel):
     is the answer to `/update_weights/`."""
 
     incarnation: Name
-    ver: int = Field(ge=0)
+    ver: int = Field(ge=0, lt=2**63)
     logprobs: Items[Items[FiniteFloat]] = Field(min_length=1)  # as `ScoreReply.logprobs`
     tolerance: FiniteFloat = Field(gt=0)  # mean |gap| over all tokens of all items, nats
 

@@ -69,7 +69,7 @@ class Servers:
             return replace(seen, reply_error=error)
 
     def join(self, situation: Situation) -> Finding:
-        """Join each idle server's group and leave it again. This tests ports, addresses and NCCL or gloo, without an
+        """Join each idle server's group and leave it again. This tests ports, addresses and NCCL or TCP, without an
         update."""
         if not situation.statuses:
             return skipped("no server answers")

@@ -94,7 +94,7 @@ def same_libraries(situation: Situation) -> Finding:
             if bool(mine) != bool(theirs):
                 found = f"{name}: {theirs or 'none'} at {server.base_url}, {mine or 'none'} here"
                 return fail(
-                    found, "weights travel through NCCL on GPUs and through gloo on CPU: use the same on both sides"
+                    found, "weights travel through NCCL on GPUs and through TCP on CPU: use the same on both sides"
                 )
             if mine.split(".")[0] != theirs.split(".")[0]:
                 return fail(

@@ -12,6 +12,7 @@ own beyond CAUSE_GRACE_S; every error that leaves this module names the servers.
 
 from __future__ import annotations
 
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -24,6 +25,7 @@ import torch
 from learner.rollout.client import ServerClient
 from learner.rollout.servers import LoopThread
 from shared.errors import CommunicatorError, DeadlineError, ProjectError, SyncError
+from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation
 from shared.sync.group import Backend, Communicator, start_join
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatus
@@ -61,18 +63,20 @@ class ServerGroup:
         self.rank = sum(link.world_size for link in links)  # the learner's
         self.name = ", ".join(link.base_url for link in links)
 
-    def join(self, incarnation: str, start_join: StartJoin, device: torch.device, timeout_s: float) -> Operation[Any]:
+    def join(self, secret: str, start_join: StartJoin, device: torch.device, timeout_s: float) -> Operation[Any]:
         """Join from this side."""
         host, port, backend = self.links[0].client.host, self.links[0].group_port, _backend(device)
-        return start_join(backend, host, port, self.rank, self.rank + 1, timeout_s, device, group=incarnation)
+        place = (backend, host, port, self.rank, self.rank + 1, timeout_s, device)
+        return start_join(*place, secret=bytes.fromhex(secret))
 
-    def post_inits(self, incarnation: str, device: torch.device, timeout_s: float) -> Posts:
+    def post_inits(self, incarnation: str, secret: str, device: torch.device, timeout_s: float) -> Posts:
         """Ask every server to join; done when all have, this side included."""
         posts: list[tuple[ServerLink, Future[None]]] = []
         first_rank = 0
         for link in self.links:
             call = InitCommunicatorCall(
                 incarnation=incarnation,
+                secret=secret,
                 group_port=self.links[0].group_port,
                 first_rank=first_rank,
                 world_size=self.rank + 1,
@@ -91,8 +95,8 @@ Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts under w
 class ServerGroups:
     """The groups of one incarnation of the learner, all joined; `open_groups` makes them."""
 
-    def __init__(self, groups: Sequence[ServerGroup], incarnation: str) -> None:
-        self.groups, self.incarnation = tuple(groups), incarnation
+    def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:
+        self.groups, self.incarnation, self.seal_key = tuple(groups), incarnation, key
 
     @property
     def links(self) -> list[ServerLink]:
@@ -125,13 +129,14 @@ def open_groups(
 
     Raises CommunicatorError, DeadlineError or a server's own error; no group is joined then.
     """
-    incarnation = uuid.uuid4().hex
+    # One secret for all: a bucket is sealed once, whichever groups it goes to.
+    incarnation, secret = uuid.uuid4().hex, secrets.token_hex(32)
     groups = [ServerGroup(members) for members in of_one_machine(links, statuses)]
-    posts = [post for group in groups for post in group.post_inits(incarnation, device, timeout_s)]
+    posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
     joins: list[tuple[ServerGroup, Operation[Any]]] = []
     try:
         for group in groups:
-            joins.append((group, group.join(incarnation, start_join, device, timeout_s)))
+            joins.append((group, group.join(secret, start_join, device, timeout_s)))
         await_all([(group, join.future) for group, join in joins], posts)
     except BaseException:
         cancel(posts)
@@ -142,7 +147,7 @@ def open_groups(
         raise
     for group, join in joins:
         group.communicator = join.result()
-    return ServerGroups(groups, incarnation)
+    return ServerGroups(groups, incarnation, seal_key(bytes.fromhex(secret)))
 
 
 def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> list[list[ServerLink]]:
@@ -224,4 +229,4 @@ def _early_reply(base_urls: Sequence[str]) -> SyncError:
 
 
 def _backend(device: torch.device) -> Backend:
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "nccl" if device.type == "cuda" else "tcp"

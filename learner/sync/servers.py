@@ -58,7 +58,7 @@ class ServerDelivery:
     ) -> None:
         self._backend, self._config, self._canary, self._ranks = backend, config, canary, ranks
         self._device, self._start_join = device, start_join
-        self._groups = ServerGroups((), "")
+        self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # by URL, when they were joined
         self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
@@ -115,7 +115,7 @@ class ServerDelivery:
         self._backend.expected_ver = ver
 
     def leave(self, *, abort: bool) -> None:
-        groups, self._groups = self._groups, ServerGroups((), "")
+        groups, self._groups = self._groups, ServerGroups((), "", b"")
         goodbyes = groups.leave(abort=abort)
         wait([goodbye for _, goodbye in goodbyes], timeout=REPLY_GRACE_S)
         for link, goodbye in goodbyes:
@@ -161,7 +161,8 @@ class ServerDelivery:
         plan = [bucket.tensors for bucket in call.buckets]
         under_way: deque[Sent] = deque()
         sums = []
-        for bucket in sealed_buckets(source, plan, ver=call.ver, dtype=self._dtype, device=self._device):
+        key, dtype = self._groups.seal_key, self._dtype
+        for bucket in sealed_buckets(source, plan, key=key, ver=call.ver, dtype=dtype, device=self._device):
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)
             under_way.append(self._groups.broadcast(bucket))

@@ -69,18 +69,21 @@ def sealed_buckets(
     source: WeightSource,
     plan: Sequence[Sequence[TensorSpec]],
     *,
+    key: bytes,
     ver: int,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Iterator[torch.Tensor]:
-    """Each bucket of `plan` as uint8 `[bytes]` on `device`; the plan must be cut from the source's own specs.
+    """Each bucket of `plan` as uint8 `[bytes]` on `device`, sealed with `key`.
+
+    The plan must be cut from the source's own specs.
 
     Raises SyncError if the weights are not those of the plan.
     """
     weights = source.named_weights(dtype)
     for index, specs in enumerate(plan):
         buffer = pack(specs, dict(islice(weights, len(specs))), device)
-        seal(buffer, ver=ver, index=index)
+        seal(buffer, key=key, ver=ver, index=index)
         yield buffer
     left_over = next(weights, None)
     if left_over is not None:

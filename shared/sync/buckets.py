@@ -2,14 +2,17 @@
 
 In: named tensors. Out: contiguous byte buffers (`pack`), views back into them (`unpack`). The layout follows from the
 specs alone, so only specs travel beside the bytes: tensors in order, each at the next multiple of 16 bytes. The last 16
-bytes are the seal: the digest (`digest.py`) of all bytes before it, salted with the version and the bucket's index. So
-a bucket of another update or another index is as wrong as one with a changed byte. Both sides compute the seal on the
-device where the bytes are.
+bytes are the seal: the digest (`digest.py`) of all bytes before it, under the group's key, for the version and the
+bucket's index. So a bucket of another group, another update or another index is as wrong as one with a changed byte,
+and nobody without the group's secret can seal one. Both sides compute the seal on the device where the bytes are.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -118,18 +121,23 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[
         start = _aligned(end)
 
 
-def seal(buffer: torch.Tensor, *, ver: int, index: int) -> None:
-    """Write the seal of bucket `index` of the update to `ver`. Does not wait for the device."""
-    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, ver, index))
+def seal_key(secret: bytes) -> bytes:
+    """The key of a group's seals."""
+    return hmac.digest(secret, b"seal", hashlib.sha256)
 
 
-def is_sealed(buffer: torch.Tensor, *, ver: int, index: int) -> bool:
+def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
+    """Write the seal of bucket `index` of the update to `ver`, once for each of them. Does not wait for the device."""
+    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index))
+
+
+def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool:
     """Whether the bytes are those that were sealed. Waits for the device, once."""
-    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, ver, index))
+    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index))
 
 
-def _seal(buffer: torch.Tensor, ver: int, index: int) -> torch.Tensor:
-    return digest(buffer[:-SEAL_BYTES], salt=ver << 20 | index)
+def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int) -> torch.Tensor:
+    return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """The block sums of `digest.py` on CUDA, in one pass over the bytes.
 
-In: int32 words on a GPU and the column keys. Out: int64 `[blocks, 2]`, launched and not waited for. One program sums
-one block by Horner's rule down the columns, so it reads one key per column and no others.
+In: int32 words on a GPU and a level's keys. Out: int64 `[blocks, 2]`, launched and not waited for. One program sums one
+block; the keys are as many bytes as a block, and stay in the device's cache.
 """
 
 from __future__ import annotations
@@ -10,39 +10,41 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.sync.digest import COLUMNS, MULTIPLIERS, ROWS, signed
+from shared.sync.digest import COLUMNS, LANES, PAIRS, ROWS
 
 
-def block_sums(words: torch.Tensor, column_keys: torch.Tensor) -> torch.Tensor:
+def block_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Of at least one block; the last one may be cut short."""
-    num_blocks = max(1, -(-len(words) // (ROWS * COLUMNS)))
-    sums = torch.empty(num_blocks, 2, dtype=torch.int64, device=words.device)
-    first, second = map(signed, MULTIPLIERS)
+    num_blocks = max(1, -(-len(words) // (2 * PAIRS)))
+    sums = torch.empty(num_blocks, LANES, dtype=torch.int64, device=words.device)
     with torch.cuda.device(words.device):
-        _sum_block[(num_blocks,)](words, column_keys, sums, len(words), first, second, ROWS, COLUMNS, num_warps=8)
+        _sum_block[(num_blocks,)](words, keys, sums, len(words), keys.stride(0), PAIRS, ROWS, COLUMNS, num_warps=8)
     return sums
 
 
 @triton.jit
 def _sum_block(  # type: ignore[no-untyped-def]
     words: torch.Tensor,
-    column_keys: torch.Tensor,
+    keys: torch.Tensor,
     sums: torch.Tensor,
     num_words,
-    first,
-    second,
+    num_keys,  # for each word of a pair
+    PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    start = block * ROWS * COLUMNS + column
     a = tl.zeros([COLUMNS], tl.int64)
     b = tl.zeros([COLUMNS], tl.int64)
     for row in tl.static_range(ROWS):
-        at = start + row * COLUMNS
-        word = tl.load(words + at, mask=at < num_words, other=0).to(tl.int64)
-        a = a * first + word
-        b = b * second + word
-    tl.store(sums + 2 * block, tl.sum(a * tl.load(column_keys + column)))
-    tl.store(sums + 2 * block + 1, tl.sum(b * tl.load(column_keys + COLUMNS + column)))
+        pair = row * COLUMNS + column
+        at = block * 2 * PAIRS + pair
+        first = tl.load(words + at, mask=at < num_words, other=0)
+        second = tl.load(words + at + PAIRS, mask=at + PAIRS < num_words, other=0)
+        a += (first + tl.load(keys + pair)).to(tl.int64) * (second + tl.load(keys + num_keys + pair)).to(tl.int64)
+        b += (first + tl.load(keys + pair + 1)).to(tl.int64) * (second + tl.load(keys + num_keys + pair + 1)).to(
+            tl.int64
+        )
+    tl.store(sums + 2 * block, tl.sum(a))
+    tl.store(sums + 2 * block + 1, tl.sum(b))

@@ -1,42 +1,47 @@
-"""Broadcasts from a learner to the workers of rollout servers: gloo on CPU, NCCL between GPUs (R09).
+"""Broadcasts from a learner to the workers of rollout servers: TCP on CPU, NCCL between GPUs (R09, R42).
 
 In: tensors that every rank has allocated with the same size. Out: the source's bytes on every rank.
 
-Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; rank 0 listens, on the address that it was
-configured with and on no other; the group lies outside every default process group; every operation has a deadline and
-ends in a result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
+Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; the ranks meet at rank 0, and only those
+that know the group's secret (`meeting.py`); no byte from a socket is unpickled; every operation has a deadline and ends
+in a result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
 
 `start_join` and `start_broadcast` do not block: they return an `Operation` to poll or to wait for. Several broadcasts
 may be under way; they run one after the other, in the order in which they were started.
 
+On CPU the bytes go through the connections on which the ranks have met: rank 0 passes on what comes from the source.
+The size travels first, and nothing is read into a tensor of another size.
+
 NCCL is called through vLLM's binding, because torch's own group has a watchdog that ends the process when a peer dies.
-Broadcasts run on a stream of the group's own, so several groups of one process send at once, and nothing else on the
-device waits for a peer. NCCL is only called on threads that can be abandoned. A group never spans two ranks on one GPU.
+Its unique id travels at the meeting. Broadcasts run on a stream of the group's own, so several groups of one process
+send at once, and nothing else on the device waits for a peer. NCCL is only called on threads that can be abandoned. A
+group never spans two ranks on one GPU.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
+import ctypes
+import socket
+import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from shared.errors import CommunicatorError, ProjectError
+from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation
-from shared.sync.meeting import Membership, late, local_address, meet
+from shared.sync.meeting import Membership, late, meet
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["tcp", "nccl"]
 Broadcast = Callable[[Callable[[], None]], None]  # blocking; calls its argument once the next one may begin
 
-# torch's own timeouts know more about what is missing, so ours comes a little later.
+# What blocks knows more about what is missing than a deadline, so ours comes a little later.
 _GRACE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 
@@ -46,6 +51,7 @@ class Communicator(ABC):
 
     def __init__(self, member: Membership) -> None:
         self.rank, self.world_size, self.device = member.rank, member.world_size, member.device
+        self.seal_key = seal_key(member.secret)
         self._timeout_s = member.timeout_s
         self._pending: list[Operation[None]] = []
         self._issued = threading.Event()  # the last broadcast that was started is in its place in the group's order
@@ -68,7 +74,7 @@ class Communicator(ABC):
         self._issued = issued
 
         def in_turn() -> None:
-            with _torchs_errors_as_ours(what):
+            with _errors_as_ours(what):
                 try:
                     before.wait(limit_s)
                     broadcast(issued.set)
@@ -108,7 +114,7 @@ def start_join(
     timeout_s: float,
     device: torch.device | str = "cpu",
     *,
-    group: str,
+    secret: bytes,
 ) -> Operation[Communicator]:
     """Meet the other ranks at `host:port` (rank 0 listens there); ends when all have joined. The arguments are the
     fields of `Membership`. Once it was cancelled, rank 0 stops listening within a moment.
@@ -117,22 +123,22 @@ def start_join(
     address can't be used or a rank fails, in DeadlineError if a rank does not come.
     """
     device = torch.device(device)
-    if device.type != {"gloo": "cpu", "nccl": "cuda"}[backend]:
+    if device.type != {"tcp": "cpu", "nccl": "cuda"}[backend]:
         raise CommunicatorError(
             f"{backend} can't send tensors on {device.type}",
             found=f"{backend} with {device}",
-            wanted="gloo with cpu, nccl with cuda",
+            wanted="tcp with cpu, nccl with cuda",
             remedy="let both sides use the same kind of device",
         )
     member = Membership(
-        host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device, group=group
+        host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device, secret=secret
     )
     what = f"joining {backend} {member}"
     given_up = threading.Event()
 
     def join() -> Communicator:
-        with _torchs_errors_as_ours(what):
-            joined = (_Gloo if backend == "gloo" else _Nccl)(member, meet(member, given_up))
+        with _errors_as_ours(what):
+            joined = (_Tcp if backend == "tcp" else _Nccl)(member, given_up)
         if given_up.is_set():  # nobody is there to close it
             joined.abort()
         return joined
@@ -140,45 +146,87 @@ def start_join(
     return Operation(join, timeout_s + _GRACE_S, what, on_failure=given_up.set)
 
 
-class _Gloo(Communicator):
-    def __init__(self, member: Membership, store: dist.Store) -> None:
+class _Tcp(Communicator):
+    def __init__(self, member: Membership, given_up: threading.Event) -> None:
         super().__init__(member)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=member.timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_address(member))]
-        self._group: Any = dist.ProcessGroupGloo(store, member.rank, member.world_size, options)
+        self._links = dict(meet(member, b"", given_up).links)
+        self._running = threading.Lock()  # held by the broadcast that uses the connections
 
     def close(self) -> None:
-        held, self._group = [self._group], None
-        if held != [None]:
-            # The thread must hold the last reference: the group's destructor waits for a broadcast that was issued
-            # after the abort, up to its timeout, and would make whoever leaves wait.
-            _in_background(lambda: held.pop().abort())
+        links, self._links = self._links, {}
+        for link in links.values():
+            with contextlib.suppress(OSError):  # the other side has closed it
+                link.shutdown(socket.SHUT_RDWR)  # ends what waits on it, on whichever thread
+        with self._running:
+            for link in links.values():
+                link.close()
 
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
-        options = dist.BroadcastOptions()
-        options.rootRank = src
-        options.timeout = timedelta(seconds=timeout_s)
+        content = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is a buffer
 
         def broadcast(issued: Callable[[], None]) -> None:
-            _joined(self._group).broadcast([tensor], options).wait(options.timeout)
+            deadline = time.monotonic() + timeout_s
+            with self._running:
+                links = _joined(self._links)
+                source = None if self.rank == src else links[src if self.rank == 0 else 0]
+                targets = links.values() if self.rank in (0, src) else ()
+                _pass_on(content, source, [link for link in targets if link is not source], deadline)
 
         return broadcast
 
 
+_SIZE = struct.Struct("<Q")
+_PART_BYTES = 1 << 20
+
+
+def _pass_on(
+    content: memoryview, source: socket.socket | None, targets: Sequence[socket.socket], deadline: float
+) -> None:
+    """Fill `content` from `source`, if there is one, and send it to all targets, part by part."""
+    size = bytearray(_SIZE.pack(len(content)))
+    if source is not None:
+        _fill(memoryview(size), source, deadline)
+        if _SIZE.unpack(size)[0] != len(content):
+            raise CommunicatorError(
+                "the source sends another number of bytes than was agreed",
+                found=f"{_SIZE.unpack(size)[0]} bytes",
+                wanted=f"{len(content)} bytes",
+                remedy="run the same version of this project on both sides",
+            )
+    _send(size, targets, deadline)
+    for start in range(0, len(content), _PART_BYTES):
+        part = content[start : start + _PART_BYTES]
+        if source is not None:
+            _fill(part, source, deadline)
+        _send(part, targets, deadline)
+
+
+def _fill(part: memoryview, source: socket.socket, deadline: float) -> None:
+    while part:
+        source.settimeout(_left_s(deadline))
+        num_bytes = source.recv_into(part)
+        if not num_bytes:
+            raise ConnectionResetError("the other side closed the connection")
+        part = part[num_bytes:]
+
+
+def _send(part: memoryview | bytearray, targets: Iterable[socket.socket], deadline: float) -> None:
+    for target in targets:
+        target.settimeout(_left_s(deadline))
+        target.sendall(part)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.001, deadline - time.monotonic())
+
+
 class _Nccl(Communicator):
-    def __init__(self, member: Membership, store: dist.Store) -> None:
+    def __init__(self, member: Membership, given_up: threading.Event) -> None:
         super().__init__(member)
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
 
-        _refuse_shared_gpus(member, store)
-        # Older versions have a field for the listening socket, which is the store's here.
-        fields = {field.name for field in dataclasses.fields(StatelessProcessGroup)}
-        extra: dict[str, Any] = {"socket": None} if "socket" in fields else {}
-        group = StatelessProcessGroup(rank=member.rank, world_size=member.world_size, store=store, **extra)
         with torch.cuda.device(member.device):
-            self._nccl: Any = PyNcclCommunicator(group, device=member.device)
+            self._nccl: Any = PyNcclCommunicator(_introduction(member, given_up), device=member.device)
             self._stream = torch.cuda.Stream(member.device)
         if self._nccl.disabled:
             raise CommunicatorError(
@@ -208,15 +256,38 @@ class _Nccl(Communicator):
         return broadcast
 
 
-def _refuse_shared_gpus(member: Membership, store: dist.Store) -> None:
+_UUID_BYTES, _NCCL_ID_BYTES = 64, 128
+
+
+def _introduction(member: Membership, given_up: threading.Event) -> Any:
+    """A group, for vLLM's binding, in which rank 0's unique id travels at the meeting, as so many bytes. In vLLM's own
+    it comes out of a store that anybody can write to, and is unpickled."""
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    class Introduction(StatelessProcessGroup):
+        def __init__(self) -> None:
+            self.rank, self.world_size = member.rank, member.world_size
+
+        def broadcast_obj(self, obj: Any, src: int) -> Any:
+            """`obj`: NCCL's unique id, a C structure; empty on other ranks than 0."""
+            assert src == 0
+            assert ctypes.sizeof(obj) == _NCCL_ID_BYTES
+            gpu = str(torch.cuda.get_device_properties(member.device).uuid).encode()
+            meeting = meet(member, gpu.ljust(_UUID_BYTES, b"\0") + bytes(obj), given_up)
+            meeting.close()
+            _refuse_shared_gpus([card[:_UUID_BYTES].rstrip(b"\0") for card in meeting.cards])
+            return type(obj).from_buffer_copy(meeting.cards[0], _UUID_BYTES)
+
+    return Introduction()
+
+
+def _refuse_shared_gpus(gpus: Sequence[bytes]) -> None:
     """NCCL would say no more than "invalid usage"."""
-    store.set(f"gpu/{member.rank}", str(torch.cuda.get_device_properties(member.device).uuid))
-    gpus = [store.get(f"gpu/{rank}").decode() for rank in range(member.world_size)]
     for rank, gpu in enumerate(gpus):
         if gpu in gpus[:rank]:
             raise CommunicatorError(
                 "learner and rollout server are on one GPU",
-                found=f"ranks {gpus.index(gpu)} and {rank} of {member.world_size} on GPU {gpu} (the last rank is the "
+                found=f"ranks {gpus.index(gpu)} and {rank} of {len(gpus)} on GPU {gpu.decode()} (the last rank is the "
                 "learner)",
                 wanted="a GPU of its own for every worker and for rank 0 of the learner",
                 remedy="set CUDA_VISIBLE_DEVICES of both programs to different devices, or use vllm.mode: colocate",
@@ -225,20 +296,20 @@ def _refuse_shared_gpus(member: Membership, store: dist.Store) -> None:
 
 def _joined(group: Any) -> Any:
     """`group`, or CommunicatorError if it was left."""
-    if group is None:
+    if not group:
         raise CommunicatorError("the group was left before", remedy="join a new one")
     return group
 
 
 @contextlib.contextmanager
-def _torchs_errors_as_ours(what: str) -> Iterator[None]:
+def _errors_as_ours(what: str) -> Iterator[None]:
     try:
         yield
     except ProjectError:
         raise
     except (RuntimeError, OSError, ValueError) as error:
         said = str(error).strip().split("\n")[0][:300]
-        if "timed out" in said.lower() or "timeout" in said.lower():
+        if isinstance(error, TimeoutError):
             raise late(what, said) from error
         raise CommunicatorError(
             f"{what} failed", found=said, wanted="all ranks alive and reachable", remedy="sync again with a new group"
@@ -263,7 +334,7 @@ def _in_background(call: Callable[[], object]) -> None:
 
 @atexit.register
 def _let_them_leave() -> None:
-    """A thread inside torch or NCCL when the interpreter ends would abort the process (SIGABRT, after a good run)."""
+    """A thread inside NCCL when the interpreter ends would abort the process (SIGABRT, after a good run)."""
     deadline = time.monotonic() + _LEAVE_PATIENCE_S
     for thread in _leaving:
         thread.join(max(0.0, deadline - time.monotonic()))

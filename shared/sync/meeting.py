@@ -1,28 +1,49 @@
-"""How the ranks of a group meet: at one TCP address, within a deadline, and with nobody else's group.
+"""How the ranks of a group meet: at one TCP address, within a deadline, and with nobody who lacks the group's secret.
 
-In: a `Membership`. Out: the group's key-value store, once all ranks are connected to it. Invariants: rank 0 listens, on
-the address that it was given and on no other; every wait ends by the deadline, or soon after it was given up, and then
-the port is free.
+In: a `Membership`, and this rank's card: a few bytes that all others get. Out: all cards, and a connection between rank
+0 and every other rank. Rank 0 listens, and each connection to it begins so:
+
+    rank 0 to rank r    32 random bytes
+    rank r to rank 0    r, 32 random bytes, its card, and a proof
+    rank 0 to rank r    all cards, and a proof, once every rank has come
+
+A proof is an HMAC with the secret over the side, the port, the group's size, r, both sides' random bytes and what is
+sent. The secret itself comes with the authenticated HTTP call. Whoever only passes bytes on stays undiscovered, but can
+change none of these, and later none of a sealed bucket.
+
+Invariants: rank 0 listens on the address that it was given, on no other, and only until all ranks are there; from a
+connection that has proved nothing it reads HELLO_BYTES at most, within HELLO_S, and holds MAX_GUESTS of them at most;
+those that it drops are counted; every wait ends by the deadline, or soon after it was given up, and then the port is
+free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import hmac
+import secrets
+import selectors
 import socket
+import struct
 import threading
 import time
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from shared.errors import CommunicatorError, DeadlineError, ProjectError
+from shared.errors import CommunicatorError, DeadlineError
 
+CARD_BYTES = 256
+HELLO_S = 5.0  # from a connection to its proof
+MAX_GUESTS = 64  # connections that have not proved anything yet
 _POLL_S = 0.01
-_OPEN_S = 2.0  # rank 0 opens its group at once, if it is there
-_PORT_PATIENCE_S = 10.0  # a group that was just left, on the same port, takes a moment to go
+_PORT_PATIENCE_S = 10.0  # for a port that another process has just left
+_RANDOM_BYTES = _PROOF_BYTES = 32
+_HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{CARD_BYTES}s{_PROOF_BYTES}s")
+HELLO_BYTES = _HELLO.size
 _SERVER = "custom.extra.rollout_matching.vllm.server"
 _WITHOUT_PORTS = "or do without a port: vllm.mode: colocate, or rollout_backend: hf"
 
@@ -37,88 +58,193 @@ class Membership:
     world_size: int
     timeout_s: float  # for joining, and the default of every later operation
     device: torch.device  # where the tensors are that this rank sends or receives
-    group: str  # a name that no other group at this address has or had; ranks of other groups are not met
+    secret: bytes = field(repr=False)  # of this group alone
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
 
 
-def meet(member: Membership, given_up: threading.Event) -> dist.Store:
-    """The group's key-value store, once all ranks are connected to it.
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Everyone's card, by rank; and this rank's connections: rank 0's to all others, any other's to rank 0."""
 
-    Those who join trust what lies in it: `host` must come from a configuration, never from a request.
+    cards: Sequence[bytes]
+    links: Mapping[int, socket.socket]
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+
+_num_strangers = 0
+
+
+def num_strangers() -> int:
+    """Connections that this process has dropped because they proved nothing."""
+    return _num_strangers
+
+
+def meet(member: Membership, card: bytes, given_up: threading.Event) -> Meeting:
+    """Returns when all ranks are there. `card`: CARD_BYTES at most.
+
+    Raises DeadlineError, CommunicatorError if it was given up, OSError if the address can't be used.
     """
-    deadline = time.monotonic() + member.timeout_s
+    card = card.ljust(CARD_BYTES, b"\0")
+    assert len(card) == CARD_BYTES, "a card of that size does not travel"
+    wait = _Wait(member, given_up)
+    if member.rank == 0:
+        with contextlib.closing(_Door(member)) as door:
+            return door.await_all(card, wait)
     while True:
-        listening = None
-        if member.rank == 0:
-            listening = _listen(member)
-        else:
-            _wait_for_listener(member, given_up)
-        store = dist.TCPStore(
-            host_name=member.host,
-            port=member.port,
-            world_size=member.world_size,
-            is_master=member.rank == 0,
-            timeout=timedelta(seconds=member.timeout_s),
-            wait_for_workers=False,  # it would hold the port until the deadline, given up or not
-            master_listen_fd=listening,
-        )
-        meeting = dist.PrefixStore(f"meeting {member.group}", store)
-        outcome = (_open if member.rank == 0 else _attend)(meeting, member, deadline, given_up)
-        if outcome is None:
-            return dist.PrefixStore("group", store)
-        del store, meeting  # a traceback that names them would keep the port
-        if isinstance(outcome, ProjectError):
-            raise outcome
+        meeting = _visit(member, card, wait)
+        if meeting is not None:
+            return meeting
+        wait.until_next_try()
 
 
-# A port that was just left may still be answered by the old group's store, in which nobody has opened this group. A
-# rank that does not find its group open connects again.
+class _Wait:
+    """The deadline of a join, which may also be given up."""
+
+    def __init__(self, member: Membership, given_up: threading.Event) -> None:
+        self.deadline = time.monotonic() + member.timeout_s
+        self._member, self._given_up = member, given_up
+        self.seen = "nobody listening"
+
+    def check(self) -> None:
+        if self._given_up.is_set():
+            raise CommunicatorError(f"joining {self._member} was given up")
+        if time.monotonic() > self.deadline:
+            raise _late_joining(self._member, self.seen)
+
+    def until_next_try(self) -> None:
+        self._given_up.wait(_POLL_S)
+        self.check()
 
 
-def _open(meeting: dist.Store, member: Membership, deadline: float, given_up: threading.Event) -> ProjectError | None:
-    """Rank 0: open the group, and wait for the others."""
-    meeting.set("open", "1")
-    missing = list(range(1, member.world_size))
-    while missing := [rank for rank in missing if not meeting.check([f"here/{rank}"])]:
-        if given_up.wait(_POLL_S):
-            return _given_up(member)
-        if time.monotonic() > deadline:
-            return _late_joining(member, f"no sign of rank {', '.join(map(str, missing))}")
-    meeting.set("complete", "1")
-    return None
+# ---- rank 0 ----------------------------------------------------------------------------------------------------------
 
 
-def _attend(
-    meeting: dist.Store, member: Membership, deadline: float, given_up: threading.Event
-) -> ProjectError | Literal["connect again"] | None:
-    """Another rank: make sure that this is where the group meets, then wait for the rest."""
-    met = False
-    patience = min(deadline, time.monotonic() + _OPEN_S)
-    try:
-        while not (met and meeting.check(["complete"])):
-            if not met and meeting.check(["open"]):
-                meeting.set(f"here/{member.rank}", "1")
-                met = True
-            if given_up.wait(_POLL_S):
-                return _given_up(member)
-            if time.monotonic() > deadline:
-                return _late_joining(member, "rank 0 there, others missing" if met else "no sign of rank 0")
-            if not met and time.monotonic() > patience:
-                return "connect again"
-    except RuntimeError:  # the old store went while we were connected to it
-        if met or time.monotonic() > deadline:
-            raise
-        return "connect again"
-    return None
+@dataclass(eq=False, slots=True)
+class _Guest:
+    """A connection that has proved nothing yet."""
+
+    link: socket.socket
+    challenge: bytes
+    until: float
+    said: bytearray = field(default_factory=bytearray)
 
 
-def _listen(member: Membership) -> int:
-    """A listening socket, which the store closes. One that torch opened would listen on every interface."""
+@dataclass(frozen=True, slots=True)
+class _Member:
+    link: socket.socket
+    challenge: bytes
+    answer: bytes  # its own random bytes
+    card: bytes
+
+
+class _Door:
+    """Where rank 0 listens, and who has come."""
+
+    def __init__(self, member: Membership) -> None:
+        self._member = member
+        self._selector = selectors.DefaultSelector()
+        self._listener = _listen(member)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self._members: dict[int, _Member] = {}
+
+    def await_all(self, card: bytes, wait: _Wait) -> Meeting:
+        ranks = range(1, self._member.world_size)
+        while missing := [rank for rank in ranks if rank not in self._members]:
+            wait.seen = f"no sign of rank {', '.join(map(str, missing))}"
+            wait.check()
+            for key, _ in self._selector.select(_POLL_S):
+                if key.fileobj is self._listener:
+                    self._let_in()
+                else:
+                    self._hear(key.data)
+            self._drop_the_slow()
+        cards = [card, *(self._members[rank].card for rank in ranks)]
+        for rank in ranks:
+            self._answer(rank, b"".join(cards), wait)
+        links = {rank: self._members.pop(rank).link for rank in ranks}
+        return Meeting(cards=cards, links=links)
+
+    def close(self) -> None:
+        for link in (*self._guests, *(one.link for one in self._members.values())):
+            link.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _let_in(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except OSError:  # gone already, or no descriptor is left
+            return
+        link.setblocking(False)
+        guest = _Guest(link, secrets.token_bytes(_RANDOM_BYTES), time.monotonic() + HELLO_S)
+        self._guests[link] = guest
+        self._selector.register(link, selectors.EVENT_READ, guest)
+        try:
+            link.send(guest.challenge)
+        except OSError:
+            self._drop(guest)
+        if len(self._guests) > MAX_GUESTS:
+            self._drop(next(iter(self._guests.values())))
+
+    def _hear(self, guest: _Guest) -> None:
+        if guest.link not in self._guests:
+            return
+        try:
+            said = guest.link.recv(HELLO_BYTES - len(guest.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        guest.said += said
+        if not said:
+            self._drop(guest)
+        elif len(guest.said) == HELLO_BYTES:
+            self._judge(guest)
+
+    def _judge(self, guest: _Guest) -> None:
+        rank, answer, card, proof = _HELLO.unpack(guest.said)
+        wanted = _proof(self._member, b"rank r", rank, guest.challenge, answer, card)
+        if not hmac.compare_digest(proof, wanted) or not 0 < rank < self._member.world_size:
+            self._drop(guest)
+            return
+        self._forget(guest)
+        if rank in self._members:  # it has connected again
+            self._members[rank].link.close()
+        self._members[rank] = _Member(guest.link, guest.challenge, answer, card)
+
+    def _answer(self, rank: int, cards: bytes, wait: _Wait) -> None:
+        to = self._members[rank]
+        to.link.settimeout(max(_POLL_S, wait.deadline - time.monotonic()))
+        to.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        to.link.sendall(cards + _proof(self._member, b"rank 0", rank, to.challenge, to.answer, cards))
+
+    def _drop_the_slow(self) -> None:
+        now = time.monotonic()
+        for guest in [guest for guest in self._guests.values() if guest.until < now]:
+            self._drop(guest)
+
+    def _drop(self, guest: _Guest) -> None:
+        global _num_strangers
+        _num_strangers += 1
+        self._forget(guest)
+        guest.link.close()
+
+    def _forget(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.link)
+        del self._guests[guest.link]
+
+
+def _listen(member: Membership) -> socket.socket:
     family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)[0][0]
     patience = time.monotonic() + min(_PORT_PATIENCE_S, member.timeout_s)
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         while True:
             try:
@@ -128,34 +254,85 @@ def _listen(member: Membership) -> int:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
                     raise _cannot_listen(member, error) from error
             time.sleep(_POLL_S)
-        listener.listen()
-        return listener.detach()
+        listener.listen(MAX_GUESTS)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
-def _wait_for_listener(member: Membership, given_up: threading.Event) -> None:
-    """Wait here and not in torch, whose wait can't be given up and aborts a process that ends meanwhile."""
-    deadline = time.monotonic() + member.timeout_s
-    while not given_up.wait(_POLL_S):
+# ---- the other ranks -------------------------------------------------------------------------------------------------
+
+
+def _visit(member: Membership, card: bytes, wait: _Wait) -> Meeting | None:
+    """One connection to rank 0; None if nobody there knew the secret: another group may still be there."""
+    try:
+        link = socket.create_connection((member.host, member.port), timeout=1.0)
+    except socket.gaierror:
+        raise
+    except OSError as error:  # also no route: a network may come up later than this process
+        wait.seen = f"nobody listening: {error}"
+        return None
+    try:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        cards = _introduce(link, member, card, wait)
+    except BaseException:
+        link.close()
+        raise
+    if cards is None:
+        wait.seen = "nobody at that address who knows the group's secret"
+        link.close()
+        return None
+    return Meeting(cards=cards, links={0: link})
+
+
+def _introduce(link: socket.socket, member: Membership, card: bytes, wait: _Wait) -> list[bytes] | None:
+    """All cards."""
+    challenge = _receive(link, _RANDOM_BYTES, wait, patience_s=HELLO_S)
+    if challenge is None:
+        return None
+    answer = secrets.token_bytes(_RANDOM_BYTES)
+    proof = _proof(member, b"rank r", member.rank, challenge, answer, card)
+    try:
+        link.sendall(_HELLO.pack(member.rank, answer, card, proof))
+    except OSError:
+        return None
+    wait.seen = "a connection, but not every rank has come"
+    num_bytes = member.world_size * CARD_BYTES
+    said = _receive(link, num_bytes + _PROOF_BYTES, wait)
+    if said is None:
+        return None
+    cards, proof = said[:num_bytes], said[num_bytes:]
+    if not hmac.compare_digest(proof, _proof(member, b"rank 0", member.rank, challenge, answer, cards)):
+        return None
+    return [cards[i : i + CARD_BYTES] for i in range(0, num_bytes, CARD_BYTES)]
+
+
+def _receive(link: socket.socket, num_bytes: int, wait: _Wait, patience_s: float | None = None) -> bytes | None:
+    """None if the other side closes before, or says nothing for `patience_s`."""
+    said = bytearray()
+    patience = None if patience_s is None else time.monotonic() + patience_s
+    while len(said) < num_bytes:
+        wait.check()
+        if patience is not None and time.monotonic() > patience:
+            return None
+        link.settimeout(_POLL_S)
         try:
-            socket.create_connection((member.host, member.port), timeout=1.0).close()
-            return
-        except socket.gaierror:
-            raise
-        except OSError as error:  # also no route: a network may come up later than this process
-            said = error
-        if time.monotonic() > deadline:
-            raise _late_joining(member, f"nobody listening: {said}")
-    raise _given_up(member)
+            new = link.recv(num_bytes - len(said))
+        except TimeoutError:
+            continue
+        except OSError:
+            return None
+        if not new:
+            return None
+        said += new
+    return bytes(said)
 
 
-def local_address(member: Membership) -> str:
-    """The address of this machine at which the others, who can reach the meeting place, can reach this rank."""
-    if member.rank == 0:
-        return member.host
-    family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((member.host, member.port))  # datagram: nothing is sent, the kernel only picks the route
-        return str(probe.getsockname()[0])
+def _proof(member: Membership, side: bytes, rank: int, challenge: bytes, answer: bytes, content: bytes) -> bytes:
+    place = struct.pack("<III", member.port, member.world_size, rank)
+    return hmac.digest(member.secret, side + place + challenge + answer + content, hashlib.sha256)
 
 
 def late(what: str, found: str) -> DeadlineError:
@@ -187,7 +364,3 @@ def _cannot_listen(member: Membership, error: OSError) -> CommunicatorError:
         wanted="a free TCP port at an address of the server's machine",
         remedy=f"{cause} {_SERVER}.servers[i].group_port ({member.port}); {_WITHOUT_PORTS}",
     )
-
-
-def _given_up(member: Membership) -> CommunicatorError:
-    return CommunicatorError(f"joining {member} was given up")

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
-from shared.addresses import free_ports
+from shared.addresses import free_port, free_ports
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync.buckets import is_sealed, pack, seal, spec_of
 from shared.sync.group import Communicator, start_join
+from shared.sync.meeting import HELLO_BYTES, num_strangers
 from tests.gpu.devices import needs_gpus
 
 pytestmark = [pytest.mark.gpu, needs_gpus(2)]
 JOIN_S = 60.0
+SECRET = b"of this group"
 BYTES = 1 << 28  # more than NCCL's own buffers hold: a smaller one is sent without a receiver
 
 
@@ -44,7 +49,7 @@ class Peer:
 
 def _serve(ports: list[int], device: str, parent: Connection) -> None:
     try:
-        groups = [start_join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device, group="a").result() for port in ports]
+        groups = [start_join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device, secret=SECRET).result() for port in ports]
     except CommunicatorError as error:
         parent.send(str(error))
         return
@@ -55,7 +60,7 @@ def _serve(ports: list[int], device: str, parent: Connection) -> None:
         pending = [groups[which].start_broadcast(buffer, src=1) for buffer in buffers]
         for operation in pending:
             operation.result()
-        parent.send([is_sealed(buffer, ver=1, index=i) for i, buffer in enumerate(buffers)])
+        parent.send([is_sealed(buffer, key=b"key", ver=1, index=i) for i, buffer in enumerate(buffers)])
 
 
 @contextmanager
@@ -63,7 +68,7 @@ def peer(num_groups: int = 1, device: str = "cuda:1") -> Iterator[tuple[Peer, li
     ports = free_ports(num_groups)
     other = Peer(ports, device)
     try:
-        yield other, [start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0", group="a") for port in ports]
+        yield other, [start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0", secret=SECRET) for port in ports]
     finally:
         other.process.kill()
         other.process.join(10)
@@ -82,7 +87,7 @@ def joined(num_groups: int = 1) -> Iterator[tuple[Peer, list[Communicator]]]:
 def sealed(index: int) -> torch.Tensor:
     tensor = torch.randn(BYTES // 4, device="cuda:0")
     buffer = pack([spec_of("w", tensor)], {"w": tensor}, "cuda:0")
-    seal(buffer, ver=1, index=index)
+    seal(buffer, key=b"key", ver=1, index=index)
     return buffer
 
 
@@ -141,3 +146,45 @@ def test_one_gpu_for_both_is_told() -> None:
         with pytest.raises(CommunicatorError, match=r"on one GPU.*CUDA_VISIBLE_DEVICES"):
             joining.result()
         assert "on one GPU" in other.recv()
+
+
+_unpickled: list[str] = []
+
+
+def _note(event: str, args: tuple[object, ...]) -> None:
+    if event == "pickle.find_class":
+        _unpickled.append(f"{args[0]}.{args[1]}")
+
+
+def test_no_stranger_gets_in_and_nothing_is_unpickled() -> None:
+    """R42: what is put where vLLM's own rendezvous would look makes no object, here or in the peer."""
+    sys.addaudithook(_note)
+    bucket = sealed(0)
+    port, before = free_port(), num_strangers()
+    hostile = pickle.dumps(os.getcwd)
+    receiver = start_join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, "cuda:1", secret=SECRET)
+    deadline = time.monotonic() + JOIN_S
+    for said in (hostile, hostile * 100, b"x" * (8 << 20)):
+        while True:
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+                break
+            except ConnectionRefusedError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        with stranger, suppress(OSError):
+            stranger.sendall(said.ljust(HELLO_BYTES, b"."))
+            while stranger.recv(1 << 16):
+                pass
+    _unpickled.clear()  # vLLM's imports, until the first connection was answered
+    sender = start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0", secret=SECRET)
+    both = receiver.result(), sender.result()
+    received = torch.zeros_like(bucket, device="cuda:1")
+    receiving = both[0].start_broadcast(received, src=1)
+    both[1].broadcast(bucket, src=1)
+    receiving.result()
+    assert _unpickled == []
+    assert is_sealed(received, key=b"key", ver=1, index=0)
+    assert num_strangers() == before + 3
+    for one in both:
+        one.abort()

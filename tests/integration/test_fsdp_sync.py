@@ -55,7 +55,7 @@ def sync_twice(model: Path, ranks: Ranks) -> None:
     canary = [CanaryItem(sample=scene, prompt=policy.encoder.encode(scene), response_token_ids=(5, 6, 7))]
     sharded = ShardedRanks(ranks, bucket_bytes=200_000)
     with respx.mock(assert_all_called=False) as router:
-        wire = "nccl" if ranks.device.type == "cuda" else "gloo"
+        wire = "nccl" if ranks.device.type == "cuda" else "tcp"
         server = PolicyServer(router, URL, PORT, world_size=1, backend=wire)
         server.serve(model, canary)
         backend = ServerBackend(fakes.config([URL], first_port=PORT), run_seed=0)

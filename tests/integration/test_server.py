@@ -34,6 +34,7 @@ from tests.servers import RunningServer, running_server, wait_gone
 pytestmark = pytest.mark.integration
 
 NUM_NEW = 12
+SECRET = bytes(range(32))
 TEXT = [{"role": "user", "content": "name every digit"}]
 ANSWER = [5, 400, 1000]  # of the canary, on TEXT
 PICTURE = [{"role": "user", "content": "<image>name every digit"}]
@@ -90,9 +91,9 @@ class Learner:
         self.leave()
         self.incarnation, port, world_size = uuid.uuid4().hex, free_port(), num_others + 2
         here = (*range(num_others), world_size - 1)
-        joins = [start_join("gloo", "127.0.0.1", port, i, world_size, timeout_s, group=self.incarnation) for i in here]
-        body = {"incarnation": self.incarnation, "group_port": port, "first_rank": num_others}
-        body |= {"world_size": world_size, "backend": "gloo", "timeout_s": timeout_s}
+        joins = [start_join("tcp", "127.0.0.1", port, i, world_size, timeout_s, secret=SECRET) for i in here]
+        body = {"incarnation": self.incarnation, "secret": SECRET.hex(), "group_port": port, "first_rank": num_others}
+        body |= {"world_size": world_size, "backend": "tcp", "timeout_s": timeout_s}
         reply = self.http.post("/init_communicator/", json=body)
         if not reply.is_success:
             for operation in joins:
@@ -129,7 +130,7 @@ class Learner:
         body = {"incarnation": self.incarnation, "ver": self.ver() + 1, "timeout_s": 20.0, "canary": canary, **call}
         body["buckets"] = [bucket.model_dump() for bucket in buckets]
         for index, buffer in enumerate(buffers):
-            weights.seal(buffer, ver=body["ver"], index=index)
+            weights.seal(buffer, key=weights.seal_key(SECRET), ver=body["ver"], index=index)
         if wrong_seal:
             buffers[1][5] ^= 1
         replies: list[httpx.Response] = []
@@ -355,7 +356,7 @@ def test_a_server_is_one_of_several_in_a_group(learner: Learner) -> None:
     assert learner.join(num_others=2).status_code == 200
     assert learner.sync(learner.tensors()).status_code == 200
     assert learner.ids(TEXT) == learner.generate(TEXT)
-    body = {"incarnation": "x", "group_port": free_port(), "backend": "gloo", "timeout_s": 5.0}
+    body = {"incarnation": "x", "secret": SECRET.hex(), "group_port": free_port(), "backend": "tcp", "timeout_s": 5.0}
     refused = learner.http.post("/init_communicator/", json={**body, "first_rank": 2, "world_size": 3})
     assert refused.json()["error"] == "CommunicatorError"
     assert "first rank 2 of 3" in refused.json()["found"]
@@ -373,7 +374,8 @@ def test_only_the_learner_that_opened_the_group_may_update(learner: Learner) -> 
 
 
 def test_a_learner_that_does_not_come_ends_at_the_deadline(learner: Learner) -> None:
-    body = {"incarnation": "absent", "group_port": free_port(), "world_size": 2, "backend": "gloo", "timeout_s": 1.0}
+    body = {"incarnation": "absent", "secret": SECRET.hex(), "group_port": free_port()}
+    body |= {"world_size": 2, "backend": "tcp", "timeout_s": 1.0}
     reply = learner.http.post("/init_communicator/", json=body)
     assert (reply.status_code, reply.json()["error"]) == (504, "DeadlineError")
     assert learner.join().status_code == 200

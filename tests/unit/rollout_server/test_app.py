@@ -370,7 +370,8 @@ def test_a_dead_engine_is_told_by_health() -> None:
 
 
 async def open_group(http: httpx.AsyncClient, incarnation: str = "a", *, world_size: int = 2) -> None:
-    body = {"incarnation": incarnation, "group_port": 1234, "world_size": world_size, "backend": "gloo", "timeout_s": 5}
+    body = {"incarnation": incarnation, "secret": "0" * 64, "group_port": 1234, "world_size": world_size}
+    body |= {"backend": "tcp", "timeout_s": 5}
     assert (await http.post("/init_communicator/", json=body)).status_code == 200
 
 

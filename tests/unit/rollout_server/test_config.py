@@ -177,6 +177,14 @@ def test_a_public_address_needs_a_token(tmp_path: Path) -> None:
     assert (allowed.returncode, "secret" in allowed.stdout + allowed.stderr) == (0, False)
 
 
+def test_a_public_address_for_weight_syncs_needs_a_token_too(tmp_path: Path) -> None:
+    """R42."""
+    path = write(tmp_path, "model: m\ncommunicator_host: 10.0.0.1\n")
+    refused = run(path)
+    assert (refused.returncode, refused.stderr.startswith("communicator_host: ")) == (2, True)
+    assert run(path, ROLLOUT_SERVER_TOKEN="secret").returncode == 0
+
+
 def test_check_prints_one_object(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("model: m\nport: 1\ntensor_parallel_size: 2\n")
     done = run(write(tmp_path, "base: base.yaml\nport: 9000\nurl_prefix: '/${WHERE}'\n"), WHERE="here")

@@ -1,4 +1,4 @@
-"""An update as a worker sees it (R09), over a real gloo pair and a load that only remembers."""
+"""An update as a worker sees it (R09), over a real pair of connections and a load that only remembers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ SPECS = [weights.spec_of(name, tensor) for name, tensor in TENSORS.items()]
 PLAN = weights.plan_buckets(SPECS, 2500)
 BUFFERS = [weights.pack(specs, TENSORS, "cpu") for specs in PLAN]
 BUCKETS = [Bucket(tensors=specs, num_bytes=weights.num_bucket_bytes(specs)) for specs in PLAN]
+KEY = weights.seal_key(b"a")
 for index, buffer in enumerate(BUFFERS):
-    weights.seal(buffer, ver=1, index=index)
+    weights.seal(buffer, key=KEY, ver=1, index=index)
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Communicator, Communicator]]:
     port = free_port()
-    joining = [start_join("gloo", "127.0.0.1", port, rank, 2, 10.0, group="a") for rank in (0, 1)]
+    joining = [start_join("tcp", "127.0.0.1", port, rank, 2, 10.0, secret=b"a") for rank in (0, 1)]
     worker, learner = (operation.result() for operation in joining)
     yield worker, learner
     worker.close()
@@ -92,7 +93,7 @@ def _flipped() -> list[torch.Tensor]:
 
 def _of_an_older_update() -> list[torch.Tensor]:
     buffer = BUFFERS[1].clone()
-    weights.seal(buffer, ver=0, index=1)
+    weights.seal(buffer, key=KEY, ver=0, index=1)
     return [BUFFERS[0], buffer, BUFFERS[2]]
 
 
@@ -102,13 +103,19 @@ def _in_another_place() -> list[torch.Tensor]:
     return [BUFFERS[0], buffer, BUFFERS[2]]
 
 
-@pytest.mark.parametrize("wrong", [_flipped, _of_an_older_update, _in_another_place])
+def _sealed_by_a_stranger() -> list[torch.Tensor]:
+    buffer = _flipped()[1]
+    weights.seal(buffer, key=weights.seal_key(b"of another group"), ver=1, index=1)
+    return [BUFFERS[0], buffer, BUFFERS[2]]
+
+
+@pytest.mark.parametrize("wrong", [_sealed_by_a_stranger, _flipped, _of_an_older_update, _in_another_place])
 def test_nothing_is_loaded_whose_seal_is_wrong(
     pair: tuple[Communicator, Communicator], wrong: Callable[[], list[torch.Tensor]]
 ) -> None:
     worker, learner = pair
     load = RememberingLoad()
-    receiving = Receiving(update(timeout_s=2.0), worker, load)  # gloo waits that long for what was begun
+    receiving = Receiving(update(timeout_s=2.0), worker, load)
     sending = in_turn(learner, wrong()[:2])
     with pytest.raises(DigestError, match="bucket 1 of 3 arrived with other bytes"):
         receiving.advance(5.0)

@@ -32,7 +32,9 @@ FAR_TOO_LONG_S = 20.0
 
 REQUEST = RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "request 7"}]})
 INFER = InferCall(infer_requests=[REQUEST])
-INIT = InitCommunicatorCall(incarnation="me", group_port=1, world_size=2, backend="gloo", timeout_s=TIMEOUT_S)
+INIT = InitCommunicatorCall(
+    incarnation="me", secret="0" * 64, group_port=1, world_size=2, backend="tcp", timeout_s=TIMEOUT_S
+)
 SCORE = ScoreCall(items=[ScoreItem(request=REQUEST, response_token_ids=[1])])
 BUCKET = Bucket(tensors=[], num_bytes=0)
 UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[BUCKET], timeout_s=TIMEOUT_S)

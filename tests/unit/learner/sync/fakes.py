@@ -21,7 +21,7 @@ import torch
 from learner.records import EncodedPrompt
 from learner.sync.canary import CanaryItem
 from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError
-from shared.sync.buckets import SEAL_BYTES, is_sealed, spec_of, unpack
+from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, spec_of, unpack
 from shared.sync.calls import Operation
 from shared.wire import ExpectScoresCall, TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
@@ -149,7 +149,7 @@ class FakeServer:
     base_url: str
     group_port: int
     world_size: int = 2
-    backend: str = "gloo"  # that it expects the learner to ask for
+    backend: str = "tcp"  # that it expects the learner to ask for
     ver: int = 0
     dtype: str = ""
     max_lora_rank: int = 0
@@ -166,6 +166,7 @@ class FakeServer:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     num_inits: int = 0
     groups: list[FakeGroup] = field(default_factory=list)
+    secrets: list[bytes] = field(default_factory=list)
     updates: list[UpdateWeightsCall] = field(default_factory=list)
     expected: ExpectScoresCall | None = None
 
@@ -260,7 +261,7 @@ class FakeServer:
             if self.flips_a_bit:
                 buffer[0] ^= 1
             assert buffer.numel() == bucket.num_bytes + SEAL_BYTES
-            if not is_sealed(buffer, ver=call.ver, index=i):
+            if not is_sealed(buffer, key=seal_key(self.secrets[-1]), ver=call.ver, index=i):
                 raise DigestError(f"bucket {i} differs")
             received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
         if not received:
@@ -293,13 +294,14 @@ def joiner(servers: Sequence[FakeServer]) -> Any:
         timeout_s: float,
         device: Any = "cpu",
         *,
-        group: str,
+        secret: bytes,
     ) -> Operation[FakeGroup]:
         server = by_port[port]
         assert (rank, world_size) == (server.world_size, server.world_size + 1)
         assert host == httpx.URL(server.base_url).host
         made = FakeGroup(server, rank, world_size)
         server.groups.append(made)
+        server.secrets.append(secret)
         return Operation(lambda: made, timeout_s, "joining")
 
     return start_join

@@ -72,7 +72,7 @@ def test_buckets_hold_every_tensor_once_whatever_their_size(bucket_bytes: int) -
     """R09: the plan comes from the specs, the bytes from a second pass, and they fit."""
     weights = Weights()
     plan = plan_buckets(weights.weight_specs(torch.bfloat16), bucket_bytes)
-    buckets = sealed_buckets(weights, plan, ver=1, dtype=torch.bfloat16, device=CPU)
+    buckets = sealed_buckets(weights, plan, key=b"key", ver=1, dtype=torch.bfloat16, device=CPU)
     found = dict(pair for specs, buffer in zip(plan, buckets, strict=True) for pair in unpack(buffer, specs))
     assert list(found) == list(weights.tensors)
     for name, tensor in weights.named_weights(torch.bfloat16):
@@ -89,7 +89,7 @@ def test_a_weight_that_was_not_announced() -> None:
     weights = Unannounced()
     plan = plan_buckets(weights.weight_specs(), 400)
     with pytest.raises(SyncError, match="extra"):
-        list(sealed_buckets(weights, plan, ver=1, dtype=None, device=CPU))
+        list(sealed_buckets(weights, plan, key=b"key", ver=1, dtype=None, device=CPU))
 
 
 def test_names_must_be_there_and_differ() -> None:

@@ -41,10 +41,12 @@ def test_what_is_packed_comes_out_again(specs: list[TensorSpec]) -> None:
         assert out[name].shape == tensor.shape
         assert out[name].flatten().view(torch.uint8).equal(tensor.flatten().view(torch.uint8))
         assert out[name].data_ptr() % weights.ALIGNMENT_BYTES == buffer.data_ptr() % weights.ALIGNMENT_BYTES
-    weights.seal(buffer, ver=3, index=1)
-    assert weights.is_sealed(buffer, ver=3, index=1)
-    assert not weights.is_sealed(buffer, ver=3, index=2)
-    assert not weights.is_sealed(buffer, ver=2, index=1)
+    weights.seal(buffer, key=b"ours", ver=3, index=1)
+    assert weights.is_sealed(buffer, key=b"ours", ver=3, index=1)
+    assert not weights.is_sealed(buffer, key=b"ours", ver=3, index=2)
+    assert not weights.is_sealed(buffer, key=b"ours", ver=2, index=1)
+    weights.seal(buffer, key=b"a stranger's", ver=3, index=1)
+    assert not weights.is_sealed(buffer, key=b"ours", ver=3, index=1)
     assert list(dict(weights.unpack(buffer, specs))) == list(tensors)
 
 

@@ -2,60 +2,71 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.sync.digest import COLUMNS, MULTIPLIERS, ROWS, digest
+from shared.sync.digest import BLOCK_WORDS, LANES, PAIRS, digest
 
 MASK = (1 << 64) - 1
-BLOCK_BYTES = 4 * ROWS * COLUMNS
+BLOCK_BYTES = 4 * BLOCK_WORDS
 
 
-def reference_digest(data: bytes, salt: int = 0) -> list[int]:
+def reference_digest(data: bytes, key: bytes = b"", nonce: bytes = b"") -> list[int]:
     """The digest as the docstring describes it, in plain integers."""
-    sums = reference_sums(data)
+    level, sums = 0, reference_sums(data, key, 0)
     while len(sums) > 1:
-        sums = reference_sums(b"".join(value.to_bytes(8, "little") for pair in sums for value in pair))
-    return [(value + mixed(len(data) ^ mixed(salt))) & MASK for value in sums[0]]
+        level += 1
+        sums = reference_sums(b"".join(value.to_bytes(8, "little") for pair in sums for value in pair), key, level)
+    content = len(data).to_bytes(8, "little") + nonce
+    pad = hashlib.blake2b(content, key=key, person=b"digest pad", digest_size=16).digest()
+    return [(value + int.from_bytes(pad[8 * i : 8 * i + 8], "little")) & MASK for i, value in enumerate(sums[0])]
 
 
-def reference_sums(data: bytes) -> list[list[int]]:
+def reference_sums(data: bytes, key: bytes, level: int) -> list[list[int]]:
     data += bytes(-len(data) % BLOCK_BYTES) or bytes(0 if data else BLOCK_BYTES)
+    num_keys = PAIRS + LANES - 1
+    seed = hashlib.blake2b(bytes([level]), key=key, person=b"digest keys").digest()
+    stream = hashlib.shake_256(seed).digest(8 * num_keys)
+    keys = [int.from_bytes(stream[i : i + 4], "little") for i in range(0, len(stream), 4)]
     sums = []
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
-        words = [int.from_bytes(block[i : i + 4], "little", signed=True) for i in range(0, BLOCK_BYTES, 4)]
-        sums.append([sum(word * key(lane, i) for i, word in enumerate(words)) & MASK for lane in (0, 1)])
+        words = [int.from_bytes(block[i : i + 4], "little") for i in range(0, BLOCK_BYTES, 4)]
+        sums.append(
+            [
+                sum(
+                    wrapped(words[p] + keys[p + lane]) * wrapped(words[PAIRS + p] + keys[num_keys + p + lane])
+                    for p in range(PAIRS)
+                )
+                & MASK
+                for lane in range(LANES)
+            ]
+        )
     return sums
 
 
-def key(lane: int, i: int) -> int:
-    row, column = divmod(i, COLUMNS)
-    return pow(MULTIPLIERS[lane], ROWS - 1 - row, 1 << 64) * (mixed(lane * COLUMNS + column + 1) | 1) & MASK
-
-
-def mixed(x: int) -> int:
-    x = x * 0x9E3779B97F4A7C15 & MASK
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
-    return x ^ x >> 31
+def wrapped(value: int) -> int:
+    """As a signed 32-bit number."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def as_buffer(data: bytes) -> torch.Tensor:
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def of(data: bytes | torch.Tensor, salt: int = 0) -> list[int]:
+def of(data: bytes | torch.Tensor, key: bytes = b"", nonce: bytes = b"") -> list[int]:
     buffer = data if isinstance(data, torch.Tensor) else as_buffer(data)
-    return [value & MASK for value in digest(buffer, salt).tolist()]
+    return [value & MASK for value in digest(buffer, key, nonce).tolist()]
 
 
 @settings(max_examples=10)
-@given(st.binary(max_size=9000), st.integers(0, 2**62))
-def test_digest_equals_the_reference(data: bytes, salt: int) -> None:
-    assert of(data, salt) == reference_digest(data, salt)
+@given(st.binary(max_size=9000), st.binary(max_size=64), st.binary(max_size=32))
+def test_digest_equals_the_reference(data: bytes, key: bytes, nonce: bytes) -> None:
+    assert of(data, key, nonce) == reference_digest(data, key, nonce)
 
 
 @pytest.mark.parametrize("num_bytes", [2 * BLOCK_BYTES, 2 * BLOCK_BYTES + 4099])
@@ -96,7 +107,7 @@ def test_every_swap_of_two_words_is_seen(words: list[int], draw: st.DataObject) 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**20 - 1), st.integers(0, 31)), min_size=2, max_size=2, unique=True))
 def test_two_flipped_bits_are_seen(flips: list[tuple[int, int]]) -> None:
-    """Sign bits are the hard case: their differences are multiples of 2**31, where a plain 64-bit sum is weak."""
+    """Sign bits are the hard case: their differences are multiples of 2**31, where a plain sum is weak."""
     words = torch.zeros(2**20, dtype=torch.int32)
     clean = of(words.view(torch.uint8))
     for index, bit in flips:
@@ -125,9 +136,20 @@ def test_digest_is_the_same_on_cuda() -> None:
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 2**62), st.integers(0, 2**62))
-def test_another_salt_is_another_digest(one: int, other: int) -> None:
-    assert (of(b"bytes", one) == of(b"bytes", other)) == (one == other)
+@given(*[st.tuples(st.binary(max_size=8), st.binary(max_size=8))] * 2)
+def test_another_key_or_nonce_is_another_digest(one: tuple[bytes, bytes], other: tuple[bytes, bytes]) -> None:
+    assert (of(b"bytes", *one) == of(b"bytes", *other)) == (one == other)
+
+
+def test_a_key_is_needed_to_change_bytes_and_keep_the_digest() -> None:
+    """What the sums' structure would let a stranger do without it: the same change to the sum in every lane."""
+    buffer = torch.randint(0, 256, (3 * BLOCK_BYTES,), dtype=torch.uint8, generator=torch.manual_seed(0))
+    changes = set()
+    for key in (b"", b"ours", b"another"):
+        changed = buffer.clone()
+        changed.view(torch.int32)[5] += 1
+        changes.add(tuple((b - a) & MASK for a, b in zip(of(buffer, key), of(changed, key), strict=True)))
+    assert len(changes) == 3
 
 
 def test_only_bytes_have_a_digest() -> None:

@@ -15,7 +15,7 @@ import sys
 from shared.sync import group
 ports = [int(port) for port in sys.argv[1:]]
 joins = [
-    group.start_join("gloo", "127.0.0.1", port, rank, 2, 20.0, group="a") for port in ports for rank in (0, 1)
+    group.start_join("tcp", "127.0.0.1", port, rank, 2, 20.0, secret=b"a") for port in ports for rank in (0, 1)
 ]
 for joined in [join.result() for join in joins]:
     joined.close()
@@ -23,7 +23,7 @@ for joined in [join.result() for join in joins]:
 
 
 def test_leaving_groups_and_the_process_at_once_does_not_abort() -> None:
-    """Threads that were still inside gloo when the interpreter went ended good runs by SIGABRT."""
+    """Threads that were still inside a group when the interpreter went ended good runs by SIGABRT."""
     command = [sys.executable, "-c", PROGRAM, *(str(free_port()) for _ in range(8))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

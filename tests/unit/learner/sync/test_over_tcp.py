@@ -1,4 +1,4 @@
-"""The sync's wire half for real: gloo groups over loopback, of two servers on one machine (R09)."""
+"""The sync's wire half for real: groups over loopback, of two servers on one machine (R09)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ URLS = ["http://127.0.0.1:9/a", "http://127.0.0.1:9/b"]
 HOST = "127.0.0.1"
 
 
-class GlooServer(FakeServer):
+class TcpServer(FakeServer):
     """Its workers are threads, each with a real communicator; all must get the same bytes. Like the real server, it
     leaves the group where an update fails."""
 
@@ -43,9 +43,9 @@ class GlooServer(FakeServer):
         self.joined = call = InitCommunicatorCall.model_validate_json(request.content)
         self.leave()
         self.pool = ThreadPoolExecutor(self.world_size)
-        place = (call.backend, HOST, call.group_port)
+        place, secret = (call.backend, HOST, call.group_port), bytes.fromhex(call.secret)
         ranks = range(call.first_rank, call.first_rank + self.world_size)
-        joins = [communicator.start_join(*place, rank, call.world_size, 10.0, group=call.incarnation) for rank in ranks]
+        joins = [communicator.start_join(*place, rank, call.world_size, 10.0, secret=secret) for rank in ranks]
         try:
             self.workers = await asyncio.gather(*(asyncio.to_thread(join.result) for join in joins))
         except asyncio.CancelledError:  # the learner gave up
@@ -71,7 +71,7 @@ class GlooServer(FakeServer):
                 raise self.fails_after_bucket[1]
             buffer = torch.empty(bucket.num_bytes + SEAL_BYTES, dtype=torch.uint8)
             worker.broadcast(buffer, worker.world_size - 1)
-            if not is_sealed(buffer, ver=call.ver, index=index):
+            if not is_sealed(buffer, key=worker.seal_key, ver=call.ver, index=index):
                 raise DigestError("bytes differ")
             tensors |= dict(unpack(buffer, bucket.tensors))
         return tensors
@@ -88,7 +88,7 @@ class World:
     def __init__(self, router: respx.MockRouter) -> None:
         self.ports = free_ports(2)
         self.weights = Weights()
-        self.servers = [GlooServer(router, URLS[i], self.ports[i], world_size=2 - i) for i in range(2)]
+        self.servers = [TcpServer(router, URLS[i], self.ports[i], world_size=2 - i) for i in range(2)]
         config = fakes.config(URLS, timeout_s=10.0)
         entries = [
             entry.model_copy(update={"group_port": port})
@@ -155,7 +155,7 @@ def test_whose_fault_it_was_in_one_group(world: World, which: int, error: Projec
     with pytest.raises(type(error), match=f"{URLS[which]}: {error.what}"):
         world.sync.sync()
     world.servers[which].fails_after_bucket = None
-    assert world.sync_and_compare() == 2
+    assert world.sync_and_compare() in (2, 3)  # 3 where the other server had all of it, and serves version 2
 
 
 @pytest.mark.parametrize("which", [0, 1])
