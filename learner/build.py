@@ -34,6 +34,7 @@ from learner.rollout.hf import HfBackend
 from learner.run.checkpoint import CheckpointStore
 from learner.run.console import Console
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
+from learner.run.output_dir import claim_output_dir
 from learner.run.stopping import Stopped, StopRequest
 from learner.steps.ahead import SampleStream, Stage2Ahead
 from learner.steps.buffered import BufferedSteps
@@ -65,6 +66,7 @@ def train(config_path: str, *, environment: Mapping[str, str]) -> int:
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
+        claim_output_dir(config, ranks)
         trainer = build(config, plan, ranks, token=environment.get(TOKEN_VARIABLE), stack=stack)
         try:
             with trainer.stop.installed():

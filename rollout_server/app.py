@@ -2,6 +2,10 @@
 
 Every endpoint answers at `/x/` and `/x`, below the configured prefix. An error is an `ErrorBody` with the error's HTTP
 status. If the caller hangs up, its call is cancelled. The layers around the routes are plain ASGI and buffer nothing.
+
+`/infer/` answers a JSON list in request order. With `Accept: application/x-ndjson` it answers one line per request, as
+each ends (`AnswerLine`). The status is sent with the first line, so what fails before it is an ordinary error. What
+fails later is the last line.
 """
 
 from __future__ import annotations
@@ -9,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -27,7 +33,9 @@ from rollout_server.service import RolloutService
 from shared.addresses import is_loopback
 from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
 from shared.wire import (
+    NDJSON,
     TOKEN_VARIABLE,
+    AnswerLine,
     CloseCommunicatorCall,
     ErrorBody,
     ExpectScoresCall,
@@ -37,6 +45,8 @@ from shared.wire import (
     UpdateWeightsCall,
     WorldSizeReply,
 )
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
@@ -85,6 +95,9 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
 
     async def infer(request: Request) -> Response:
         call = await _body(request, InferCall)
+        if NDJSON in request.headers.get("accept", ""):
+            lines = _answer_lines(service.answers(call))
+            return AnswerStream(await _while_connected(request, _first(lines)), lines)
         rollouts = await _while_connected(request, service.infer(call))
         return Response(b"[" + b",".join(rollouts) + b"]", media_type="application/json")
 
@@ -135,12 +148,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return _error_response(
-        ProjectError(
-            f"{request.url.path} failed inside the server",
-            found=f"{type(error).__name__}: {error}",
-            remedy="see the server's log; this is a defect",
-        )
+    return _error_response(_defect(request.url.path, error))
+
+
+def _defect(path: str, error: Exception) -> ProjectError:
+    return ProjectError(
+        f"{path} failed inside the server",
+        found=f"{type(error).__name__}: {error}",
+        remedy="see the server's log; this is a defect",
     )
 
 
@@ -213,6 +228,51 @@ async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _answer_lines(answers: AsyncGenerator[tuple[int, bytes]]) -> AsyncGenerator[bytes]:
+    """Each answer as a line. Raises what fails before the first one; what fails later is the last line."""
+    began = False
+    async with aclosing(answers):
+        try:
+            async for i, output in answers:
+                yield b'{"index":%d,"output":%s}\n' % (i, output)
+                began = True
+        except Exception as error:
+            if not began:
+                raise
+            if not isinstance(error, ProjectError):
+                log.error("/infer/ failed", exc_info=error)
+                error = _defect("/infer/", error)
+            body = ErrorBody.of(error)
+            yield AnswerLine(error=body).model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+async def _first(lines: AsyncGenerator[bytes]) -> bytes:
+    """The first line; nothing if the call has no requests."""
+    return await anext(lines, b"")
+
+
+class AnswerStream(StreamingResponse):
+    """`first`, then the rest of `lines`. If the caller hangs up, the lines that are left are given up at once."""
+
+    media_type = NDJSON
+
+    def __init__(self, first: bytes, lines: AsyncGenerator[bytes]) -> None:
+        super().__init__(lines)
+        self._first, self._lines = first, lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._lines):
+            with suppress(RequestError):  # the client hung up: nobody is left to answer
+                await _while_connected(Request(scope, receive), self.stream_response(send))
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for line in self._lines:
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _json(body: BaseModel) -> Response:

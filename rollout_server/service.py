@@ -3,8 +3,8 @@
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
 Invariants:
-- all new rollouts of a call are of one version; request `i` of a call is seeded with `seed + i`; answers come in
-  request order;
+- all new rollouts of a call are of one version; request `i` of a call is seeded with `seed + i`;
+- a call holds its place in the gate until its last answer is made, however slowly its caller reads;
 - exactly once: a repeated uuid gets the same rollout, so a retry after a lost reply never makes a second one. Also
   after a later sync the answer keeps the `ver` it was made with: a second rollout of a sample would be trained twice.
 """
@@ -17,7 +17,8 @@ import platform
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -63,26 +64,48 @@ class RolloutService:
         self._versions = _versions()
 
     async def infer(self, call: InferCall) -> list[bytes]:
-        """The JSON of a `RolloutOutput` per request. Each is written when it ends, so that it hardly delays the last.
+        """All of `answers`, in request order."""
+        async with aclosing(self.answers(call)) as answers:
+            outputs = {i: output async for i, output in answers}
+        return [outputs[i] for i in range(len(call.infer_requests))]
+
+    async def answers(self, call: InferCall) -> AsyncGenerator[tuple[int, bytes]]:
+        """Place and JSON of a `RolloutOutput` for each request, as each ends. What waits to be taken is bounded by the
+        call. Close it to abort what is left.
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
         self._check_number("infer_requests", len(call.infer_requests))
-        start = time.monotonic()
+        ended: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
+        answering = asyncio.create_task(self._answer_all(call, ended))
+        answering.add_done_callback(lambda _: ended.put_nowait(None))
+        try:
+            while (answer := await ended.get()) is not None:
+                yield answer
+            answering.result()
+        finally:
+            answering.cancel()
+            await asyncio.wait({answering})
+
+    async def _answer_all(self, call: InferCall, ended: asyncio.Queue[tuple[int, bytes] | None]) -> None:
+        start, seed, num_answered = time.monotonic(), call.request_config.seed, 0
+
+        async def one(i: int, request: RolloutInferRequest, ver: int) -> None:
+            nonlocal num_answered
+            own_seed = None if seed is None else offset_seed(seed, i)
+            ended.put_nowait((i, await self._answer(i, request, call.request_config, own_seed, ver)))
+            num_answered += 1
+
         try:
             async with self.waiting_gate.call() as ver:
-                seed = call.request_config.seed
-                outputs = await gather(
-                    self._answer(i, request, call.request_config, None if seed is None else offset_seed(seed, i), ver)
-                    for i, request in enumerate(call.infer_requests)
-                )
+                await gather(one(i, request, ver) for i, request in enumerate(call.infer_requests))
         except BaseException as error:
             outcome = type(error).__name__ if isinstance(error, ProjectError) else "cancelled"
-            self.metrics.requests.labels(outcome).inc(len(call.infer_requests))
+            self.metrics.requests.labels(outcome).inc(len(call.infer_requests) - num_answered)
             raise
-        self.metrics.requests.labels("answered").inc(len(outputs))
+        finally:
+            self.metrics.requests.labels("answered").inc(num_answered)
         self.metrics.infer_seconds.observe(time.monotonic() - start)
-        return outputs
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""

@@ -102,7 +102,7 @@ class WeightUpdates:
                     drained = time.monotonic()
                     try:
                         num_tensors, scores = await update_weights(self._engine, call)
-                        if call.await_verdict and not call.base_of_adapter:
+                        if not call.base_of_adapter:
                             check_canary(await self._expectation(call, drained + call.timeout_s), scores)
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
@@ -130,9 +130,9 @@ class WeightUpdates:
         return reply
 
     async def expect(self, call: ExpectScoresCall) -> None:
-        """Note what an update's canary must score. Raises SyncError if the group is not this learner's."""
+        """Note what an update's canary must score. Raises CommunicatorError if the group is not this learner's."""
         if call.incarnation != self._gate.incarnation:
-            raise SyncError(
+            raise CommunicatorError(
                 "the expected scores were refused",
                 found=f"incarnation {call.incarnation!r}",
                 wanted="the incarnation that opened the group",
@@ -160,9 +160,10 @@ class WeightUpdates:
             )
 
     async def _expectation(self, call: UpdateWeightsCall, deadline: float) -> ExpectScoresCall:
+        update = (call.incarnation, call.ver)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                while self._expected is None or self._expected.ver != call.ver:
+                while (expected := self._expected) is None or (expected.incarnation, expected.ver) != update:
                     self._expected_came.clear()
                     await self._expected_came.wait()
         except TimeoutError:
@@ -172,7 +173,7 @@ class WeightUpdates:
                 wanted="the learner's own log-probabilities, to compare the served model with",
                 remedy="see the learner's log, or raise its sync timeout",
             ) from None
-        return self._expected
+        return expected
 
     async def _leave(self, because: str) -> None:
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
@@ -241,7 +242,7 @@ def _check_verdict(call: UpdateWeightsCall) -> None:
     found = wanted = ""
     if call.base_of_adapter and (call.mode != "full" or call.canary):
         found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"
-    elif call.await_verdict and not call.canary and not call.base_of_adapter:
+    elif not call.canary and not call.base_of_adapter:
         found, wanted = "canary: no items", "at least one, to compare with the learner's scores"
     if found:
         remedy = "send a canary with every update but that of the weights below an adapter"

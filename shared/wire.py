@@ -1,6 +1,7 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
-`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig`, and nearly answers its `RolloutOutput`.
+`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig`, and nearly answers its `RolloutOutput`: a list in
+request order, or with `Accept: application/x-ndjson` one `AnswerLine` per request, as each ends.
 Each request of an infer call carries a `uuid`; a server that has answered that uuid answers the same again, so a
 retry after a lost reply never makes a second rollout.
 """
@@ -14,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
 
 from shared.errors import ProjectError, error_classes
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
+NDJSON = "application/x-ndjson"  # one JSON object per line
 
 
 T = TypeVar("T")
@@ -137,6 +139,15 @@ class RolloutOutput(WireModel):
     rollout_infos: RolloutInfos
 
 
+class AnswerLine(WireModel):
+    """One line of a streamed `/infer/` answer: request `index` of the call has ended with `output`. Or the call has
+    ended early with `error`: then this is the last line, and requests without a line have no answer."""
+
+    index: int | None = Field(default=None, ge=0)
+    output: RolloutOutput | None = None
+    error: ErrorBody | None = None
+
+
 # ---- weight sync ---------------------------------------------------------------------------------------------------
 
 
@@ -193,11 +204,10 @@ class UpdateWeightsCall(WireModel):
     ver: int = Field(ge=0)  # the version served once this call returned
     mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
     buckets: Items[Bucket]
-    canary: Items[ScoreItem] = []  # to be scored with the new weights, before anyone else is served
-    # The call ends, and the new weights are served, only after `/expect_scores/` has brought the learner's own
-    # log-probabilities of the canary, and the server's are within the tolerance. False: the learner compares by itself.
-    await_verdict: bool = False
-    base_of_adapter: bool = False  # the weights below an adapter that comes next; they are not served alone
+    # To be scored with the new weights. The call ends, and they are served, only after `/expect_scores/` has brought
+    # the learner's own log-probabilities of it, and the server's are within the tolerance.
+    canary: Items[ScoreItem] = []
+    base_of_adapter: bool = False  # the weights below an adapter that comes next: no canary, and not served alone
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 

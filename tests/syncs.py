@@ -34,14 +34,16 @@ def server_sync(
     canary: Sequence[CanaryItem],
     learner_logprobs: Callable[[], Logprobs],
     *,
+    scorer: Scorer | None = None,
     adapter: AdapterSource | None = None,
     config: VllmConfig | None = None,
     ranks: SyncRanks = ONE_RANK,
     device: torch.device = CPU,
     start_join: StartJoin = start_join,
 ) -> Sync:
-    """`config`: the backend's, unless told otherwise."""
+    """`config`: the backend's, unless told otherwise. `scorer`: instead of `learner_logprobs`."""
     config = config or backend.config.vllm
-    checked = Canary(items=canary, scorer=scorer_of(learner_logprobs), tolerance=config.sync.canary_tolerance)
+    scorer = scorer or scorer_of(learner_logprobs)
+    checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance)
     delivery = ServerDelivery(backend, config, canary=checked, ranks=ranks, device=device, start_join=start_join)
     return Sync(delivery, weights, adapter=adapter, fallback_to_full=config.sync.fallback_to_full)

@@ -12,6 +12,7 @@ them. `TextConfig.vocab_size` is exactly the tokenizer's length: no id without a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -139,9 +140,14 @@ SHAPES: dict[Size, Shape] = {
 
 def build(path: str | Path, size: Size = "tiny", seed: int = 0) -> None:
     """Write the model into the folder `path` (made where missing)."""
-    tokenizer = build_tokenizer()
+    write_model(path, SHAPES[size], seed=seed)
+
+
+def write_model(path: str | Path, shape: Shape, *, words: Sequence[str] = (), seed: int = 0) -> None:
+    """A model of any shape; each of `words` is one token of it besides those of PIECES."""
+    tokenizer = build_tokenizer(words)
     processor = build_processor(tokenizer)
-    config = build_config(tokenizer, SHAPES[size])
+    config = build_config(tokenizer, shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
@@ -159,12 +165,12 @@ def count_parameters(size: Size) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which each of PIECES, each coordinate and each special token is one token."""
+def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which each of PIECES and `words`, each coordinate and each special token is one token."""
     to_unit = _byte_units()
     units = [to_unit[byte] for byte in range(256)]
     merges: list[tuple[str, str]] = []
-    for piece in PIECES:
+    for piece in (*PIECES, *words):
         while len(parts := _merge([to_unit[byte] for byte in piece.encode()], merges)) > 1:
             merges.append((parts[0], parts[1]))
     vocab = {text: i for i, text in enumerate([*units, *(a + b for a, b in merges)])}

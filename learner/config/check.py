@@ -58,7 +58,7 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
     config = load_config(path, world_size=world_size, env=env)
     plan = resolve(config, world_size)
     report = plan.to_json()
-    mistakes: list[Mistake] = []
+    mistakes = _output_dir(config)
     looks = [partial(_samples, config)] if read_data else []
     looks += [partial(_probed, plan, env.get(TOKEN_VARIABLE))] if probe else []
     for look in looks:
@@ -69,6 +69,16 @@ def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], rea
     if mistakes:
         raise ConfigErrors(f"{path} names files or servers that cannot be used", mistakes=mistakes)
     return report
+
+
+def _output_dir(config: RunConfig) -> list[Mistake]:
+    from learner.run.output_dir import KEY, check_output_dir  # here, because it reads the schema too
+
+    try:
+        check_output_dir(config)
+    except ConfigError as error:
+        return [Mistake.of(error, KEY)]
+    return []
 
 
 def _samples(config: RunConfig) -> dict[str, Any]:

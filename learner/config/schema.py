@@ -227,7 +227,14 @@ class LossConfig(Section):
 class TrainingConfig(Section):
     """The loop, the optimizer, packing, evaluation and checkpoints."""
 
-    output_dir: str = key("run directory", min_length=1)
+    output_dir: str = key(
+        "run directory; a run does not start where another one is, unless it resumes it", min_length=1
+    )
+    overwrite: bool = key(
+        "start in an `output_dir` that has a run: that run's own files (configuration, metrics, logs, evaluations, "
+        "checkpoints) are removed, others stay. No effect on a run that resumes",
+        False,
+    )
     seed: int = key("every random choice of the run follows from this", 42, req="R11", ge=0)
     max_steps: int | None = key(
         "length of the run; give this or `num_train_epochs`", None, unit="optimizer steps", ge=1

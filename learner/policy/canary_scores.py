@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from learner.policy.load import Policy
-from learner.policy.weights import as_sent, changes_when_sent
+from learner.policy.weights import Checksums, as_sent, changes_when_sent, checksum, unreplaced
 from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
-Within = Callable[[], AbstractContextManager[None]]  # around a forward pass
+Within = Callable[[], AbstractContextManager[Checksums | None]]  # around a forward pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +34,7 @@ class CanaryScores:
 
     logprobs: list[list[float]]
     merge_gap: float
+    checksums: Checksums = field(default_factory=dict)  # of the weights that were used, as far as they are known
 
 
 class CanaryScorer:
@@ -41,6 +42,7 @@ class CanaryScorer:
         self._policy, self._answers = policy, answers
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], RepeatedLogprobs] = {}
+        self._unreplaced: dict[tuple[torch.dtype | None, bool], dict[str, torch.Tensor]] = {}
 
     def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
         """Under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one weight per layer;
@@ -48,31 +50,45 @@ class CanaryScorer:
         model = self._policy.model
         trained = self._trained()
         if not changes_when_sent(model, dtype, merged=merged):
-            return CanaryScores(logprobs=trained, merge_gap=0.0)
+            return CanaryScores(logprobs=trained, merge_gap=0.0, checksums=self._checksums(dtype, merged))
         if (dtype, merged) not in self._sent:
             within = lambda: as_sent(model, dtype, merged=merged)  # noqa: E731
             self._sent[dtype, merged] = RepeatedLogprobs(self._policy, self._answers, within)
         sent = self._sent[dtype, merged]()
         gaps = np.abs(np.concatenate(sent) - np.concatenate(trained)) if sent else np.zeros(1)
-        return CanaryScores(logprobs=sent, merge_gap=float(gaps.mean()))
+        checksums = self._checksums(dtype, merged) | self._sent[dtype, merged].checksums
+        return CanaryScores(logprobs=sent, merge_gap=float(gaps.mean()), checksums=checksums)
+
+    @torch.no_grad()
+    def _checksums(self, dtype: torch.dtype | None, merged: bool) -> Checksums:
+        """Of the weights that are used as they are trained. A sharded model's parts have none."""
+        if self._policy.is_sharded or not merged:
+            return {}
+        if (dtype, merged) not in self._unreplaced:
+            self._unreplaced[dtype, merged] = unreplaced(self._policy.model, dtype, merged=merged)
+        return {name: checksum(tensor) for name, tensor in self._unreplaced[dtype, merged].items()}
 
 
 class RepeatedLogprobs:
-    """`Policy.logprobs` of the same answers, again and again, `within` a context."""
+    """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
+    of the weights that it replaced."""
 
     def __init__(self, policy: Policy, answers: Answers, within: Within = nullcontext) -> None:
         self._policy, self._answers, self._within = policy, answers, within
         can = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
         self._captures = can and len(answers) > 0 and not policy.is_sharded
         self._addresses: tuple[int, ...] = ()
+        self.checksums: Checksums = {}
         if self._captures:
             self._capture()
 
     def __call__(self) -> list[list[float]]:
         """Natural log-probabilities per answer, under the weights as they are now."""
         if not self._captures:
-            with self._within():
-                return self._policy.logprobs(self._answers)
+            with self._within() as checksums:
+                logprobs = self._policy.logprobs(self._answers)
+            self.checksums = checksums or {}
+            return logprobs
         if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
             self._capture()
         self._graph.replay()
@@ -82,7 +98,7 @@ class RepeatedLogprobs:
     def _capture(self) -> None:
         policy = self._policy
         inputs = policy.answer_inputs(self._answers)
-        with self._within():
+        with self._within() as checksums:
             policy.logprobs(self._answers)  # warm up: the set-up of a first pass must not be captured
             torch.cuda.synchronize(policy.device)
             self._graph = torch.cuda.CUDAGraph()
@@ -91,6 +107,7 @@ class RepeatedLogprobs:
                 # thread_local: other threads may broadcast meanwhile
                 with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                     self._logprobs = policy.answer_logprobs(inputs)
+        self.checksums = checksums or {}  # the graph's own memory: a replay writes it anew
         self._inputs = inputs  # keeps the memory that the graph reads
         self._addresses = self._addresses_now()
 

@@ -93,25 +93,54 @@ def _is_adapted(name: str) -> bool:
     return name.endswith(f"{_BASE}weight")
 
 
+Checksums = dict[str, torch.Tensor]  # by the checkpoint's name of a tensor; see `checksum`
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the tensor's bytes as 64-bit words, wrapping: int64 `[]` on its device. Nothing waits for the device.
+
+    Zeros between tensors add nothing, so a bucket's sum is the sum of its tensors' sums. It finds a tensor of other
+    values, not values that changed places.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 8 or data.storage_offset() % 8:
+        data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+    return data.view(torch.int64).sum()
+
+
 @contextmanager
-def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> Iterator[None]:
+def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> Iterator[Checksums]:
     """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
     `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
-    holds one more layer, never one more model. A sharded model's weights are whole at that time.
+    holds one more layer, never one more model. A sharded model's weights are whole at that time. Yields the checksums
+    of the weights that were replaced, which a forward pass fills in.
     """
+    used: Checksums = {}
     with ExitStack() as hooks:
-        for module in model.modules():
+        for name, module in model.named_modules():
             if merged and isinstance(module, LoraLayer):
-                swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), adapted=module)
+                swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), name, used, adapted=module)
             elif dtype is not None and _is_rounded(module, dtype):
-                swap = _Swap(module, partial(_rounded, module, dtype))
+                swap = _Swap(module, partial(_rounded, module, dtype), name, used)
             else:
                 continue
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
-        yield
+        yield used
+
+
+def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
+    """The weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not replace."""
+    replaced = set()
+    for module_name, module in model.named_modules():
+        if merged and isinstance(module, LoraLayer):
+            replaced.add(f"{module_name}.weight")
+        elif _is_rounded(module, dtype):
+            replaced |= {f"{module_name}.{name}".replace(_BASE, ".") for name in module._parameters}
+    own = ((name.replace(_BASE, "."), tensor) for name, tensor in _own_state(model).items())
+    return {name: tensor for name, tensor in own if name not in replaced}
 
 
 def changes_when_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> bool:
@@ -120,21 +149,30 @@ def changes_when_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merg
 
 
 class _Swap:
-    """Replaces `owner`'s parameters with `values()` while a forward pass runs. `adapted`: the layer around `owner`, if
-    the values already contain its adapter."""
+    """Replaces `owner`'s parameters with `values()` while a forward pass runs, and notes their checksums in `used`.
+    `name`: the module's in the checkpoint. `adapted`: the layer around `owner`, if the values contain its adapter."""
 
     def __init__(
         self,
         owner: torch.nn.Module,
-        values: Callable[[], dict[str, torch.nn.Parameter]],
+        values: Callable[[], dict[str, torch.Tensor]],
+        name: str,
+        used: Checksums,
         adapted: LoraLayer | None = None,
     ) -> None:
         self._owner, self._values, self._adapted = owner, values, adapted
+        self._name, self._used = name, used
         self._trained = owner._parameters
 
     def enter(self, *_: Any) -> None:
         self._trained = self._owner._parameters
-        self._owner._parameters = {**self._trained, **self._values()}
+        values = self._values()
+        for name, value in values.items():
+            self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
+        self._owner._parameters = {
+            **self._trained,
+            **{name: _parameter(value.to(self._trained[name].dtype)) for name, value in values.items()},
+        }
         if self._adapted is not None:
             self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
 
@@ -149,14 +187,12 @@ def _is_rounded(module: torch.nn.Module, dtype: torch.dtype | None) -> bool:
     return dtype is not None and any(p is not None and p.is_floating_point() and p.dtype != dtype for p in own)
 
 
-def _rounded(module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
-    own = {name: p for name, p in module._parameters.items() if p is not None}
-    return {name: _parameter(_cast(p, dtype).to(p.dtype)) for name, p in own.items()}
+def _rounded(module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: _cast(p, dtype) for name, p in module._parameters.items() if p is not None}
 
 
-def _merged(layer: LoraLayer, dtype: torch.dtype | None) -> dict[str, torch.nn.Parameter]:
-    trained = layer.get_base_layer().weight
-    return {"weight": _parameter(merged_weight(layer).to(dtype or trained.dtype).to(trained.dtype))}
+def _merged(layer: LoraLayer, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    return {"weight": merged_weight(layer).to(dtype or layer.get_base_layer().weight.dtype)}
 
 
 def _parameter(value: torch.Tensor) -> torch.nn.Parameter:

@@ -37,6 +37,7 @@ from shared.wire import (
     TOKEN_VARIABLE,
     CloseCommunicatorCall,
     ErrorBody,
+    ExpectScoresCall,
     InferCall,
     InitCommunicatorCall,
     RolloutOutput,
@@ -243,6 +244,10 @@ class ServerClient:
         """Returns when the buckets have been broadcast and the server has checked what it serves."""
         response = await self._send_once("/update_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
         return read_reply(response, TypeAdapter(UpdateWeightsReply), self.base_url)
+
+    async def expect_scores(self, call: ExpectScoresCall) -> None:
+        """Tell what the canary of the update under way must score."""
+        await self._send_once("/expect_scores/", call)
 
     async def close_communicator(self, call: CloseCommunicatorCall) -> None:
         await self._send_once("/close_communicator/", call)

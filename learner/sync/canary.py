@@ -17,8 +17,8 @@ from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import CanaryScores
 from learner.records import EncodedPrompt, Sample
 from learner.rollout.requests import infer_request
-from shared.errors import CanaryError, RolloutError
-from shared.wire import ScoreItem, ScoreReply
+from shared.errors import CanaryError, NotFiniteError, RolloutError
+from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 
 Logprobs = Sequence[Sequence[float]]  # natural, one sequence per answer
 # The answers' scores under the weights as they travel: in this dtype (None: as trained), merged or not.
@@ -53,6 +53,18 @@ class Canary:
 
     def __post_init__(self) -> None:
         assert self.items, "a sync without a canary is not checked"
+
+    def expected(self, incarnation: str, ver: int, learner: Logprobs) -> ExpectScoresCall:
+        """What a server must find for update `ver`. Raises NotFiniteError if the learner's scores are not."""
+        if not np.isfinite(np.concatenate(learner)).all():
+            raise NotFiniteError(
+                "the learner's own log-probabilities of the canary are not finite",
+                found="nan or infinite values",
+                wanted="finite weights",
+                remedy="look at the loss and the learning rate, and resume from an earlier checkpoint",
+            )
+        logprobs = [list(one) for one in learner]
+        return ExpectScoresCall(incarnation=incarnation, ver=ver, logprobs=logprobs, tolerance=self.tolerance)
 
     def compare(self, learner: Logprobs, reply: ScoreReply, who: str) -> CanaryGap:
         """The gap between both sides; `who` is the generator that gave `reply`.

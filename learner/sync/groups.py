@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ class ServerGroup:
 
     def post_inits(self, incarnation: str, device: torch.device, timeout_s: float) -> Posts:
         """Ask every server to join; done when all have, this side included."""
-        posts: dict[ServerLink, Future[None]] = {}
+        posts: list[tuple[ServerLink, Future[None]]] = []
         first_rank = 0
         for link in self.links:
             call = InitCommunicatorCall(
@@ -79,12 +79,12 @@ class ServerGroup:
                 backend=_backend(device),
                 timeout_s=timeout_s,
             )
-            posts[link] = link.post(link.client.init_communicator(call))
+            posts.append((link, link.post(link.client.init_communicator(call))))
             first_rank += link.world_size
         return posts
 
 
-Posts = Mapping[ServerLink, Future[Any]]  # HTTP calls that are open
+Posts = Sequence[tuple[ServerLink, Future[Any]]]  # HTTP calls that are open
 Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts under way
 
 
@@ -110,7 +110,7 @@ class ServerGroups:
             else:
                 group.communicator.close()
         call = CloseCommunicatorCall(incarnation=self.incarnation)
-        return {link: link.post(link.client.close_communicator(call)) for link in self.links}
+        return [(link, link.post(link.client.close_communicator(call))) for link in self.links]
 
 
 def open_groups(
@@ -127,7 +127,7 @@ def open_groups(
     """
     incarnation = uuid.uuid4().hex
     groups = [ServerGroup(members) for members in of_one_machine(links, statuses)]
-    posts = {link: post for group in groups for link, post in group.post_inits(incarnation, device, timeout_s).items()}
+    posts = [post for group in groups for post in group.post_inits(incarnation, device, timeout_s)]
     joins: list[tuple[ServerGroup, Operation[Any]]] = []
     try:
         for group in groups:
@@ -169,9 +169,9 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
     while True:
         _raise_cause(sent, posts)
         pending = {future for _, future in sent if not future.done()}
-        open_posts = {post for post in posts.values() if not post.done()}
+        open_posts = {post for _, post in posts if not post.done()}
         if not replies and len(open_posts) < len(posts):
-            raise _early_reply([link.base_url for link, post in posts.items() if post.done()])
+            raise _early_reply([link.base_url for link, post in posts if post.done()])
         if not pending and not (replies and open_posts):
             return
         wait(pending | open_posts, return_when=FIRST_COMPLETED)
@@ -179,7 +179,7 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
 
 def cancel(posts: Posts) -> None:
     """Stop waiting for these; what they asked of a server may still happen there."""
-    for post in posts.values():
+    for _, post in posts:
         post.cancel()
 
 
@@ -194,9 +194,9 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
     """Raise what made any of these fail. If a wire broke, everyone on it says so; whoever broke it may have more to
     say, and gets a moment for it."""
     deadline = time.monotonic() + CAUSE_GRACE_S
-    while errors := [*_errors(posts.values()), *_errors_on_the_wire(sent)]:
+    while errors := [*_errors(post for _, post in posts), *_errors_on_the_wire(sent)]:
         causes = [error for error in errors if not isinstance(error, CommunicatorError | DeadlineError)]
-        open_posts = [post for post in posts.values() if not post.done()]
+        open_posts = [post for _, post in posts if not post.done()]
         if causes or not open_posts or not wait(open_posts, deadline - time.monotonic(), FIRST_COMPLETED).done:
             raise (causes or errors)[0]
 

@@ -3,9 +3,9 @@
 In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
 with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier -> update ->
 barrier`; complete means that every server has checked bytes and coverage, and that its canary gap is within the
-tolerance. A bucket is gathered, packed and sealed while the buckets before it travel, and the learner scores the canary
-while the last ones do. The weights below an adapter are an update of their own version, which also heals a poisoned
-server.
+tolerance. The server judges that too, by the learner's scores, and serves nothing before. A bucket is gathered, packed
+and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
+below an adapter are an update of their own version, which also heals a poisoned server.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from learner.config.schema import VllmConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import CanaryScores
+from learner.policy.weights import Checksums, checksum
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
@@ -30,7 +31,7 @@ from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_b
 from learner.sync.sync import Delivered, Mode
 from shared.checkpoint import differences
 from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, SyncError
-from shared.sync.buckets import DTYPES, num_bucket_bytes, plan_buckets
+from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
 from shared.wire import Bucket, ScoreCall, ScoreReply, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
@@ -116,8 +117,8 @@ class ServerDelivery:
     def leave(self, *, abort: bool) -> None:
         groups, self._groups = self._groups, ServerGroups((), "")
         goodbyes = groups.leave(abort=abort)
-        wait(goodbyes.values(), timeout=REPLY_GRACE_S)
-        for link, goodbye in goodbyes.items():
+        wait([goodbye for _, goodbye in goodbyes], timeout=REPLY_GRACE_S)
+        for link, goodbye in goodbyes:
             if not goodbye.done() or goodbye.exception() is not None:
                 log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
             goodbye.cancel()
@@ -133,32 +134,39 @@ class ServerDelivery:
             mode=mode,
             buckets=self._plan(source),
             canary=score_items(items),
+            base_of_adapter=not items,
             timeout_s=self._config.server.timeout_s,
         )
-        posts = {link: link.post(link.client.update_weights(call)) for link in self._groups.links}
+        posts = [(link, link.post(link.client.update_weights(call))) for link in self._groups.links]
+        told: Posts = []
         try:
-            under_way = self._send(source, call, posts)
+            under_way, sums = self._send(source, call, posts)
             learner = NO_SCORES
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
-            await_all(under_way, posts)
+                check_sent(call.buckets, sums, learner.checksums)
+                expected = self._canary.expected(call.incarnation, ver, learner.logprobs)
+                told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
+            await_all(under_way, [*posts, *told])
         except BaseException:
-            cancel(posts)
+            cancel([*posts, *told])
             raise
-        replies = {link.base_url: post.result() for link, post in posts.items()}
+        replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             _check_reply(call, reply, base_url)
         return replies, learner
 
-    def _send(self, source: WeightSource, call: UpdateWeightsCall, posts: Posts) -> Sent:
-        """Give every bucket to every group; the buckets that are still under way."""
+    def _send(self, source: WeightSource, call: UpdateWeightsCall, posts: Posts) -> tuple[Sent, list[torch.Tensor]]:
+        """Give every bucket to every group; the buckets that are still under way, and every bucket's checksum."""
         plan = [bucket.tensors for bucket in call.buckets]
         under_way: deque[Sent] = deque()
+        sums = []
         for bucket in sealed_buckets(source, plan, ver=call.ver, dtype=self._dtype, device=self._device):
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)
             under_way.append(self._groups.broadcast(bucket))
-        return [part for sent in under_way for part in sent]
+            sums.append(checksum(bucket[:-SEAL_BYTES]))
+        return [part for sent in under_way for part in sent], sums
 
     def _plan(self, source: WeightSource) -> list[Bucket]:
         if source not in self._plans:
@@ -181,6 +189,31 @@ def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
     if failure is not None:
         raise outcome[1] or failure  # rank 0's own has its traceback
     return result
+
+
+def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: Checksums) -> None:
+    """Are the weights that were sent those that the canary was scored with, bit for bit?
+
+    A stale tensor can change log-probabilities less than kernels do, so the canary alone cannot find it. `sums`: what
+    was sent, per bucket. `scored`: per tensor; a bucket with a tensor that is not in it is not compared. Raises
+    SyncError.
+    """
+    known = [(i, bucket) for i, bucket in enumerate(buckets) if all(t.name in scored for t in bucket.tensors)]
+    if not known:
+        return
+    wanted = torch.stack([torch.stack([scored[t.name] for t in bucket.tensors]).sum() for _, bucket in known])
+    found = torch.stack([sums[i] for i, _ in known])
+    wrong = [known[i] for i in torch.nonzero(wanted.to(found.device) != found).flatten().tolist()]
+    if wrong:
+        index, bucket = wrong[0]
+        names = [tensor.name for tensor in bucket.tensors]
+        raise SyncError(
+            "the weights that were sent are not the policy's",
+            found=f"{len(wrong)} of {len(buckets)} buckets differ; first bucket {index}: {names[0]} to {names[-1]}",
+            wanted="in every bucket, bit for bit, the weights that the learner scored the canary with",
+            remedy="something changed weights while they were sent, or sent old ones: is the policy used by another "
+            "thread? If not, this is a defect of the weight source; the servers serve nothing until the next sync",
+        )
 
 
 def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: str) -> None:

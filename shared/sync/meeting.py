@@ -7,7 +7,6 @@ the port is free.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import socket
 import threading
@@ -24,6 +23,8 @@ from shared.errors import CommunicatorError, DeadlineError, ProjectError
 _POLL_S = 0.01
 _OPEN_S = 2.0  # rank 0 opens its group at once, if it is there
 _PORT_PATIENCE_S = 10.0  # a group that was just left, on the same port, takes a moment to go
+_SERVER = "custom.extra.rollout_matching.vllm.server"
+_WITHOUT_PORTS = "or do without a port: vllm.mode: colocate, or rollout_backend: hf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ def _open(meeting: dist.Store, member: Membership, deadline: float, given_up: th
         if given_up.wait(_POLL_S):
             return _given_up(member)
         if time.monotonic() > deadline:
-            return late(f"joining {member}", f"no sign of rank {', '.join(map(str, missing))}")
+            return _late_joining(member, f"no sign of rank {', '.join(map(str, missing))}")
     meeting.set("complete", "1")
     return None
 
@@ -103,7 +104,7 @@ def _attend(
             if given_up.wait(_POLL_S):
                 return _given_up(member)
             if time.monotonic() > deadline:
-                return late(f"joining {member}", "rank 0 there, others missing" if met else "no sign of rank 0")
+                return _late_joining(member, "rank 0 there, others missing" if met else "no sign of rank 0")
             if not met and time.monotonic() > patience:
                 return "connect again"
     except RuntimeError:  # the old store went while we were connected to it
@@ -125,7 +126,7 @@ def _listen(member: Membership) -> int:
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
-                    raise
+                    raise _cannot_listen(member, error) from error
             time.sleep(_POLL_S)
         listener.listen()
         return listener.detach()
@@ -135,11 +136,15 @@ def _wait_for_listener(member: Membership, given_up: threading.Event) -> None:
     """Wait here and not in torch, whose wait can't be given up and aborts a process that ends meanwhile."""
     deadline = time.monotonic() + member.timeout_s
     while not given_up.wait(_POLL_S):
-        with contextlib.suppress(ConnectionError, TimeoutError):
+        try:
             socket.create_connection((member.host, member.port), timeout=1.0).close()
             return
+        except socket.gaierror:
+            raise
+        except OSError as error:  # also no route: a network may come up later than this process
+            said = error
         if time.monotonic() > deadline:
-            raise late(f"joining {member}", "nobody listening")
+            raise _late_joining(member, f"nobody listening: {said}")
     raise _given_up(member)
 
 
@@ -159,6 +164,28 @@ def late(what: str, found: str) -> DeadlineError:
         found=found,
         wanted="all ranks there and alive within the deadline",
         remedy="look for a process that died or can't be reached, or raise the timeout",
+    )
+
+
+def _late_joining(member: Membership, found: str) -> DeadlineError:
+    """A rank of the group is not there: it ended, or it can't reach the port."""
+    error = late(f"joining {member}", found)
+    error.remedy = (
+        f"look for a process that died; open {_SERVER}.servers[i].group_port ({member.port}) in the firewall of "
+        f"{member.host}, or choose a port that is open; raise {_SERVER}.timeout_s ({member.timeout_s:g} s here) for a "
+        f"slow start; {_WITHOUT_PORTS}"
+    )
+    return error
+
+
+def _cannot_listen(member: Membership, error: OSError) -> CommunicatorError:
+    in_use = error.errno == errno.EADDRINUSE
+    cause = "end the process that holds it, or change" if in_use else "correct the server's group_host, or change"
+    return CommunicatorError(
+        f"joining {member} failed: {member.host}:{member.port} can't be listened at",
+        found=str(error),
+        wanted="a free TCP port at an address of the server's machine",
+        remedy=f"{cause} {_SERVER}.servers[i].group_port ({member.port}); {_WITHOUT_PORTS}",
     )
 
 

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.integration
 
 NUM_NEW = 12
 TEXT = [{"role": "user", "content": "name every digit"}]
+ANSWER = [5, 400, 1000]  # of the canary, on TEXT
 PICTURE = [{"role": "user", "content": "<image>name every digit"}]
 
 
@@ -116,14 +117,16 @@ class Learner:
         **call: Any,
     ) -> httpx.Response:
         """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more. `expected`: of an
-        `ExpectScoresCall`, sent after the last bucket."""
+        `ExpectScoresCall`, sent after the last bucket; None: what the learner's model gives."""
         specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
         buffers, buckets = [], []
         for bucket_specs in weights.plan_buckets(specs, 1 << 20):
             buffers.append(weights.pack(bucket_specs, tensors, "cpu"))
             buckets.append(Bucket(tensors=bucket_specs, num_bytes=weights.num_bucket_bytes(bucket_specs)))
         assert len(buckets) > 2
-        body = {"incarnation": self.incarnation, "ver": self.ver() + 1, "timeout_s": 20.0, **call}
+        expected = expected or {"logprobs": [self.logprobs(TEXT, None, ANSWER)], "tolerance": 0.002}
+        canary = [{"request": {"messages": TEXT}, "response_token_ids": ANSWER}]
+        body = {"incarnation": self.incarnation, "ver": self.ver() + 1, "timeout_s": 20.0, "canary": canary, **call}
         body["buckets"] = [bucket.model_dump() for bucket in buckets]
         for index, buffer in enumerate(buffers):
             weights.seal(buffer, ver=body["ver"], index=index)
@@ -141,9 +144,8 @@ class Learner:
                 self.communicator.broadcast(buffer, src, timeout_s=20.0)
                 assert all(operation.done(20.0) for operation in receiving)
                 assert all(torch.equal(copy, buffer) for _, copy in copies)
-        if expected is not None:
-            said = {"incarnation": self.incarnation, "ver": body["ver"], **expected}
-            assert self.http.post("/expect_scores/", json=said).status_code == 200
+        said = {"incarnation": self.incarnation, "ver": body["ver"], **expected}
+        assert self.http.post("/expect_scores/", json=said).status_code == 200
         calling.join(60)
         return replies[0]
 
@@ -335,20 +337,15 @@ def test_a_failed_update_poisons_until_a_full_sync(learner: Learner, how: str, e
 
 def test_the_server_serves_what_gives_the_expected_scores(learner: Learner) -> None:
     """R09, D14: other probabilities than the learner's poison the server."""
-    response = [5, 400, 1000]
-    judged = {"canary": [{"request": {"messages": TEXT}, "response_token_ids": response}], "await_verdict": True}
     learner.randomize(seed=8)
-    right = {"logprobs": [learner.logprobs(TEXT, None, response)], "tolerance": 0.002}
-    wrong = {"logprobs": [[value + 0.1 for value in right["logprobs"][0]]], "tolerance": 0.05}
+    wrong = {"logprobs": [[value + 0.1 for value in learner.logprobs(TEXT, None, ANSWER)]], "tolerance": 0.05}
     tensors = learner.tensors()
     assert learner.join().status_code == 200
-    served = learner.sync(tensors, **judged, expected=right)
-    assert served.status_code == 200, served.text
-    refused = learner.sync(tensors, **judged, expected=wrong)
+    refused = learner.sync(tensors, expected=wrong)
     assert (refused.status_code, refused.json()["error"]) == (500, "CanaryError")
     assert learner.http.get("/ready/").status_code == 503
     assert learner.join().status_code == 200
-    assert learner.sync(tensors, **judged, expected=right).status_code == 200
+    assert learner.sync(tensors).status_code == 200
     assert learner.ids(TEXT) == learner.generate(TEXT)
 
 
@@ -367,7 +364,9 @@ def test_a_server_is_one_of_several_in_a_group(learner: Learner) -> None:
 def test_only_the_learner_that_opened_the_group_may_update(learner: Learner) -> None:
     learner.join()
     for wrong in ({"incarnation": "someone"}, {"mode": "adapter"}):
-        body = {"incarnation": learner.incarnation, "ver": learner.ver() + 1, "buckets": [], "timeout_s": 5.0, **wrong}
+        canary = [{"request": {"messages": TEXT}, "response_token_ids": ANSWER}]
+        body = {"incarnation": learner.incarnation, "ver": learner.ver() + 1, "buckets": [], "timeout_s": 5.0}
+        body |= {"canary": canary, **wrong}
         refused = learner.http.post("/update_weights/", json=body)
         assert (refused.status_code, refused.json()["error"]) == (500, "SyncError")
     assert learner.http.get("/status/").json()["gate"] != "poisoned"

@@ -217,12 +217,15 @@ def test_the_canary_tells_a_model_that_is_not_the_learner_s(
     policy: Policy,
     samples: list[Sample],
 ) -> None:
-    """The check can fail: the same sync, judged by a policy that has moved on, is refused."""
+    """R09: the check can fail: the same sync, judged by a policy that has moved on, is refused and never served."""
 
-    other = copy.deepcopy(policy)
+    other, backend = copy.deepcopy(policy), connect()
     perturb(other, 0.5)
     with pytest.raises(CanaryError, match="not the learner's"):
-        start_sync(connect(), judge=other).sync()
+        start_sync(backend, judge=other).sync()
+    with pytest.raises(ServerPoisonedError):
+        generate(backend, samples)
+    assert start_sync(connect()).sync().ver
 
 
 class Misnamed:

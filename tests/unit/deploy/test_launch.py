@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from deploy.launch import load_launch_config
+from learner.config.load import load_config
+from rollout_server.config import load_server_config
 from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
@@ -209,3 +211,17 @@ def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> No
     ((_, learner, _),) = [(name, int(pid), devices) for name, pid, devices in SAID.findall(seen)]
     assert not is_alive(learner)
     assert "did not stop within 1 s: killed" in run.err
+
+
+SHIPPED = sorted((Path(__file__).parents[3] / "deploy" / "qwen3vl_4b").glob("launch*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_launch_file_is_right(path: Path, workdir: Path) -> None:
+    """Paths in it are as seen from the repository's root; each learner's servers are those that it starts."""
+    (workdir / "deploy").symlink_to(path.parents[1])
+    launch = load_launch_config(str(path))
+    learner = load_config(launch.learner.config, world_size=launch.learner.nproc)
+    started = {load_server_config(server.config).base_url for server in launch.servers}
+    asked = learner.custom.extra.rollout_matching.vllm.server.servers
+    assert {entry.base_url for entry in asked} == started

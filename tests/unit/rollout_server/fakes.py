@@ -23,6 +23,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
+        self.holds: dict[str, asyncio.Event] = {}  # what a text's answer waits for, besides `go`
         self.calls: list[tuple[Any, ...]] = []
         self.replies: dict[str, Callable[[], WorkerReply]] = {}  # by worker method
         self.num_resets = 0
@@ -35,6 +36,8 @@ class FakeEngine:
         self.generated.append(text)
         try:
             await self.go.wait()
+            if text in self.holds:
+                await self.holds[text].wait()
         except asyncio.CancelledError:
             self.cancelled.append(text)
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -16,7 +16,16 @@ from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
 from shared.errors import DigestError
 from shared.seeds import SEED_MODULUS
-from shared.wire import ErrorBody, InferCall, InitCommunicatorCall, RequestConfig, RolloutInferRequest, RolloutOutput
+from shared.wire import (
+    NDJSON,
+    AnswerLine,
+    ErrorBody,
+    InferCall,
+    InitCommunicatorCall,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+)
 from tests.unit.rollout_server.fakes import FakeEngine
 
 Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
@@ -209,33 +218,144 @@ def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:
     serve(check)
 
 
+class Caller:
+    """A client that keeps its connection until `gone`, and notes what it is sent."""
+
+    def __init__(self, service: RolloutService, texts: Sequence[str], *, accept: bytes = b"*/*") -> None:
+        requests = [RolloutInferRequest.model_validate(request(text)) for text in texts]
+        self._body = InferCall(infer_requests=requests).model_dump_json().encode()
+        self._sent, self.gone = False, asyncio.Event()
+        self.status, self.content_type, self.lines = 0, "", list[dict[str, Any]]()
+        headers = [*JSON, (b"accept", accept)]
+        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": headers}
+        self.calling = asyncio.create_task(create_app(service, None)(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._sent:
+            self._sent = True
+            return {"type": "http.request", "body": self._body}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.content_type = message["status"], dict(message["headers"])[b"content-type"].decode()
+        else:
+            self.lines += [json.loads(line) for line in message["body"].splitlines()]
+
+    def places(self) -> list[int]:
+        return [line["index"] for line in self.lines]
+
+
 def test_a_client_that_hangs_up_stops_its_generations() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.go.clear()
-        gone = asyncio.Event()
-        body = InferCall(infer_requests=[RolloutInferRequest.model_validate(request("a"))]).model_dump_json().encode()
-        sent = False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal sent
-            if not sent:
-                sent = True
-                return {"type": "http.request", "body": body}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            pass
-
-        app = create_app(service, None)
-        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": JSON}
-        calling = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]
+        caller = Caller(service, "a")
         await asyncio.sleep(0.05)
         assert (engine.generated, service.gate.in_flight) == (["a"], 1)
-        gone.set()
-        await calling
+        caller.gone.set()
+        await caller.calling
         await asyncio.sleep(0.01)
         assert (engine.cancelled, service.gate.in_flight) == (["a"], 0)
+
+    serve(check)
+
+
+# ---- answers as they end -------------------------------------------------------------------------------------------
+
+
+def test_a_stream_has_a_line_per_request_as_each_ends() -> None:
+    """D9: before the others have ended; the same answers as without streaming, and the status with the first line."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"a": asyncio.Event(), "c": asyncio.Event()}
+        caller = Caller(service, "abc", accept=b"application/x-ndjson, application/json;q=0.5")
+        await asyncio.sleep(0.05)
+        assert (caller.status, caller.content_type, caller.places()) == (200, NDJSON, [1])
+        engine.holds["c"].set()
+        await asyncio.sleep(0.01)
+        assert caller.places() == [1, 2]
+        assert not caller.calling.done()
+        engine.holds["a"].set()
+        await caller.calling
+        assert caller.places() == [1, 2, 0]
+        assert service.gate.in_flight == 0
+        lines = {line["index"]: line["output"] for line in caller.lines}
+        again = await http.post("/infer/", content=caller._body, headers={"Content-Type": "application/json"})
+        assert [lines[i] for i in range(3)] == again.json(), "the same uuids get the same answers"
+        assert all(AnswerLine.model_validate(line).error is None for line in caller.lines)
+
+    serve(check)
+
+
+def test_a_call_without_requests_is_an_empty_stream() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": []}, headers={"Accept": NDJSON})
+        assert (reply.status_code, reply.headers["content-type"], reply.content) == (200, NDJSON, b"")
+
+    serve(check)
+
+
+def test_what_fails_before_the_first_line_has_its_status() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/infer/", json={"infer_requests": [request("refuse")]}, headers={"Accept": NDJSON})
+        assert error(reply) == (413, "PromptTooLongError")
+        many = await http.post("/infer/", json={"infer_requests": [request("a")] * 3}, headers={"Accept": NDJSON})
+        assert error(many) == (413, "RequestError")
+
+    serve(check, max_requests_per_call=2)
+
+
+def test_what_fails_later_is_the_last_line_and_cancels_the_rest() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"refuse": asyncio.Event(), "c": asyncio.Event()}
+        caller = Caller(service, ["a", "refuse", "c"], accept=NDJSON.encode())
+        await asyncio.sleep(0.05)
+        engine.holds["refuse"].set()
+        await caller.calling
+        first, last = caller.lines
+        assert (caller.status, first["index"]) == (200, 0)
+        told = AnswerLine.model_validate(last).error
+        assert told is not None
+        assert (told.error, told.what[:18]) == ("PromptTooLongError", "infer_requests.1: ")
+        assert (engine.cancelled, service.gate.in_flight) == (["c"], 0)
+        text = (await http.get("/metrics/")).text
+        assert 'rollout_requests_total{outcome="answered"} 1.0' in text
+        assert 'rollout_requests_total{outcome="PromptTooLongError"} 2.0' in text
+
+    serve(check)
+
+
+def test_hanging_up_in_the_middle_of_a_stream_aborts_what_is_left() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"b": asyncio.Event()}
+        caller = Caller(service, "ab", accept=NDJSON.encode())
+        await asyncio.sleep(0.05)
+        assert (caller.places(), service.gate.in_flight) == ([0], 1)
+        caller.gone.set()
+        await caller.calling
+        assert (engine.cancelled, service.gate.in_flight) == (["b"], 0)
+
+    serve(check)
+
+
+def test_a_sync_waits_for_generation_and_not_for_a_slow_reader() -> None:
+    """R10: answers under way end before the weights change, whatever the caller has read of them."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        engine.holds = {"b": asyncio.Event()}
+        requests = [RolloutInferRequest.model_validate(request(text)) for text in "abc"]
+        answers = service.answers(InferCall(infer_requests=requests))
+        assert (await anext(answers))[0] == 0  # and now nobody reads
+        updating = asyncio.create_task(http.post("/update_weights/", json=update()))
+        await asyncio.sleep(0.05)
+        assert (service.gate.state, service.gate.ver) == ("draining", 0)
+        engine.holds["b"].set()
+        assert (await updating).status_code == 200
+        rest = [RolloutOutput.model_validate_json(output) async for _, output in answers]
+        assert [output.rollout_infos.ver for output in rest] == [0, 0]
+        assert service.gate.ver == 1
 
     serve(check)
 
@@ -254,8 +374,29 @@ async def open_group(http: httpx.AsyncClient, incarnation: str = "a", *, world_s
     assert (await http.post("/init_communicator/", json=body)).status_code == 200
 
 
-def update(incarnation: str = "a", ver: int = 1, mode: str = "full") -> dict[str, Any]:
-    return {"incarnation": incarnation, "ver": ver, "mode": mode, "buckets": [], "timeout_s": 5}
+CANARY = [{"request": request("canary"), "response_token_ids": [1, 2]}]  # the fake engine scores -0.5 each
+
+
+def update(incarnation: str = "a", ver: int = 1, mode: str = "full", **fields: Any) -> dict[str, Any]:
+    return {
+        "incarnation": incarnation,
+        "ver": ver,
+        "mode": mode,
+        "buckets": [],
+        "canary": CANARY,
+        "timeout_s": 5,
+        **fields,
+    }
+
+
+def expected(*logprobs: float, ver: int = 1, tolerance: float = 0.1, incarnation: str = "a") -> dict[str, Any]:
+    return {"incarnation": incarnation, "ver": ver, "logprobs": [logprobs], "tolerance": tolerance}
+
+
+async def push(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+    """An update whose canary scores what the learner expects."""
+    await http.post("/expect_scores/", json=expected(-0.5, -0.5, ver=body["ver"], incarnation=body["incarnation"]))
+    return await http.post("/update_weights/", json=body)
 
 
 def test_one_call_is_one_update() -> None:
@@ -267,13 +408,13 @@ def test_one_call_is_one_update() -> None:
         joined = InitCommunicatorCall.model_validate_json(call)
         assert (method, host) == ("sync_join", "10.0.0.7")
         assert (joined.incarnation, joined.group_port, joined.first_rank, joined.world_size) == ("a", 1234, 0, 5)
-        reply = await http.post("/update_weights/", json=update(ver=4))
+        reply = await push(http, update(ver=4))
         assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
         assert engine.called()[-2:] == ["sync_start", "sync_poll"]
         status = (await http.get("/status/")).json()
         assert (status["gate"], status["ver"], status["incarnation"]) == ("serving", 4, "a")
-        assert error(await http.post("/update_weights/", json=update("b", 5))) == (500, "SyncError")
-        assert error(await http.post("/update_weights/", json=update(ver=4))) == (500, "SyncError")
+        assert error(await push(http, update("b", 5))) == (500, "SyncError")
+        assert error(await push(http, update(ver=4))) == (500, "SyncError")
         assert engine.called().count("sync_start") == 1
 
     serve(check, communicator_host="10.0.0.7", tensor_parallel_size=4)
@@ -286,7 +427,7 @@ def test_an_adapter_is_attached_to_requests_until_the_next_full_update() -> None
         assert (await http.get("/status/")).json()["max_lora_rank"] == 32
         await open_group(http)
         for ver, mode, adapter in ((1, "adapter", "policy-1"), (2, "adapter", "policy-2"), (3, "full", None)):
-            assert (await http.post("/update_weights/", json=update(ver=ver, mode=mode))).status_code == 200
+            assert (await push(http, update(ver=ver, mode=mode))).status_code == 200
             assert (engine.adapter, engine.num_resets) == (adapter, ver)
 
     serve(check, enable_lora=True, max_lora_rank=32)
@@ -296,7 +437,7 @@ def test_an_adapter_is_refused_where_none_is_taken_and_nothing_is_poisoned() -> 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         assert (await http.get("/status/")).json()["max_lora_rank"] == 0
         await open_group(http)
-        reply = await http.post("/update_weights/", json=update(mode="adapter"))
+        reply = await push(http, update(mode="adapter"))
         assert error(reply) == (500, "SyncError")
         assert "enable_lora" in reply.json()["found"]
         assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
@@ -313,13 +454,13 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
 
         await open_group(http)
         engine.replies["sync_poll"] = fail
-        assert error(await http.post("/update_weights/", json=update(mode="adapter"))) == (500, "DigestError")
+        assert error(await push(http, update(mode="adapter"))) == (500, "DigestError")
         del engine.replies["sync_poll"]
         await open_group(http, "b")
-        assert error(await http.post("/update_weights/", json=update("b", 2, "adapter"))) == (500, "SyncError")
+        assert error(await push(http, update("b", 2, "adapter"))) == (500, "SyncError")
         assert service.gate.state == "poisoned"
-        assert (await http.post("/update_weights/", json=update("b", 2))).status_code == 200
-        assert (await http.post("/update_weights/", json=update("b", 3, "adapter"))).status_code == 200
+        assert (await push(http, update("b", 2))).status_code == 200
+        assert (await push(http, update("b", 3, "adapter"))).status_code == 200
 
     serve(check, enable_lora=True)
 
@@ -331,7 +472,7 @@ def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
 
         await open_group(http)
         engine.replies["sync_poll"] = fail
-        assert error(await http.post("/update_weights/", json=update())) == (500, "DigestError")
+        assert error(await push(http, update())) == (500, "DigestError")
         assert engine.called()[-1] == "sync_leave"
         refused = await http.post("/infer/", json={"infer_requests": [request("a")]})
         assert (*error(refused), refused.headers["Retry-After"]) == (503, "ServerPoisonedError", "1")
@@ -340,23 +481,13 @@ def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
         assert engine.generated == []
         del engine.replies["sync_poll"]
         await open_group(http, "b")
-        assert (await http.post("/update_weights/", json=update("b"))).status_code == 200
+        assert (await push(http, update("b"))).status_code == 200
         assert (await http.get("/ready/")).status_code == 200
 
     serve(check)
 
 
 # ---- the verdict: nothing is served before the learner's own log-probabilities were compared -----------------------
-
-CANARY = [{"request": request("canary"), "response_token_ids": [1, 2]}]  # the fake engine scores -0.5 each
-
-
-def judged_update(ver: int = 1, **fields: Any) -> dict[str, Any]:
-    return {**update(ver=ver), "canary": CANARY, "await_verdict": True, **fields}
-
-
-def expected(*logprobs: float, ver: int = 1, tolerance: float = 0.1, incarnation: str = "a") -> dict[str, Any]:
-    return {"incarnation": incarnation, "ver": ver, "logprobs": [logprobs], "tolerance": tolerance}
 
 
 async def until_scored(engine: FakeEngine) -> None:
@@ -370,14 +501,14 @@ def test_nobody_is_served_before_the_verdict() -> None:
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        updating = asyncio.create_task(http.post("/update_weights/", json=judged_update()))
+        updating = asyncio.create_task(http.post("/update_weights/", json=update()))
         await until_scored(engine)
         calling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("a")]}))
         await asyncio.sleep(0.02)
         assert (updating.done(), calling.done(), service.gate.state) == (False, False, "updating")
         assert error(await http.get("/ready/")) == (503, "ServerBusyError")
         wrong = await http.post("/expect_scores/", json=expected(-0.5, -0.5, incarnation="b"))
-        assert error(wrong) == (500, "SyncError")
+        assert error(wrong) == (500, "CommunicatorError")
         assert (await http.post("/expect_scores/", json=expected(-0.45, -0.55))).status_code == 200
         assert (await updating).status_code == 200
         assert (await calling).json()[0]["rollout_infos"]["ver"] == 1
@@ -389,9 +520,9 @@ def test_the_expected_scores_may_come_before_the_update() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
         assert (await http.post("/expect_scores/", json=expected(-0.5, -0.5))).status_code == 200
-        assert (await http.post("/update_weights/", json=judged_update())).status_code == 200
+        assert (await http.post("/update_weights/", json=update())).status_code == 200
         # They count once: the next update needs its own.
-        late = await http.post("/update_weights/", json=judged_update(ver=2, timeout_s=0.05))
+        late = await http.post("/update_weights/", json=update(ver=2, timeout_s=0.05))
         assert error(late) == (504, "DeadlineError")
 
     serve(check)
@@ -406,9 +537,7 @@ def test_a_failed_canary_poisons(logprobs: tuple[float, ...] | None, status: int
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        updating = asyncio.create_task(
-            http.post("/update_weights/", json=judged_update(timeout_s=5 if logprobs else 0.1))
-        )
+        updating = asyncio.create_task(http.post("/update_weights/", json=update(timeout_s=5 if logprobs else 0.1)))
         await until_scored(engine)
         if logprobs is not None:
             await http.post("/expect_scores/", json=expected(*logprobs))
@@ -423,7 +552,7 @@ def test_a_failed_canary_poisons(logprobs: tuple[float, ...] | None, status: int
 def test_leaving_without_a_verdict_poisons() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        updating = asyncio.create_task(http.post("/update_weights/", json=judged_update()))
+        updating = asyncio.create_task(http.post("/update_weights/", json=update()))
         await until_scored(engine)
         assert (await http.post("/close_communicator/", json={"incarnation": "a"})).status_code == 200
         assert error(await updating) == (500, "CommunicatorError")
@@ -438,7 +567,7 @@ def test_leaving_without_a_verdict_poisons() -> None:
 def test_an_update_that_cannot_be_judged_is_refused(fields: dict[str, Any]) -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        reply = await http.post("/update_weights/", json=judged_update(**fields))
+        reply = await http.post("/update_weights/", json=update(**fields))
         assert error(reply) == (400, "RequestError")
         assert "canary" in reply.json()["found"]
         assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
@@ -450,7 +579,7 @@ def test_the_weights_below_an_adapter_are_not_served_alone() -> None:
     """R08, R09: only the adapter of the same learner makes them whole."""
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        base = judged_update(canary=[], base_of_adapter=True)
+        base = update(canary=[], base_of_adapter=True)
         await open_group(http)
         assert (await http.post("/update_weights/", json=base)).status_code == 200
         assert error(await http.post("/infer/", json={"infer_requests": [request("a")]})) == (
@@ -458,11 +587,11 @@ def test_the_weights_below_an_adapter_are_not_served_alone() -> None:
             "ServerPoisonedError",
         )
         await http.post("/expect_scores/", json=expected(-0.5, -0.5, ver=2))
-        assert (await http.post("/update_weights/", json=judged_update(ver=2, mode="adapter"))).status_code == 200
+        assert (await http.post("/update_weights/", json=update(ver=2, mode="adapter"))).status_code == 200
         assert (service.gate.state, service.gate.ver) == ("serving", 2)
         assert (await http.post("/update_weights/", json={**base, "ver": 3})).status_code == 200
         await open_group(http, "b")
-        other = judged_update(ver=4, mode="adapter", incarnation="b")
+        other = update(ver=4, mode="adapter", incarnation="b")
         assert error(await http.post("/update_weights/", json=other)) == (500, "SyncError")
 
     serve(check, enable_lora=True)
@@ -484,7 +613,7 @@ def test_weights_that_give_no_finite_probabilities_poison_by_themselves() -> Non
         await open_group(http)
         engine.logprob = -0.5
         await http.post("/expect_scores/", json=expected(-0.5, -0.5))
-        assert (await http.post("/update_weights/", json=judged_update())).status_code == 200
+        assert (await http.post("/update_weights/", json=update())).status_code == 200
         again = await http.post("/infer/", json={"infer_requests": [request("a", uuid="u")]})
         assert again.json()[0]["rollout_infos"]["ver"] == 1  # a new rollout, not the one of the wrong weights
 
@@ -495,14 +624,14 @@ def test_a_new_learner_ends_what_the_old_one_had_under_way() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
         engine.replies["sync_poll"] = lambda: WorkerReply(done=False)
-        hanging = asyncio.create_task(http.post("/update_weights/", json=update()))
+        hanging = asyncio.create_task(push(http, update()))
         while "sync_poll" not in engine.called():
             await asyncio.sleep(0)
         await open_group(http, "b")
         assert error(await hanging) == (500, "CommunicatorError")
         assert service.gate.state == "poisoned"
         del engine.replies["sync_poll"]
-        assert (await http.post("/update_weights/", json=update("b", 1))).status_code == 200
+        assert (await push(http, update("b", 1))).status_code == 200
 
     serve(check)
 
@@ -514,7 +643,7 @@ def test_a_retry_gets_the_old_rollout_also_after_an_update() -> None:
         body = {"infer_requests": [request("a", uuid="u")]}
         first = await http.post("/infer/", json=body)
         await open_group(http)
-        await http.post("/update_weights/", json=update(ver=9))
+        await push(http, update(ver=9))
         assert (await http.post("/infer/", json=body)).json() == first.json()
         assert engine.generated == ["a"]
 

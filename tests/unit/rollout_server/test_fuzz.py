@@ -33,7 +33,7 @@ RIGHT: dict[str, Any] = {
         "backend": "gloo",
         "timeout_s": 5.0,
     },
-    "/update_weights/": {"incarnation": "a", "ver": 1, "buckets": [], "timeout_s": 5.0},
+    "/update_weights/": {"incarnation": "a", "ver": 1, "buckets": [], "base_of_adapter": True, "timeout_s": 5.0},
     "/expect_scores/": {"incarnation": "a", "ver": 1, "logprobs": [[-0.5]], "tolerance": 0.1},
     "/close_communicator/": {"incarnation": "a"},
     "/reset_prefix_cache/": {},

@@ -261,3 +261,12 @@ def test_without_servers_there_is_nothing_to_probe(
     assert run_check(write(file, minimal(), {f"{ROLLOUT}.rollout_backend": "hf"}), probe=True) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["server_world_sizes"], plan["chunk"], len(wire.calls)) == ([], None, 0)
+
+
+def test_a_folder_with_another_run_is_a_mistake(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoint-5").mkdir(parents=True)
+    path = write(file, minimal(), {"training.output_dir": str(run_dir)})
+    assert run_check(path) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("training.output_dir: ")
+    assert run_check(write(file, minimal(), {"training.output_dir": str(run_dir), "training.overwrite": True})) == 0

@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText
 
 from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy
-from learner.policy.weights import as_sent
+from learner.policy.weights import as_sent, checksum
 from learner.records import EncodedPrompt
+from shared.sync.buckets import SEAL_BYTES, pack, spec_of
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 from tests.unit.learner.policy.test_weights import with_trained_adapter
 
@@ -74,3 +75,28 @@ def test_the_merge_gap_is_what_rounding_the_sum_changes(tiny_vlm: Path) -> None:
     plain = CanaryScorer(policy_of(tiny_vlm), answers(policy))
     assert plain(torch.float32, merged=True).merge_gap == 0.0
     assert scorer(torch.float32, merged=False).merge_gap == 0.0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [None, "lora"])
+def test_checksums_of_scored_weights_are_those_of_sent_ones(
+    tiny_vlm: Path, kind: str | None, dtype: torch.dtype | None
+) -> None:
+    """Every tensor that is sent has one, computed on another way, and a change of one value changes it."""
+    policy = with_trained_adapter(tiny_vlm, kind) if kind else policy_of(tiny_vlm)
+    found = CanaryScorer(policy, answers(policy))(dtype, merged=True).checksums
+    sent = dict(policy.named_weights(dtype))
+    assert found.keys() >= sent.keys()  # a tied head is sent once
+    assert all(int(found[name]) == int(checksum(tensor)) for name, tensor in sent.items())
+    name = next(name for name, tensor in sent.items() if tensor.dim() == 2)
+    changed = sent[name].clone()
+    changed[1, 1] *= 1.02
+    assert int(checksum(changed)) != int(found[name])
+
+
+def test_a_buckets_checksum_is_the_sum_of_its_tensors() -> None:
+    """Of any size and layout: what fills the gaps between them is zeros."""
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(7, 2).t(), "c": torch.randn(()), "d": torch.ones(1)}
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    bucket = pack(specs, tensors, "cpu")[:-SEAL_BYTES]
+    assert int(checksum(bucket)) == int(torch.stack([checksum(tensor) for tensor in tensors.values()]).sum())

@@ -20,10 +20,10 @@ import torch
 
 from learner.records import EncodedPrompt
 from learner.sync.canary import CanaryItem
-from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError
+from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError
 from shared.sync.buckets import SEAL_BYTES, is_sealed, spec_of, unpack
 from shared.sync.calls import Operation
-from shared.wire import TensorSpec, UpdateWeightsCall
+from shared.wire import ExpectScoresCall, TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 
 PROMPT_IDS = (5, 6, 7)
@@ -167,6 +167,7 @@ class FakeServer:
     num_inits: int = 0
     groups: list[FakeGroup] = field(default_factory=list)
     updates: list[UpdateWeightsCall] = field(default_factory=list)
+    expected: ExpectScoresCall | None = None
 
     def __post_init__(self) -> None:
         get, post, url = self.router.get, self.router.post, self.base_url
@@ -175,6 +176,7 @@ class FakeServer:
         get(f"{url}/get_world_size/").respond(200, json={"world_size": self.world_size})
         post(f"{url}/init_communicator/").mock(side_effect=self._init)
         post(f"{url}/update_weights/").mock(side_effect=self._update)
+        post(f"{url}/expect_scores/").mock(side_effect=self._expect)
         post(f"{url}/score/").mock(side_effect=self._score)
         post(f"{url}/close_communicator/").mock(side_effect=self._close)
 
@@ -212,11 +214,37 @@ class FakeServer:
         if call.mode == "full":  # takes the adapter off
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if ".lora_" not in name}
         self.tensors |= {name: tensor for name, tensor in received.items() if name != self.misses}
+        scores = self._scores([item.response_token_ids for item in call.canary])
+        try:
+            await self._judge(call, scores["logprobs"])
+        except ProjectError as error:
+            return fakes.error(error)
         self.ver = call.ver
         reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
         times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1}
-        scores = self._scores([item.response_token_ids for item in call.canary])
-        return httpx.Response(200, json=reply | times | {"scores": scores})
+        return httpx.Response(200, json=reply | times | {"scores": {**scores, "ver": call.ver}})
+
+    async def _expect(self, request: httpx.Request) -> httpx.Response:
+        self.expected = ExpectScoresCall.model_validate_json(request.content)
+        return httpx.Response(200, json={})
+
+    async def _judge(self, call: UpdateWeightsCall, found: list[list[float]]) -> None:
+        """Only then does it serve the new version."""
+        if call.base_of_adapter:
+            return
+        async with asyncio.timeout(5.0):
+            while self.expected is None or (self.expected.incarnation, self.expected.ver) != (
+                call.incarnation,
+                call.ver,
+            ):
+                await asyncio.sleep(0.005)
+        gaps = [
+            abs(a - b)
+            for ours, theirs in zip(found, self.expected.logprobs, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        if not sum(gaps) / len(gaps) <= self.expected.tolerance:
+            raise CanaryError("the served model is not the learner's")
 
     def _receive(self, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
         received: dict[str, torch.Tensor] = {}

@@ -82,19 +82,19 @@ def test_the_cause_is_told_not_what_came_of_it(
     monkeypatch.setattr(module, "CAUSE_GRACE_S", 0.05)
     group = ServerGroup([link("a"), link("b")])
     with pytest.raises(ProjectError, match=told):
-        await_all([(group, future(wire))], dict(zip(group.links, map(future, posts), strict=True)))
+        await_all([(group, future(wire))], list(zip(group.links, map(future, posts), strict=True)))
 
 
 def test_what_the_wire_says_names_the_servers_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAUSE_GRACE_S", 0.05)
     with pytest.raises(CommunicatorError, match="http://a, http://b: connection closed"):
-        await_all([(ServerGroup([link("a"), link("b")]), future(LOST))], {})
+        await_all([(ServerGroup([link("a"), link("b")]), future(LOST))], [])
 
 
 def test_a_reply_before_the_last_bucket_is_an_error() -> None:
     """It can't be about all of them; after the last bucket it is what everybody waits for."""
     group = ServerGroup([link("a")])
-    sent, posts = [(group, future("sent"))], {group.links[0]: future("reply")}
+    sent, posts = [(group, future("sent"))], [(group.links[0], future("reply"))]
     await_all(sent, posts)
     with pytest.raises(SyncError, match=r"http://a: .* before it had all buckets"):
         await_all(sent, posts, replies=False)
@@ -103,7 +103,7 @@ def test_a_reply_before_the_last_bucket_is_an_error() -> None:
 def test_the_cause_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last bucket too, when nothing but the replies is waited for."""
     monkeypatch.setattr(module, "CAUSE_GRACE_S", 5.0)
-    posts = {link("a"): future(LOST), link("b"): future()}
-    threading.Timer(0.05, lambda: posts[list(posts)[1]].set_exception(CAUSE)).start()
+    posts = [(link("a"), future(LOST)), (link("b"), future())]
+    threading.Timer(0.05, lambda: posts[1][1].set_exception(CAUSE)).start()
     with pytest.raises(CoverageError, match="was not written"):
         await_all([], posts)

@@ -13,7 +13,10 @@ import pytest
 import respx
 import torch
 
+from learner.policy.canary_scores import CanaryScores
+from learner.policy.weights import checksum
 from learner.rollout.servers import ServerBackend
+from learner.sync.canary import Scorer
 from learner.sync.servers import check_architecture, check_prompt
 from learner.sync.sync import Sync
 from shared.errors import (
@@ -21,10 +24,12 @@ from shared.errors import (
     CommunicatorError,
     CoverageError,
     DigestError,
+    NotFiniteError,
     ProjectError,
     PromptMismatchError,
     ServerBusyError,
     ServerMismatchError,
+    SyncError,
 )
 from shared.wire import ScoreReply, ServerStatus
 from tests.syncs import ONE_RANK, server_sync
@@ -60,7 +65,7 @@ def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Wei
     def learner_logprobs() -> list[list[float]]:
         return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
-    def make(*, ranks: Any = ONE_RANK, **sync: Any) -> Sync:
+    def make(*, ranks: Any = ONE_RANK, scorer: Scorer | None = None, **sync: Any) -> Sync:
         backend = ServerBackend(config(URLS, decode_batch_size=4), run_seed=1)
         backends.append(backend)
         backend.connect()
@@ -71,6 +76,7 @@ def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Wei
             weights,
             canary_items(),
             learner_logprobs,
+            scorer=scorer,
             config=vllm.model_copy(update={"sync": section}),
             ranks=ranks,
             start_join=joiner(servers),
@@ -116,6 +122,26 @@ def test_weights_travel_in_the_served_type_where_all_servers_agree(build: Build,
     servers[0].dtype = "float32"
     sync.sync()
     assert servers[0].tensors["embed"].dtype == torch.float32
+
+
+def test_a_tensor_that_is_not_the_scored_one_is_never_served(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    """D14: a stale tensor may change no log-probability. The servers hear no verdict, and the next sync is right."""
+    fresh, stale = dict(weights.tensors), weights.tensors["positions"] + 1
+
+    def scorer(dtype: torch.dtype | None, merged: bool) -> CanaryScores:
+        scores = [logprobs(fresh, item.response_token_ids) for item in canary_items()]
+        checksums = {name: checksum(tensor) for name, tensor in fresh.items()}
+        return CanaryScores(logprobs=scores, merge_gap=0.0, checksums=checksums)
+
+    sync = build(scorer=scorer)
+    weights.tensors["positions"] = stale
+    with pytest.raises(SyncError, match="positions"):
+        sync.sync()
+    assert [server.expected for server in servers] == [None, None]
+    weights.tensors["positions"] = fresh["positions"]
+    assert sync.sync().canary_gap == 0.0
 
 
 FAILURES: list[tuple[dict[str, Any], type[ProjectError]]] = [
@@ -173,6 +199,30 @@ def test_the_canary_gap_is_measured_and_the_worst_server_counts(build: Build, se
     receipt = build().sync()
     assert receipt.canary_gap == pytest.approx(0.03)
     assert receipt.canary_gap_max == pytest.approx(0.03)
+
+
+def test_a_server_serves_nothing_before_the_learner_s_verdict(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    """R09: each is told what its canary must score, and judges before it counts the version."""
+    sync = build()
+    sync.sync()
+    weights.step()
+    for server in servers:
+        server.score_delta = 0.2
+    with pytest.raises(CanaryError, match="http"):
+        sync.sync()
+    assert [server.ver for server in servers] == [1, 1]
+    assert [server.expected and server.expected.ver for server in servers] == [2, 2]
+
+
+def test_a_learner_whose_own_scores_are_no_numbers_ends_the_update(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    weights.tensors["layer.bias"] = torch.full((8,), float("nan"))
+    with pytest.raises(NotFiniteError, match="the learner's own"):
+        build().sync()
+    assert [server.ver for server in servers] == [0, 0]
 
 
 def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
@@ -262,5 +312,5 @@ def test_another_architecture_names_server_and_size() -> None:
 def test_another_prompt_names_server_and_sample() -> None:
     (item,) = canary_items(1)
     check_prompt(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[list(PROMPT_IDS)]))
-    with pytest.raises(PromptMismatchError, match=r"http://a\.test.*from token 1 on"):
+    with pytest.raises(PromptMismatchError, match=r"http://a\.test.*token 1\b"):
         check_prompt(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[[PROMPT_IDS[0], 99]]))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared.addresses import free_port
-from shared.errors import CommunicatorError, DeadlineError
+from shared.errors import CommunicatorError, DeadlineError, ProjectError
 from shared.sync.group import Broadcast, Communicator, start_join
 from shared.sync.meeting import Membership
 
@@ -154,8 +154,10 @@ def _joining_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_joining_alone_ends_at_the_deadline(rank: int) -> None:
     start = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"joining .*group"):
-        start_join("gloo", "127.0.0.1", free_port(), rank, 2, 1.0, group="a").result()
+    port = free_port()
+    with pytest.raises(DeadlineError, match=r"joining .*group") as raised:
+        start_join("gloo", "127.0.0.1", port, rank, 2, 1.0, group="a").result()
+    assert_names_the_way_out(raised.value, port, "vllm.server.timeout_s", "firewall")
     assert time.monotonic() - start < 4
 
 
@@ -164,8 +166,31 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(CommunicatorError, match=rf"127.0.0.1:{port}.*in use"):
+        with pytest.raises(CommunicatorError, match=rf"127.0.0.1:{port}.*in use") as raised:
             start_join("gloo", "127.0.0.1", port, 0, 2, 1.0, group="a").result()
+    assert_names_the_way_out(raised.value, port)
+
+
+def test_an_address_that_is_not_this_machine_s_is_named() -> None:
+    """R16: the server listens at `group_host`; TEST-NET-1 is nobody's address."""
+    port = free_port()
+    with pytest.raises(CommunicatorError, match=rf"192.0.2.1:{port}") as raised:
+        start_join("gloo", "192.0.2.1", port, 0, 2, 1.0, group="a").result()
+    assert_names_the_way_out(raised.value, port, "group_host")
+
+
+def test_a_host_without_a_route_is_named() -> None:
+    """R16: the learner's side, where the kernel itself says that nothing is there (255.255.255.255 takes no TCP)."""
+    port = free_port()
+    with pytest.raises((CommunicatorError, DeadlineError), match=rf"255.255.255.255:{port}") as raised:
+        start_join("gloo", "255.255.255.255", port, 1, 2, 1.0, group="a").result()
+    assert_names_the_way_out(raised.value, port, "firewall")
+
+
+def assert_names_the_way_out(error: ProjectError, port: int, *also: str) -> None:
+    """R16: the key and its value, and what to use where no port can be opened."""
+    for part in (f"servers[i].group_port ({port})", "vllm.mode: colocate", "rollout_backend: hf", *also):
+        assert part in error.remedy, error
 
 
 def test_backend_and_device_must_fit() -> None:

@@ -1,0 +1,538 @@
+"""Every method of this project on real photographs, from one model: `python -m deploy.bccd.run --data BCCD --out DIR`.
+
+BCCD: 205 training, 87 validation and 72 test photographs of blood cells with published labels (`photographs.py` says
+where they come from). Stage 1 trains a small Qwen3-VL from random weights by `sft` on augmented photographs; the
+checkpoint with the best validation score is the base. From it, every method learns the 205 photographs as they are,
+with the labels as published and with 40% of them removed, for as many steps, with several seeds. Scores are those of
+greedy answers to the test photographs.
+
+In `--out`: `base/` (in bfloat16) and `stage1.json`, `results/LABELS/ARM-SEED.json` after each run, `bccd.json` and
+`bccd.md`. What is there is not done again, so a second command with the same `--out` goes on, on another machine too.
+`--work` is scratch: data, run folders, logs. When `--budget-minutes` are over, everything stops and what has ended is
+reported.
+
+With two GPUs and vLLM, several runs side by side, each with a rollout server on the other GPU. With one GPU, or without
+vLLM, the trained model itself makes the rollouts (`rollout_backend: hf`), and rollouts ahead of learning are left out,
+because they need servers. No GPU: `--size tiny` shows that everything works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from bench.figures import circumstances, markdown_table
+from bench.learns import Slot, make_slots, run_all, wait_open
+from bench.learns_report import read_results, summarize, write_result
+from bench.runs import LearnerRun, last_words, learner_config, read_events, start_learner, steps_of
+from deploy.bccd.photographs import CLASSES, Folders, read_photographs, without_labels, write_augmented, write_jsonl
+from deploy.demo.model import SHAPES, Shape, write_model
+from deploy.launch import Processes, supervised
+from learner.report.read import read_scene
+from learner.report.scores import counts_by_class
+from learner.run.checkpoint import write_atomically
+from shared.errors import ProjectError, ServerError
+
+Size = Literal["small", "tiny"]
+Labels = Literal["published", "missing"]
+
+MISSING = 0.4  # share of the training labels that are removed
+FIRST_SEED = 17
+SMALL = Shape(  # 7.7 million parameters; its weights in bfloat16 are 15 MB
+    layers=6,
+    hidden=256,
+    intermediate=384,
+    head_dim=64,
+    mrope_section=(12, 10, 10),
+    vision_depth=4,
+    vision_hidden=192,
+    vision_intermediate=384,
+    initializer_range=0.02,
+)
+TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
+KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
+IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
+AHEAD: Mapping[str, Any] = {**IN_STEP, "async_actor_learner": {"enabled": True}}
+COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "recall")
+PROBE_STEPS = 60
+EVALUATIONS, EVALUATION_S = 5, 10.0  # in stage 1: how many, and what one takes at most
+REPORT_S = 8.0  # for stopping what runs, and for the report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Method:
+    variant: str = "rollout_matching_sft"
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    stage2_ab: Mapping[str, Any] | None = None
+
+
+METHODS: Mapping[str, Method] = {
+    "sft": Method(variant="sft"),
+    "rollout_matching_sft": Method(loss=TUNED),
+    "keep_unmatched": Method(loss=KEPT),
+    "stage2_ab_training": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),
+    "stage2_ab_training, ahead": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=AHEAD),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One method on one kind of labels with one seed. `base`: no step; the model is scored as it is."""
+
+    labels: Labels
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Also of its folder and files."""
+        words = "".join(c if c.isalnum() or c == "_" else "-" for c in self.method)
+        return f"{self.labels}-{words}-{self.seed}"
+
+    def result(self, out: Path) -> Path:
+        return out / "results" / self.labels / f"{self.name}.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a command asks for."""
+
+    data: Path
+    out: Path
+    work: Path
+    size: Size
+    stage1_steps: int | None  # None: as many as fit
+    stage1_batch: int
+    stage1_limit_s: float
+    augmented: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    max_new_tokens: int
+    slots: list[Slot[Run]]
+    deadline: float  # monotonic
+
+    @property
+    def base(self) -> Path:
+        return self.out / "base"
+
+    @property
+    def init(self) -> Path:
+        return self.work / "init"
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="A clone of github.com/Shenggan/BCCD_Dataset.")],
+    out: Annotated[Path, typer.Option(help="Results and the base model; what is there is kept.")],
+    work: Annotated[Path | None, typer.Option(help="Scratch; default: OUT/work.")] = None,
+    budget_minutes: Annotated[float, typer.Option(help="Everything has ended then.")] = 60.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Of each method.")] = 3,
+    methods: Annotated[str, typer.Option(help=f"Some of: {'; '.join(METHODS)}; separated by semicolons.")] = "",
+    labels: Annotated[str, typer.Option(help="published, missing, or both.")] = "both",
+    only_stage1: Annotated[bool, typer.Option(help="Stop when the base model is there.")] = False,
+    stage1_steps: Annotated[int | None, typer.Option(min=1, help="Default: as many as fit the minutes.")] = None,
+    stage1_batch: Annotated[int, typer.Option(min=1)] = 64,
+    stage1_minutes: Annotated[float, typer.Option(help="Stage 1 ends then, with the best that it has.")] = 6.0,
+    augmented: Annotated[int, typer.Option(min=1, help="Augmented images for stage 1.")] = 16_000,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a method.")] = 30,
+    batch_size: Annotated[int, typer.Option(min=1, help="Photographs of a step.")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="Peak, of the methods.")] = 1e-4,
+    servers: Annotated[bool, typer.Option(help="Rollout servers, if there are two GPUs and vLLM.")] = True,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time; default: 4 per GPU, 12 without servers.")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="tiny: a few steps of a tiny model, to see that it works.")] = "small",
+) -> None:
+    """Train the base model, run every method from it, report."""
+    on_gpu, tiny = torch.cuda.is_available(), size == "tiny"
+    if on_gpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
+    serve = servers and torch.cuda.device_count() > 1 and importlib.util.find_spec("vllm") is not None
+    plan = Plan(
+        data=data,
+        out=out,
+        work=work or out / "work",
+        size=size,
+        stage1_steps=4 if tiny else stage1_steps,
+        stage1_batch=4 if tiny else stage1_batch,
+        stage1_limit_s=stage1_minutes * 60,
+        augmented=24 if tiny else augmented,
+        steps=2 if tiny else steps,
+        batch_size=4 if tiny else batch_size,
+        learning_rate=learning_rate,
+        max_new_tokens=24 if tiny else 512,
+        slots=_slots(serve, slots),
+        deadline=time.monotonic() + budget_minutes * 60 - REPORT_S,
+    )
+    wanted = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
+    if unknown := set(wanted) - set(METHODS):
+        raise typer.BadParameter(f"no such method: {', '.join(sorted(unknown))}; there are: {'; '.join(METHODS)}")
+    kinds: list[Labels] = ["missing", "published"] if labels == "both" else [labels]  # type: ignore[list-item]
+    runs = [Run(kind, name, FIRST_SEED + i) for i in range(seeds) for kind in kinds for name in wanted]
+    sys.exit(_run(plan, [] if only_stage1 else runs))
+
+
+def _run(plan: Plan, runs: Sequence[Run]) -> int:
+    """Everything, and a report whatever happens; the exit code."""
+    for made in (plan.out, plan.work / "runs"):
+        made.mkdir(parents=True, exist_ok=True)
+    try:
+        with supervised() as processes:
+            try:
+                prepare(plan)
+                write_model(plan.init, SHAPES["tiny"] if plan.size == "tiny" else SMALL, words=CLASSES)
+                for slot in plan.slots if runs else ():  # the first sync brings the base model's weights
+                    images = Folders.of(plan.data).images.resolve()
+                    slot.open(processes, plan.work / "runs", plan.init, images, eager=False)
+                train_base(plan, processes)
+                _compare(plan, processes, runs)
+            finally:
+                report(plan.out)
+    except ProjectError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _slots(serve: bool, number: int | None) -> list[Slot[Run]]:
+    """Places for runs. With servers, those of a slot and its learner are on different GPUs, because NCCL wants it."""
+    num_gpus = torch.cuda.device_count()
+    if serve:
+        return make_slots(num_gpus, number or 4)
+    if not num_gpus:
+        return [Slot(index=0, has_server=False)]
+    return [Slot(index=i, has_server=False, learner_devices=(i % num_gpus,)) for i in range(number or 12)]
+
+
+def prepare(plan: Plan) -> None:
+    """The splits as JSONL; the augmented images if the base model is not there yet."""
+    began = time.monotonic()
+    splits = {split: read_photographs(plan.data, split) for split in ("train", "val", "test")}
+    if plan.size == "tiny":
+        splits = {split: photographs[:4] for split, photographs in splits.items()}
+    for split, photographs in splits.items():
+        write_jsonl(photographs, plan.work / f"{split}.jsonl")
+    write_jsonl(without_labels(splits["train"], MISSING), plan.work / "train_missing.jsonl")
+    if not plan.base.is_dir() and not (plan.work / "augmented.jsonl").is_file():
+        write_augmented(splits["train"], plan.augmented, plan.work)
+        say(f"{plan.augmented} augmented images in {time.monotonic() - began:.0f} s")
+
+
+# ---- the base model --------------------------------------------------------------------------------------------------
+
+
+def train_base(plan: Plan, processes: Processes) -> None:
+    """Stage 1: `sft` on augmented photographs from random weights; the checkpoint that is best on `val` is the base."""
+    if plan.base.is_dir():
+        return
+    began = time.monotonic()
+    limit_s = min(plan.stage1_limit_s, plan.left_s())
+    steps = plan.stage1_steps or _steps_that_fit(plan, processes, limit_s)
+    learner = _start_stage1(plan, processes, "stage1", steps)
+    try:
+        code = learner.process.popen.wait(max(1.0, limit_s - (time.monotonic() - began)))
+    except subprocess.TimeoutExpired:
+        say(f"stage 1 is stopped after {time.monotonic() - began:.0f} s")
+        learner.process.stop(30.0)
+        code = 0
+    checkpoints = {int(path.name.rpartition("-")[2]): path for path in learner.run_dir.glob("checkpoint-*")}
+    if code != 0 or not checkpoints:
+        raise ServerError("stage 1 has failed", found=last_words(learner.log, 30), wanted="a checkpoint")
+    events = read_events(learner.run_dir)
+    scores = {e["global_step"]: e["metrics"]["f1@0.5"] for e in events if e["event"] == "eval"}
+    best = max(checkpoints, key=lambda step: (scores.get(step, -1.0), step))
+    _export(checkpoints[best], plan.base)
+    losses = [[e["global_step"], round(e["loss"], 3)] for e in events if e["event"] == "step"]
+    told = {
+        "seconds": round(time.monotonic() - began, 1),
+        "steps": losses[-1][0],
+        "batch_size": plan.stage1_batch,
+        "augmented_images": plan.augmented,
+        "best_step": best,
+        "val": {e["global_step"]: e["metrics"] for e in events if e["event"] == "eval"},
+        "loss": losses[:: max(1, len(losses) // 40)],
+        **circumstances(),
+    }
+    write_atomically(plan.out / "stage1.json", json.dumps(told, indent=1) + "\n")
+    shown = ", ".join(f"{step}: {score:.3f}" for step, score in scores.items())
+    say(f"stage 1: {told['steps']} steps in {told['seconds']} s; F1@0.5 on val by step {shown}; best {best}")
+
+
+def _steps_that_fit(plan: Plan, processes: Processes, limit_s: float) -> int:
+    """A short run says what a start and a step take, so that the schedule of the learning rate ends with the time."""
+    began = time.monotonic()
+    learner = _start_stage1(plan, processes, "probe", PROBE_STEPS)
+    learner.wait(limit_s)
+    step_s = median(step["step_s"] for step in steps_of(read_events(learner.run_dir))[PROBE_STEPS // 2 :])
+    probe_s = time.monotonic() - began
+    start_s = probe_s - PROBE_STEPS * step_s
+    steps = int((limit_s - probe_s - start_s - EVALUATIONS * EVALUATION_S) * 0.95 / step_s)
+    say(f"stage 1: a step takes {step_s:.3f} s, a start {start_s:.0f} s: {steps} steps")
+    return max(EVALUATIONS, steps)
+
+
+def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> LearnerRun:
+    folder = plan.work / "runs"
+    shutil.rmtree(folder / name, ignore_errors=True)
+    every = None if name == "probe" else max(1, steps // EVALUATIONS)
+    config = learner_config(
+        plan.init,
+        plan.work / "augmented.jsonl",
+        folder / name,
+        steps=steps,
+        batch_size=plan.stage1_batch,
+        variant="sft",
+        matching=_matching(plan, {}),
+        model={"dtype": "float32"},
+        data={"val": str(plan.work / "val.jsonl"), "num_workers": _workers(all_cores=True)},
+        training={
+            "seed": 1,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": steps // 12,
+            "weight_decay": 0.05,
+            "eval_steps": every,
+            "save_steps": every,
+            "save_on_end": every is not None,
+            "eval_on_end": every is not None,
+        },
+        logging={"tensorboard": False, "progress_bar": False},
+        global_max_length=max(4096, 800 * plan.stage1_batch),
+    )
+    return start_learner(processes, folder, name, config, ranks=None, devices=_gpu())
+
+
+def _export(checkpoint: Path, model: Path) -> None:
+    unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder of that name is complete
+    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
+    subprocess.run(argv, timeout=120.0, check=True, stdout=subprocess.DEVNULL)
+    unfinished.rename(model)
+
+
+# ---- the methods -----------------------------------------------------------------------------------------------------
+
+
+def _compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
+    """Every run whose result is not there, several side by side, as far as the time goes."""
+    left = [run for run in runs if not run.result(plan.out).is_file()]
+    if any(_is_ahead(run) for run in left) and not plan.slots[0].has_server:
+        say("rollouts ahead of learning need servers, so two GPUs and vLLM: left out")
+        left = [run for run in left if not _is_ahead(run)]
+    if not left:
+        return
+    slots = wait_open(plan.slots, 150.0)
+    queue = list(left)
+
+    def next_run() -> Run | None:
+        return queue.pop(0) if queue else None
+
+    def start(run: Run, slot: Slot[Run]) -> LearnerRun:
+        shutil.rmtree(plan.work / "runs" / run.name, ignore_errors=True)  # one that was broken off
+        config = _run_config(plan, run, slot)
+        return start_learner(processes, plan.work / "runs", run.name, config, ranks=None, devices=slot.learner_devices)
+
+    def ended(run: Run, code: int | None) -> None:
+        run_dir = plan.work / "runs" / run.name
+        if code != 0:
+            log = plan.work / "runs" / f"{run.name}.log"
+            (plan.out / f"failed-{run.name}.log").write_text(last_words(log, 60))
+            say(f"{run.name}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
+            return
+        _keep_result(plan, run, run_dir)
+
+    say(f"{len(left)} runs, {len(slots)} at a time, {plan.left_s():.0f} s left")
+    run_all(slots, next_run=next_run, start=start, ended=ended, deadline=plan.deadline, run_limit_s=plan.left_s())
+
+
+def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
+    method = METHODS[run.method]
+    train = "train.jsonl" if run.labels == "published" else "train_missing.jsonl"
+    return learner_config(
+        plan.base,
+        plan.work / train,
+        plan.work / "runs" / run.name,
+        steps=plan.steps,
+        batch_size=plan.batch_size,
+        variant=method.variant,
+        matching=_matching(plan, slot.vllm() if slot.server else {}),
+        model={"dtype": "float32"},
+        data={"test": str(plan.work / "test.jsonl"), "num_workers": _workers(all_cores=False)},
+        task={"iou_threshold": 0.3},
+        loss=method.loss,
+        stage2_ab=method.stage2_ab,
+        training={
+            "seed": run.seed,
+            "packing_buffer": max(64, plan.batch_size),
+            "learning_rate": plan.learning_rate,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": plan.steps // 10,
+            # Packed Channel-B learns while it rolls out, which needs a server.
+            "packing": method.stage2_ab is None or slot.server is not None,
+            "eval_on_start": _scores_base(run),
+            "eval_on_end": True,
+        },
+        logging={"tensorboard": False, "progress_bar": False},
+        global_max_length=max(4096, 900 * plan.batch_size),  # a whole batch fits one row: nothing is carried over
+    )
+
+
+def _matching(plan: Plan, served: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `rollout_matching`. `served`: `vllm` with a server."""
+    matching: dict[str, Any] = {
+        "decode_batch_size": 128,
+        "decoding": {"temperature": 0.0, "max_new_tokens": plan.max_new_tokens},
+    }
+    if served:
+        return {**matching, "vllm": dict(served)}
+    return {**matching, "rollout_backend": "hf"}
+
+
+def _scores_base(run: Run) -> bool:
+    """One run of each kind of labels scores the model that all begin with."""
+    return run.method == "sft" and run.seed == FIRST_SEED
+
+
+def _is_ahead(run: Run) -> bool:
+    return METHODS[run.method].stage2_ab is AHEAD
+
+
+def _gpu() -> tuple[int, ...]:
+    return (0,) if torch.cuda.is_available() else ()
+
+
+def _workers(*, all_cores: bool) -> int:
+    if not torch.cuda.is_available():
+        return 0
+    return max(1, (os.cpu_count() or 4) - 2) if all_cores else 1
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def _keep_result(plan: Plan, run: Run, run_dir: Path) -> None:
+    """What the report needs of a run that has ended."""
+    target = run.result(plan.out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if _scores_base(run):
+        base = Run(run.labels, "base", FIRST_SEED).result(plan.out)
+        write_result(run_dir, "base", FIRST_SEED, base, at_start=True)
+        _add(base, run_dir, which=0)
+    write_result(run_dir, run.method, run.seed, target)
+    _add(target, run_dir, which=-1)
+    say(f"{run.name}: F1@0.5 {json.loads(target.read_text())['metrics']['f1@0.5']:.3f}")
+
+
+def _add(result: Path, run_dir: Path, *, which: int) -> None:
+    """The metrics as evaluated (COCO's AP among them), and per class, of the first or the last evaluation."""
+    evaluations = [e["metrics"] for e in read_events(run_dir) if e["event"] == "eval"]
+    lines = sorted((run_dir / "eval").glob("step_*.jsonl"))[which].read_text().splitlines()
+    scenes = [scene for line in lines if (scene := read_scene(json.loads(line))) is not None]
+    classes = {
+        name: {"f1": counts.f1, "precision": counts.precision, "recall": counts.recall, "objects": counts.truth}
+        for name, counts in counts_by_class(scenes).items()
+    }
+    kept = json.loads(result.read_text())
+    text = json.dumps({**kept, "metrics": evaluations[which], "classes": classes})
+    write_atomically(result, text.replace("NaN", "null") + "\n")
+
+
+def report(out: Path) -> None:
+    """`bccd.json` and `bccd.md` from the results that there are."""
+    found: dict[str, Any] = {}
+    text = ""
+    for labels in ("published", "missing"):
+        folder = out / "results" / labels
+        if not any(folder.glob("*.json")):
+            continue
+        summary = summarize(read_results(folder))
+        more = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+        for arm, figures in summary["arms"].items():
+            figures.update(_more_figures([result for result in more if result["arm"] == arm]))
+        found[labels] = summary
+        text += f"\nLabels: {labels if labels == 'published' else f'{MISSING:.0%} removed'}\n\n{_table(summary)}\n"
+    if found:
+        write_atomically(out / "bccd.json", json.dumps({**circumstances(), **found}, indent=1) + "\n")
+        write_atomically(out / "bccd.md", text)
+        print(text, flush=True)
+
+
+def _more_figures(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over seeds of what has no interval here."""
+    classes = {
+        name: {figure: _mean(r["classes"].get(name, {}).get(figure) for r in results) for figure in PER_CLASS}
+        for name in CLASSES
+    }
+    return {"coco": {name: _mean(r["metrics"].get(name) for r in results) for name in COCO}, "classes": classes}
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return round(sum(numbers) / len(numbers), 4) if numbers else None
+
+
+def _table(summary: Mapping[str, Any]) -> str:
+    head = [
+        "arm",
+        "seeds",
+        "F1@0.5",
+        "minus sft",
+        "F1@mIoU",
+        "AP",
+        "recall",
+        "precision",
+        *(f"F1 {c}" for c in CLASSES),
+    ]
+    rows = []
+    for name in ("base", *METHODS):
+        if name not in summary["arms"]:
+            continue
+        arm = summary["arms"][name]
+        metrics, minus = arm["metrics"], arm["minus"].get("sft", {}).get("f1@0.5")
+        rows.append(
+            [
+                name,
+                str(len(arm["seeds"])),
+                _interval(metrics["f1@0.5"]),
+                _interval(minus, sign="+") if minus else "",
+                f"{metrics['f1@miou']['value']:.3f}",
+                _number(arm["coco"]["coco/ap"]),
+                f"{metrics['recall@0.5']['value']:.3f}",
+                f"{metrics['precision@0.5']['value']:.3f}",
+                *(_number(arm["classes"][c]["f1"]) for c in CLASSES),
+            ]
+        )
+    return "\n".join(markdown_table(head, rows))
+
+
+def _interval(value: Mapping[str, float], sign: str = "") -> str:
+    return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def say(text: str) -> None:
+    print(f"[bccd] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

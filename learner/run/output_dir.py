@@ -1,0 +1,102 @@
+"""Whether `training.output_dir` is free for a run, and what of an old run there is removed.
+
+In: the configuration. Out: the folder is as a new run wants it, or a ConfigError. A folder has a run once it holds a
+checkpoint, an evaluation or a step's event: what failed before its first step is in nobody's way. Files that a learner
+does not write are never touched, and nothing is without `training.overwrite: true`. Imports neither torch nor
+transformers, so that `--check` can ask too.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from learner.config.load import RESOLVED_NAME
+from learner.config.schema import RunConfig
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from learner.policy.parallel import Ranks
+
+KEY = "training.output_dir"
+# What a learner and its report write into a run directory.
+OWN = (
+    RESOLVED_NAME,
+    "metrics.jsonl",
+    "report.html",
+    "learner_rank*.log",
+    "tensorboard",
+    "eval/step_*.jsonl",
+    "checkpoint-*",
+    ".unfinished-*",
+)
+
+
+def traces_of_run(run_dir: Path) -> str:
+    """What shows that a run has been here, in words; empty if none has."""
+    checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
+    steps, evaluations = _steps(run_dir / "metrics.jsonl"), list(run_dir.glob("eval/step_*.jsonl"))
+    counts = ((steps, "optimizer step"), (len(evaluations), "evaluation"), (len(checkpoints), "checkpoint"))
+    return ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for number, name in counts if number)
+
+
+def _steps(metrics: Path) -> int:
+    if not metrics.is_file():
+        return 0
+    with metrics.open(encoding="utf-8", errors="replace") as lines:
+        return sum('"event": "step"' in line for line in lines)
+
+
+def claim_output_dir(config: RunConfig, ranks: Ranks) -> None:
+    """The two below, before any rank writes: rank 0 looks and removes, and all ranks fail alike. Collective."""
+    found: list[str] | ConfigError = []
+    if ranks.is_main:
+        try:
+            check_output_dir(config)
+            found = clear_output_dir(config)
+        except ConfigError as error:
+            found = error
+    found = ranks.broadcast_object(found)
+    if isinstance(found, ConfigError):
+        raise found
+    if found and ranks.is_main:
+        print(f"training.overwrite: removed from {config.training.output_dir}: {', '.join(found)}", flush=True)
+
+
+def check_output_dir(config: RunConfig) -> None:
+    """Raises ConfigError if the folder has a run that this one neither resumes nor may overwrite."""
+    training, run_dir = config.training, Path(config.training.output_dir)
+    if training.overwrite or _resumes(config):
+        return
+    if traces := traces_of_run(run_dir):
+        raise ConfigError(
+            f"{KEY}: another run is there",
+            found=f"{run_dir} with {traces}",
+            wanted="a folder without a run",
+            remedy="name another folder, go on with that run (training.resume_from_checkpoint: latest), or have its "
+            "files removed (training.overwrite: true)",
+        )
+
+
+def clear_output_dir(config: RunConfig) -> list[str]:
+    """With `training.overwrite`, remove the old run's own files, and nothing else. A run that resumes removes nothing.
+    Returns the names of what was removed."""
+    run_dir = Path(config.training.output_dir)
+    if not config.training.overwrite or _resumes(config) or not traces_of_run(run_dir):
+        return []
+    removed = sorted(path for pattern in OWN for path in run_dir.glob(pattern))
+    for path in removed:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [str(path.relative_to(run_dir)) for path in removed]
+
+
+def _resumes(config: RunConfig) -> bool:
+    """Whether the run goes on with the one in its folder: not with a checkpoint of another run."""
+    where = config.training.resume_from_checkpoint
+    if where is None:
+        return False
+    return where == "latest" or Path(where).resolve().parent == Path(config.training.output_dir).resolve()
