@@ -10,9 +10,8 @@ from typing import Any
 
 from rollout_server.config import ServerConfig
 from shared.errors import MediaError, RequestError
-from shared.generation import Prompt, limit_pixels
+from shared.generation import Prompt, limit_pixels, render_messages
 from shared.images import Images
-from shared.prompt import render_messages
 from shared.wire import RolloutInferRequest
 
 

@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
 from learner.records import EncodedPrompt, Sample, VisionInputs
 from shared.errors import ConfigError, DataError, MediaError, PromptMismatchError, RequestError
-from shared.generation import Prompt, limit_pixels
+from shared.generation import Prompt, limit_pixels, render_messages
 from shared.images import ImageRules, Images
-from shared.prompt import render_messages
 
 CONTEXT = 8  # tokens shown around a difference
 
@@ -130,7 +129,7 @@ def check_prompt_prefix(
     raise PromptMismatchError(
         f"learner and server tokenize the prompt of sample {sample_id!r} differently, starting at token {index}",
         found=f"served {describe(served)} ({len(served)} tokens)",
-        wanted=f"the learner's {describe(expected)} ({len(expected)} tokens)",
+        wanted=f"as the learner has it: {describe(expected)} ({len(expected)} tokens)",
         remedy="serve the same checkpoint folder (tokenizer, chat template, processor) that the learner loads, and set "
         "the server's min_pixels and max_pixels to model.min_pixels and model.max_pixels",
     )

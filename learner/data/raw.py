@@ -29,8 +29,8 @@ from learner.config.schema import BadRecordConfig
 from learner.records import DetectionObject, GeometryKind, Sample
 from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
 from shared.errors import DataError, MediaError, RequestError
+from shared.generation import render_messages
 from shared.images import Images
-from shared.prompt import render_messages
 
 Kind = Literal["no_area", "outside_image", "unknown_class", "image_missing", "image_size", "too_long", "malformed"]
 Action = Literal["error", "drop", "clip"]

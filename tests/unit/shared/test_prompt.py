@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import RequestError
-from shared.prompt import IMAGE_PLACEHOLDER, render_messages
+from shared.generation import IMAGE_PLACEHOLDER, render_messages
 
 IMAGE = {"type": "image"}
 

@@ -192,7 +192,7 @@ def test_the_first_difference_is_shown(
     """R03: token ids are compared, and the first difference raises."""
     with pytest.raises(PromptMismatchError) as raised:
         check_prompt_prefix(expected, served, "cow", decode=lambda ids: "".join(chr(96 + i) for i in ids))
-    assert f"sample 'cow' differently, from token {index} on" in raised.value.what
+    assert f"sample 'cow' differently, starting at token {index}" in raised.value.what
     assert found in raised.value.found
     assert wanted in raised.value.wanted
     assert "'efih'" in raised.value.found or served != [5, 6, 9, 8]
