@@ -106,7 +106,7 @@ class FaultySync:
 
     def install(self) -> None:
         servers.sealed_buckets = self._sealed_buckets
-        Sync.sync = lambda sync: self._sync(sync)  # type: ignore[method-assign]
+        Sync.sync = lambda sync: self._sync(sync)  # type: ignore[assignment, method-assign]
 
     def _sync(self, sync: Sync) -> Any:
         self._count += 1
@@ -197,7 +197,7 @@ def faulty_server(config: Path, head_flag: Path) -> None:
             for head, process in kept:
                 head.quant_method.process_weights_after_loading = process
 
-    WeightLoad.close = close_without_head  # type: ignore[method-assign]
+    WeightLoad.close = close_without_head  # type: ignore[assignment, method-assign]
     server(config, False)
 
 
