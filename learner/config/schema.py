@@ -472,8 +472,9 @@ class RolloutMatchingConfig(Section):
         "`vllm`: vLLM; `hf`: `generate` of the training model itself", "vllm", req="R02"
     )
     decode_batch_size: int = key(
-        "largest number of sequences that are decoded at once. All rollouts of an optimizer step are requested "
-        "together, however small its micro-batches are",
+        "largest number of sequences that are decoded at once, over all learner ranks; a beam search has `num_beams` "
+        "of them per sample. All rollouts of an optimizer step are requested together, however small its micro-batches "
+        "are",
         1,
         unit="sequences per rollout GPU and generation call",
         req="R21 R34",
