@@ -1,20 +1,25 @@
 """What rolling out while learning saves in `stage2_ab_training`: in turn, within the step, ahead of the steps.
 
-Out: figures of two kinds. Simulated: the real step sources and pipeline, with a sleep for every rollout, row and sync.
-All other time is the product's own. Real: one server, and one learner run per way, as processes with one thread each.
-Their figures are read from the runs' `metrics.jsonl`.
+Out: figures of two kinds. Simulated: the real step sources, dispatcher and pipeline, with a sleep for every rollout,
+row and sync. All time that is not sleep is the product's own. Real: one server, and a learner run per way, as processes
+with one thread each; figures are read from the runs' `metrics.jsonl`.
 
-Wanted: a step whose rollouts run beside its learning takes at most 0.65 of the sum of both. With rollouts ahead, the
-learner learns at least 0.9 of its time, and makes at least 1.6 times the steps of one that waits for each step's
-rollouts. All three assume that rollouts take as long as learning, so the measured ratio is a figure too.
+Wanted: a step whose rollouts run beside its learning takes at most 0.60 of the sum of both, and until its last request
+is sent, at least 0.95 of the servers' places are in use. With rollouts ahead, the learner learns at least 0.9 of its
+time, and makes at least 1.6 times the steps of one that waits for each step's rollouts. All but the second assume that
+rollouts take as long as learning, so the measured ratio is a figure too. A simulated step has twelve rows:
+with R rows no step can take less than (R + 1) / 2R of the sum, because learning begins with the first full row.
 """
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -28,21 +33,26 @@ from learner.data.batches import Batches, MicroBatch
 from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
+from learner.rollout.distribution import Answered, Batch, Dispatcher, distribute
+from learner.rollout.servers import LoopThread
 from learner.run.log import PhaseClock
 from learner.steps.ahead import SampleStream, Stage2Ahead
-from learner.steps.in_step import Stage2InStep
+from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CompleteRows
 from learner.steps.protocol import Bounds
-from learner.steps.segments import SegmentSource
+from learner.steps.segments import SegmentSource, SegmentStream, StreamingSource
 from learner.steps.source import StepSource
 from learner.steps.stage2 import Stage2Parts
 
 Way = Literal["in turn", "within the step", "ahead"]
-WANTED_WALL, WANTED_BUSY, WANTED_SPEED = 0.65, 0.9, 1.6
-SAMPLES_PER_STEP = 16
+WANTED_WALL, WANTED_CAP_USE, WANTED_BUSY, WANTED_SPEED = 0.60, 0.95, 0.9, 1.6
+SAMPLES_PER_STEP = 48
 SAMPLES_PER_ROW = 4
 ROWS_PER_STEP = SAMPLES_PER_STEP // SAMPLES_PER_ROW
+SEGMENT_TOKENS = 4
+SERVERS, DECODE_BATCH_SIZE = 2, 2  # simulated
 REAL_SAMPLES_PER_STEP = 32  # so that the sync before each step is short in comparison
+REAL_ROW_TOKENS = 640  # four or five of the demo's segments
 WARM_UP_STEPS = 3
 _DEADLINE_S = 60.0
 
@@ -56,6 +66,7 @@ class Step:
     learn_s: float
     rollout_s: float
     sync_s: float  # before the step: nothing runs beside a sync
+    cap_use: float | None = None  # share of the servers' places in use until the last request was sent
 
 
 def measure(folder: Path, *, num_steps: int = 20) -> Iterator[Figure]:
@@ -72,8 +83,11 @@ def figures(kind: str, runs: dict[Way, list[Step]]) -> list[Figure]:
     share = sum(s.channel == "B" for s in ahead) / len(ahead)
     speed = _channel_b_rate(ahead) / _channel_b_rate(runs["in turn"])
     wall_name = f"{kind}: step without its sync against rollout + learning, within the step"
+    uses = [step.cap_use for step in runs["within the step"] if step.cap_use is not None]
+    use_name = f"{kind}: servers' places in use until a step's last request is sent, within the step"
     return [
         sampled(wall_name, walls, "ratio", at_most=WANTED_WALL),
+        *([sampled(use_name, uses, "of all", at_least=WANTED_CAP_USE)] if uses else []),
         Figure(name=f"{kind}: learner busy, ahead", value=busy, unit="of the time", wanted=WANTED_BUSY),
         Figure(name=f"{kind}: steps/s, ahead against in turn", value=speed, unit="ratio", wanted=WANTED_SPEED),
         Figure(name=f"{kind}: Channel-B share, ahead", value=share, unit="of steps"),
@@ -99,13 +113,14 @@ def _balance(steps: Sequence[Step]) -> float:
 # ---- simulated -----------------------------------------------------------------------------------------------------
 
 
-def simulate(way: Way, *, num_steps: int, each_s: float = 0.02, sync_s: float = 0.01) -> list[Step]:
-    """Every step wants Channel-B. A sample takes `each_s` to roll out, and as long to learn."""
+def simulate(way: Way, *, num_steps: int, each_s: float = 0.01, sync_s: float = 0.01) -> list[Step]:
+    """Every step wants Channel-B; a sample takes `each_s` to learn, and its share of the servers' time is the same."""
     server = SleepingServer(each_s)
     source = _source(way, server)
     steps = [_simulated_step(source, server, index, each_s, sync_s) for index in range(WARM_UP_STEPS + num_steps)]
     source.stop()
     source.close()
+    server.loop.close(_DEADLINE_S)
     return steps[WARM_UP_STEPS:]
 
 
@@ -122,7 +137,14 @@ def _simulated_step(source: StepSource, server: SleepingServer, index: int, each
         for row in rows:
             learned_s += sleep(each_s * len(row.segments))
     wall_s = time.perf_counter() - begin
-    return Step(channel=channel, wall_s=wall_s, learn_s=learned_s, rollout_s=server.slept_s - rolled_s, sync_s=synced_s)
+    return Step(
+        channel=channel,
+        wall_s=wall_s,
+        learn_s=learned_s,
+        rollout_s=server.slept_s - rolled_s,
+        sync_s=synced_s,
+        cap_use=server.cap_use,
+    )
 
 
 def _source(way: Way, server: SleepingServer) -> StepSource:
@@ -133,12 +155,12 @@ def _source(way: Way, server: SleepingServer) -> StepSource:
         batches=cast(Batches, RepeatedBatch(SAMPLES_PER_STEP)),
         ground_truth=GroundTruth(),
         rollouts=server,
-        row_maker=CompleteRows(capacity=4 * SAMPLES_PER_ROW),
+        row_maker=CompleteRows(capacity=SEGMENT_TOKENS * SAMPLES_PER_ROW),
         clock=PhaseClock(),
     )
     if way != "ahead":
-        capacity = SAMPLES_PER_STEP if way == "within the step" else None
-        return Stage2InStep(parts, capacity=capacity, deadline_s=_DEADLINE_S)
+        overlap = Overlap(rollouts=server, capacity=SEGMENT_TOKENS * SAMPLES_PER_ROW, in_order=False)
+        return Stage2InStep(parts, overlap=overlap if way == "within the step" else None, deadline_s=_DEADLINE_S)
     samples, _ = some_samples(SAMPLES_PER_STEP)
     return Stage2Ahead(
         parts,
@@ -157,19 +179,77 @@ def sleep(seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-class SleepingServer(SegmentSource):
+class SleepingServer(SegmentSource, StreamingSource):
     """Rollouts that only sleep, in proportion to their number."""
 
     channel: Channel = "B"
     needs_rollouts = True
 
     def __init__(self, each_s: float) -> None:
-        self.ver, self.slept_s, self._each_s = 0, 0.0, each_s
+        self.ver, self.slept_s, self.each_s = 0, 0.0, each_s
+        self.cap_use: float | None = None  # of the last stream
+        self.loop = LoopThread("sleeping-servers")
 
     def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
         ver = self.ver
-        self.slept_s += sleep(self._each_s * len(samples))
+        self.slept_s += sleep(self.each_s * len(samples))
         return [_segment(sample, ver) for sample in samples]
+
+    def stream(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> SegmentStream:
+        return SleepingStream(self, samples)
+
+
+class SleepingStream(SegmentStream):
+    """What the product's dispatcher gets from servers whose answers take 0.5 to 1.5 of their mean time."""
+
+    def __init__(self, server: SleepingServer, samples: Sequence[Sample]) -> None:
+        self._server, self._samples = server, samples
+        self._ended: SimpleQueue[int | None] = SimpleQueue()
+        self._places = SERVERS * DECODE_BATCH_SIZE
+        self._in_flight, self._num_sent = 0, 0
+        self._used, self._since = 0.0, 0.0  # places x seconds in use, up to when
+        self._future = server.loop.submit(self._roll_out())
+        self._future.add_done_callback(lambda _: self._ended.put(None))
+
+    def __iter__(self) -> Iterator[tuple[int, Segment]]:
+        while (place := self._ended.get()) is not None:
+            yield place, _segment(self._samples[place], self._server.ver)
+
+    def close(self) -> None:
+        self._future.cancel()
+
+    async def _roll_out(self) -> None:
+        plan = distribute(
+            len(self._samples),
+            rank=0,
+            num_ranks=1,
+            server_world_sizes=[1] * SERVERS,
+            decode_batch_size=DECODE_BATCH_SIZE,
+        )
+        self._began = self._since = time.perf_counter()
+        await Dispatcher(
+            plan, send=self._send, on_answer=lambda place, _: self._ended.put(place), on_split=lambda *_: None
+        ).run()
+        self._server.slept_s += time.perf_counter() - self._began
+
+    async def _send(self, server: int, batch: Batch, answered: Answered[None]) -> None:
+        self._count(len(batch))
+        self._num_sent += len(batch)
+        if self._num_sent == len(self._samples):  # what follows is the end, with nothing left to send
+            seconds = time.perf_counter() - self._began
+            self._server.cap_use = self._used / (self._places * seconds) if seconds > 0.0 else None
+        await asyncio.gather(*(self._answer(place, answered) for place in range(batch.start, batch.stop)))
+
+    async def _answer(self, place: int, answered: Answered[None]) -> None:
+        share = random.Random(place).uniform(0.5, 1.5)
+        await asyncio.sleep(share * self._places * self._server.each_s)
+        self._count(-1)
+        answered(place, None)
+
+    def _count(self, change: int) -> None:
+        now = time.perf_counter()
+        self._used += self._in_flight * (now - self._since)
+        self._since, self._in_flight = now, self._in_flight + change
 
 
 class GroundTruth(SegmentSource):
@@ -207,7 +287,7 @@ def some_samples(number: int) -> tuple[tuple[Sample, ...], tuple[EncodedPrompt, 
 
 
 def _segment(sample: Sample, ver: int | None) -> Segment:
-    ids = np.zeros(4, dtype=np.int64)
+    ids = np.zeros(SEGMENT_TOKENS, dtype=np.int64)
     weights = ids.astype(np.float32)
     return Segment(
         sample_id=sample.sample_id, input_ids=ids, labels=ids, loss_weights=weights, prompt_length=1, ver=ver
@@ -271,5 +351,5 @@ def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, n
         training={"packing": way == "within the step", "learning_rate": 1.0e-5, "bf16": False},
         logging={"tensorboard": False},
         stage2_ab={"schedule": {"b_ratio": 1.0}, "async_actor_learner": {"enabled": way == "ahead", **queue}},
-        global_max_length=4096,
+        global_max_length=REAL_ROW_TOKENS,
     )

@@ -37,7 +37,7 @@ from rollout_server.engine import VllmEngine
 from rollout_server.service import RolloutService
 from shared.addresses import free_port
 from shared.seeds import offset_seed
-from shared.wire import InferCall, RequestConfig, RolloutInferRequest
+from shared.wire import InferCall, RequestConfig, RolloutInferRequest, RolloutOutput
 
 WANTED_OF_ENGINE, WANTED_OF_ENGINE_IMAGES = 0.97, 0.9
 WANTED_AGAINST_TRL = 1.2
@@ -130,8 +130,14 @@ class Client:
 
     async def infer(self, call: InferCall) -> int:
         """Number of tokens in the answers."""
-        outputs = await asyncio.wrap_future(self._loop.submit(self._client.infer(call)))
-        return sum(len(output.response_token_ids) for output in outputs)
+        num_tokens = 0
+
+        def on_answer(_: int, output: RolloutOutput) -> None:
+            nonlocal num_tokens
+            num_tokens += len(output.response_token_ids)
+
+        await asyncio.wrap_future(self._loop.submit(self._client.infer(call, on_answer)))
+        return num_tokens
 
     def __enter__(self) -> Client:
         return self

@@ -14,8 +14,7 @@ What makes the runs repeatable:
 - All programs compute in float32 on one thread, without a GPU.
 - The server decodes one sequence at a time (`max_num_seqs: 1`). Otherwise the sequences that share a batch depend on
   when requests arrive, and batches of other sizes round differently. The number of requests in flight does not matter.
-- Stage 2 in step measures which call size is fastest, and rows follow from calls. With `decode_batch_size: 1` there is
-  only one size to choose.
+- Stage 2 in step packs what has arrived, which depends on time. `training.deterministic` packs in request order.
 - Colocated vLLM and `hf` decode fixed batches in the learner's own process, so they need no such care.
 Rollouts ahead of learning depend on time by design and are left out.
 
@@ -112,8 +111,12 @@ VARIANTS: Mapping[str, Variant] = {
     "stage2_in_step": Variant(
         trainer_variant="stage2_ab_training",
         uses_server=True,
-        config={"loss": LAST_MATCH, "stage2_ab": {"schedule": {"b_ratio": 0.5}}},
-        rollouts={"decode_batch_size": 1, "decoding": SAMPLED},
+        config={
+            "training": {"deterministic": True},
+            "loss": LAST_MATCH,
+            "stage2_ab": {"schedule": {"b_ratio": 0.5}},
+        },
+        rollouts={"decode_batch_size": 4, "decoding": SAMPLED},
     ),
     "lora": Variant(
         trainer_variant="rollout_matching_sft",

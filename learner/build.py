@@ -38,7 +38,7 @@ from learner.run.output_dir import claim_output_dir
 from learner.run.stopping import Stopped, StopRequest
 from learner.steps.ahead import SampleStream, Stage2Ahead
 from learner.steps.buffered import BufferedSteps
-from learner.steps.in_step import Stage2InStep
+from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.steps.protocol import Bounds
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
@@ -302,7 +302,9 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int) -> StepSource:
     config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
     assert config.stage2_ab is not None
     if not plan.async_actor_learner or parts.b_ratio == 0:
-        return Stage2InStep(parts, capacity=capacity if plan.overlap else None, deadline_s=deadline_s)
+        return Stage2InStep(
+            parts, overlap=_overlap(config, parts.rollouts) if plan.overlap else None, deadline_s=deadline_s
+        )
     return Stage2Ahead(
         parts,
         _stream(basis),
@@ -311,6 +313,11 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int) -> StepSource:
         capacity=capacity,
         deadline_s=deadline_s / 2,  # so that a rank's own error comes before the other ranks' timeout
     )
+
+
+def _overlap(config: RunConfig, rollouts: SegmentSource) -> Overlap:
+    assert isinstance(rollouts, RolloutSource)
+    return Overlap(rollouts=rollouts, capacity=config.global_max_length, in_order=config.training.deterministic)
 
 
 def _stream(basis: Basis) -> SampleStream:

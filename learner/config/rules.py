@@ -333,6 +333,15 @@ def beam_needs_hf(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found=found, wanted="greedy or sample", remedy=remedy)
 
 
+def beams_fit(config: RunConfig) -> Iterator[Mistake]:
+    """A beam search runs `num_beams` sequences for one sample, so `decode_batch_size` is at least that (R21, D10)."""
+    rollout, beams = config.rollout_matching, config.rollout_matching.decoding.num_beams
+    if rollout.decoding.decode_mode == "beam" and rollout.rollout_backend == "hf" and rollout.decode_batch_size < beams:
+        wanted, remedy = f"at least num_beams ({beams})", "raise it, or lower decoding.num_beams"
+        path = f"{ROLLOUT}.decode_batch_size"
+        yield Mistake(path=path, found=given(rollout, "decode_batch_size"), wanted=wanted, remedy=remedy)
+
+
 def rollout_fits(config: RunConfig) -> Iterator[Mistake]:
     """`max_new_tokens` is below `global_max_length`, because a segment holds prompt and answer, and below a colocated
     engine's `max_model_len`."""
@@ -482,6 +491,7 @@ RULES: tuple[Rule, ...] = (
     decode_mode_fits,
     sampling_samples,
     beam_needs_hf,
+    beams_fit,
     rollout_fits,
     servers_are_named,
     adapter_sync,

@@ -280,6 +280,13 @@ class TrainingConfig(Section):
         gt=0.0,
         le=1.0,
     )
+    deterministic: bool = key(
+        "`stage2_ab_training` with rollouts in the step: segments are packed in the order of the samples, so that "
+        "equal rollouts are learned in equal rows; false: in the order in which they arrive, which depends on time and "
+        "starts learning earlier. The other variants always pack in the order of the samples",
+        False,
+        req="D9",
+    )
     packing_drop_last: bool = key(
         "`rollout_matching_sft`: segments still carried at the end of the run are not learned (their samples are named "
         "in the log); false: the last step learns them too, in rows of its own. Must be true with a `rollout_buffer`",
@@ -472,8 +479,9 @@ class RolloutMatchingConfig(Section):
         "`vllm`: vLLM; `hf`: `generate` of the training model itself", "vllm", req="R02"
     )
     decode_batch_size: int = key(
-        "largest number of sequences that are decoded at once. All rollouts of an optimizer step are requested "
-        "together, however small its micro-batches are",
+        "largest number of sequences that are decoded at once, over all learner ranks; a beam search has `num_beams` "
+        "of them per sample. All rollouts of an optimizer step are requested together, however small its micro-batches "
+        "are",
         1,
         unit="sequences per rollout GPU and generation call",
         req="R21 R34",

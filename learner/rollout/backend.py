@@ -1,8 +1,9 @@
 """Where rollouts come from: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
 
-`RolloutBackend` is the protocol. `Requests` is what a backend is asked for, with the seed of each request. A
-`RolloutCallLog` tells what one `generate_window` did, for the step's metrics and the log (R15, R30): each call with its
-seed, its time and its error. Backends write it, the trainer reads it.
+`RolloutBackend` is the protocol; a `StreamingBackend` also hands on each rollout as it ends. `Requests` is what a
+backend is asked for, with the seed of each request. A `RolloutCallLog` tells what one `generate_window` did, for the
+step's metrics and the log (R15, R30): each call with its seed, its time and its error. Backends write it, the trainer
+reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -82,6 +83,26 @@ class RolloutBackend(Protocol):
         return rollouts
 
     def close(self) -> None: ...
+
+
+class RolloutStream(Protocol):
+    """A window's rollouts as they end: the place of each in the window's line of samples, and the rollout. To be
+    iterated once, by one thread. The iteration raises what ended the rollouts."""
+
+    def __iter__(self) -> Iterator[tuple[int, Rollout]]: ...
+
+    def close(self) -> None:
+        """Give up what has not ended; the iteration ends. From any thread, at any time."""
+        ...
+
+
+@runtime_checkable
+class StreamingBackend(RolloutBackend, Protocol):
+    """Rollouts are made elsewhere, while this process does something else."""
+
+    def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
+        """Begin the rollouts of `generate_window`."""
+        ...
 
 
 def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -34,7 +35,9 @@ from shared.errors import (
     UnauthorizedError,
 )
 from shared.wire import (
+    NDJSON,
     TOKEN_VARIABLE,
+    AnswerLine,
     CloseCommunicatorCall,
     ErrorBody,
     ExpectScoresCall,
@@ -63,16 +66,18 @@ MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
 PACE_CALLS = 32
 PACE_MARGIN = 4.0
 
+_LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
-def read_reply(response: httpx.Response, adapter: TypeAdapter[T], base_url: str) -> T:
+
+def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
     """The body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
     try:
-        return adapter.validate_json(response.content)
+        return adapter.validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"]) or "the body"
         raise RolloutError(
-            f"{base_url}: malformed answer at {response.url.path}",
+            f"{base_url}: malformed answer at {path}",
             found=f"{field}: {first['input']!r:.200}",
             wanted=first["msg"],
             remedy="run the same version of this project on both sides, and look at the server's log",
@@ -82,9 +87,13 @@ def read_reply(response: httpx.Response, adapter: TypeAdapter[T], base_url: str)
 def error_of(response: httpx.Response, base_url: str) -> ProjectError:
     """The server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status decides."""
     try:
-        error = ErrorBody.model_validate_json(response.content).to_exception()
+        return from_server(ErrorBody.model_validate_json(response.content), base_url)
     except ValidationError:
         return _error_by_status(response, base_url)
+
+
+def from_server(body: ErrorBody, base_url: str) -> ProjectError:
+    error = body.to_exception()
     return type(error)(f"{base_url}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
 
 
@@ -166,7 +175,7 @@ class ServerClient:
         self._pace = Pace()
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            limits=httpx.Limits(max_connections=64, keepalive_expiry=KEEPALIVE_S),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # a rank's quota bounds them
             # A proxy named in the environment must not catch calls to this machine.
             trust_env=not is_loopback(self.host),
         )
@@ -200,29 +209,27 @@ class ServerClient:
         """Tensor-parallel size x data-parallel size."""
         return (await self._get("/get_world_size/", WorldSizeReply)).world_size
 
-    async def infer(self, call: InferCall) -> list[RolloutOutput]:
-        """The answers as they came; the caller checks count, order and version.
+    async def infer(self, call: InferCall, on_answer: Callable[[int, RolloutOutput], None]) -> None:
+        """Calls `on_answer(i, output)` for request `i` as it ends, and returns when all have. Answers have the call's
+        places, each once; the caller checks the rest. What `on_answer` raises ends the call.
 
         Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
-        for `gone_s`, ServerError if the connection broke and the server is alive, RolloutError if the answer is
-        malformed.
+        for `gone_s`, ServerError if the connection broke and the server is alive, RolloutError if an answer is
+        malformed or missing.
         """
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
-        begin = _now()
+        answers = _Answers(self.base_url, len(call.infer_requests), on_answer)
+        await self._patiently("/infer/", lambda: self._while_alive(answers, deadline_s, call))
+        answers.check_complete()
+        self._pace.saw(answers.longest, answers.longest_s)
 
-        async def exchange() -> httpx.Response:
-            nonlocal begin
-            begin = _now()
-            return await self._while_alive(call, deadline_s)
-
-        response = await self._patiently("/infer/", exchange)
-        outputs = read_reply(response, TypeAdapter(list[RolloutOutput]), self.base_url)
-        self._pace.saw(max((len(output.response_token_ids) for output in outputs), default=0), _now() - begin)
-        return outputs
-
-    async def _send_infer(self, call: InferCall, deadline_s: float) -> httpx.Response:
+    async def _send_infer(self, call: InferCall, deadline_s: float, answers: _Answers) -> httpx.Response:
+        """One exchange. The body of a success has been read by `answers`."""
+        read_s = deadline_s + REPLY_GRACE_S
         try:
-            return await self._send("POST", "/infer/", call, read_s=deadline_s + REPLY_GRACE_S)
+            async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s) as response:
+                await (answers.read(response) if response.is_success else response.aread())
+                return response
         except ServerUnreachableError as error:
             await self.wait_healthy()
             raise ServerError(
@@ -234,7 +241,7 @@ class ServerClient:
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         response = await self._patiently("/score/", lambda: self._send("POST", "/score/", call))
-        return read_reply(response, TypeAdapter(ScoreReply), self.base_url)
+        return read_reply(response.content, TypeAdapter(ScoreReply), self.base_url, "/score/")
 
     async def init_communicator(self, call: InitCommunicatorCall) -> None:
         """Returns when the server's workers and the learner have joined the group."""
@@ -243,7 +250,7 @@ class ServerClient:
     async def update_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
         """Returns when the buckets have been broadcast and the server has checked what it serves."""
         response = await self._send_once("/update_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
-        return read_reply(response, TypeAdapter(UpdateWeightsReply), self.base_url)
+        return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")
 
     async def expect_scores(self, call: ExpectScoresCall) -> None:
         """Tell what the canary of the update under way must score."""
@@ -264,7 +271,7 @@ class ServerClient:
         response = await self._send("GET", path)
         if not response.is_success:
             raise error_of(response, self.base_url)
-        return read_reply(response, TypeAdapter(reply), self.base_url)
+        return read_reply(response.content, TypeAdapter(reply), self.base_url, path)
 
     async def _send_once(self, path: str, body: BaseModel, *, read_s: float | None = None) -> httpx.Response:
         response = await self._send("POST", path, body, read_s=read_s)
@@ -296,16 +303,36 @@ class ServerClient:
     ) -> httpx.Response:
         """One exchange, whatever its status; `read_s` defaults to that of the timeouts. Raises DeadlineError or
         ServerUnreachableError."""
-        t = self.timeouts
-        read_s = t.read_s if read_s is None else read_s
-        try:
+        read_s = self.timeouts.read_s if read_s is None else read_s
+        async with self._errors(path, read_s):
             return await self._http.request(
                 method,
                 self.base_url + path,
                 content=body.model_dump_json() if body is not None else None,
                 headers={"Content-Type": "application/json"} if body is not None else None,
-                timeout=httpx.Timeout(connect=t.connect_s, read=read_s, write=t.write_s, pool=t.pool_s),
+                timeout=self._timeout(read_s),
             )
+
+    def _stream(self, path: str, body: BaseModel, read_s: float) -> AbstractAsyncContextManager[httpx.Response]:
+        """A POST whose answer is read as it comes."""
+        return self._http.stream(
+            "POST",
+            self.base_url + path,
+            content=body.model_dump_json(),
+            headers={"Content-Type": "application/json", "Accept": NDJSON},
+            timeout=self._timeout(read_s),
+        )
+
+    def _timeout(self, read_s: float) -> httpx.Timeout:
+        t = self.timeouts
+        return httpx.Timeout(connect=t.connect_s, read=read_s, write=t.write_s, pool=t.pool_s)
+
+    @asynccontextmanager
+    async def _errors(self, path: str, read_s: float) -> AsyncIterator[None]:
+        """httpx's errors as ours."""
+        t = self.timeouts
+        try:
+            yield
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
             raise DeadlineError(
                 f"{self.base_url}: {path} did not answer in time",
@@ -316,10 +343,10 @@ class ServerClient:
         except httpx.TransportError as error:
             raise self._gone(f"{type(error).__name__}: {error} at {path}") from error
 
-    async def _while_alive(self, call: InferCall, deadline_s: float) -> httpx.Response:
+    async def _while_alive(self, answers: _Answers, deadline_s: float, call: InferCall) -> httpx.Response:
         """One `/infer/` exchange. It ends when `deadline_s` have passed, or when `/health/` was silent for `gone_s`."""
-        task = asyncio.create_task(self._send_infer(call, deadline_s))
-        begin = last_seen = _now()
+        task = asyncio.create_task(self._send_infer(call, deadline_s, answers))
+        begin = last_seen = answers.sent_at = _now()
         try:
             while True:
                 left_s = begin + deadline_s - _now()
@@ -327,7 +354,7 @@ class ServerClient:
                 if done:
                     return task.result()
                 if _now() >= begin + deadline_s:
-                    raise self._late(call, deadline_s, health_age_s=_now() - last_seen)
+                    raise self._late(answers, deadline_s, health_age_s=_now() - last_seen)
                 try:
                     await self.health()
                     last_seen = _now()
@@ -338,12 +365,12 @@ class ServerClient:
             task.cancel()
             await asyncio.wait({task})
 
-    def _late(self, call: InferCall, deadline_s: float, *, health_age_s: float) -> DeadlineError:
+    def _late(self, answers: _Answers, deadline_s: float, *, health_age_s: float) -> DeadlineError:
         derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"
         return DeadlineError(
             f"{self.base_url}: /infer/ did not answer in time",
-            found=f"{len(call.infer_requests)} request(s), sent {deadline_s:.1f} s ago and waiting for the reply; "
-            f"/health/ answered {health_age_s:.1f} s ago",
+            found=f"{answers.num_missing} of {answers.number} request(s), sent {deadline_s:.1f} s ago and waiting for "
+            f"the reply; /health/ answered {health_age_s:.1f} s ago",
             wanted=f"an answer within {deadline_s:.1f} s{derived}",
             remedy=f"look at the server's log; if it is only slow, set {SERVER}.infer_timeout_s higher",
         )
@@ -355,6 +382,76 @@ class ServerClient:
             wanted=f"an answer within {self.timeouts.gone_s:g} s (vllm.server.timeout_s)",
             remedy=f"start the server (make serve), or correct {SERVER}, {WAY_OUT}",
         )
+
+
+class _Answers:
+    """The answers of one `/infer/` call, given on as they come, with what they say of the server's pace."""
+
+    def __init__(self, base_url: str, number: int, on_answer: Callable[[int, RolloutOutput], None]) -> None:
+        self.number, self.sent_at = number, 0.0
+        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer, and when it came
+        self._base_url, self._on_answer = base_url, on_answer
+        self._missing = set(range(number))
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    async def read(self, response: httpx.Response) -> None:
+        """A success, in either of its two forms."""
+        if NDJSON in response.headers.get("content-type", ""):
+            async for line in _lines(response):
+                self._take_line(line)
+            return
+        await response.aread()
+        outputs = read_reply(response.content, _LIST, self._base_url, "/infer/")
+        if len(outputs) != self.number:
+            raise self._incomplete(len(outputs))
+        for i, output in enumerate(outputs):
+            self._take(i, output)
+
+    def check_complete(self) -> None:
+        """Raises RolloutError if the reply ended before its last answer."""
+        if self._missing:
+            raise self._incomplete(self.number - len(self._missing))
+
+    def _take_line(self, content: bytes) -> None:
+        line = read_reply(content, _LINE, self._base_url, "/infer/")
+        if line.error is not None:
+            raise from_server(line.error, self._base_url)
+        if line.output is None or line.index not in self._missing:
+            raise RolloutError(
+                f"{self._base_url}: malformed answer at /infer/",
+                found=f"a line for request {line.index}, {'with' if line.output else 'without'} an output",
+                wanted=f"one line for each of the {self.number} requests",
+                remedy="run the same version of this project on both sides, and look at the server's log",
+            )
+        self._take(line.index, line.output)
+
+    def _take(self, i: int, output: RolloutOutput) -> None:
+        self._missing.remove(i)
+        if len(output.response_token_ids) >= self.longest:
+            self.longest, self.longest_s = len(output.response_token_ids), _now() - self.sent_at
+        self._on_answer(i, output)
+
+    def _incomplete(self, found: int) -> RolloutError:
+        return RolloutError(
+            f"{self._base_url}: malformed answer at /infer/",
+            found=f"{found} answers",
+            wanted=f"one per request ({self.number})",
+            remedy="run the same version of this project on both sides, and look at the server's log",
+        )
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The body's lines. httpx's own `aiter_lines` also splits at separators that may stand inside of JSON strings."""
+    rest = b""
+    async for content in response.aiter_bytes():
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 def _last_seen_of(error: ProjectError) -> str:

@@ -1,16 +1,17 @@
-"""Which request goes to which server, and how many may be in flight there (SPEC.md D4; R07, R21, R23, R30).
+"""Which request goes to which server, and how many may be in flight there (SPEC.md D4, D10; R07, R21, R23, R30).
 
 `distribute` is pure. In: the number of this rank's requests, the rank, the servers' world sizes, `decode_batch_size`.
-Out: contiguous spans of requests in request order, and a cap per server. Every rank computes its own part without
-talking to the others. If all ranks have the same number of requests, they together never hold more than
-`decode_batch_size * s_i` sequences on server `i`.
+Out: contiguous spans of requests in request order, and this rank's quota on each server. Every rank computes its own
+part without talking to the others. A quota does not depend on how much a rank has to ask for, so at every moment all
+ranks together hold at most `decode_batch_size * s_i` sequences on server `i`.
 
 The line of slots: `W` ranks with `n` requests each lay `G = W * n` slots. Server `i` owns the next `ceil(G * s_i / T)`
-of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`.
+of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`. Its quotas are what it owns with `n = chunk`.
 
-A `ServerQueue` sends one server's spans, in batches. Invariants: never more than `cap` requests are in flight; batches
-start in request order, and the next one as soon as it fits; a batch that fails is split in halves and sent again; a
-single request that fails twice, or an error that repeating cannot fix, ends the queue.
+A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: never more than
+a server's quota is in flight there; requests start in request order; as long as a request waits, every server is kept
+at its quota (D9), so a server with nothing left takes from the one that has most; what a failed batch has not answered
+is sent again in halves; a single request that fails twice, or an error that repeating cannot fix, ends all.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Generic, TypeVar
 
 from shared.errors import (
     ConfigError,
@@ -37,7 +40,8 @@ from shared.errors import (
 R = TypeVar("R")
 log = logging.getLogger("learner.rollout")
 
-CALLS_IN_FLIGHT = 4  # a queue longer than its cap sends batches of a quarter of the cap, so that it can refill
+# A server is refilled by a 32nd of its quota at a time: single requests up to 32, and 97% of a larger quota in use.
+REFILLS = 32
 FINAL_ERRORS = (
     RequestError,
     ConfigError,
@@ -63,10 +67,10 @@ class ServerSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """`spans` cover this rank's requests in order; `caps[i]` bounds its requests in flight on server `i`."""
+    """`spans` cover this rank's requests in order; `quotas[i]` bounds its requests in flight on server `i`."""
 
     spans: tuple[ServerSpan, ...]
-    caps: tuple[int, ...]
+    quotas: tuple[int, ...]
 
 
 def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num_ranks: int) -> int:
@@ -92,46 +96,66 @@ def distribute(
 ) -> Distribution:
     """Formula D4 for one rank and one call. Raises ConfigError as `chunk_size` does.
 
-    With more than `chunk` requests, a server on which the rank's cap is zero hands its slots to the next server, in
-    order and cyclically, that has a cap. Only then can one server own two spans.
+    Up to `chunk` requests are all in flight at once: what D4 gives a server beyond this rank's quota there goes to its
+    neighbours. Of more requests, a server where the quota is zero hands its slots to the next one, in order and
+    cyclically, where it is not. Only then can one server own two spans.
     """
     chunk = chunk_size(decode_batch_size=decode_batch_size, server_world_sizes=server_world_sizes, num_ranks=num_ranks)
-    spans = _owned_spans(num_requests, rank, num_ranks, server_world_sizes)
+    quotas = _slots(chunk, rank, num_ranks, server_world_sizes)
+    owned = _slots(num_requests, rank, num_ranks, server_world_sizes)
     if num_requests <= chunk:
-        return Distribution(spans=spans, caps=_totals(spans, len(server_world_sizes)))
-    caps = _totals(_owned_spans(chunk, rank, num_ranks, server_world_sizes), len(server_world_sizes))
-    return Distribution(spans=_moved_to_caps(spans, caps), caps=caps)
+        return Distribution(spans=_spans(_within(owned, quotas)), quotas=quotas)
+    return Distribution(spans=_moved(_spans(owned), quotas), quotas=quotas)
 
 
-def _owned_spans(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[ServerSpan, ...]:
+def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """How many of the rank's slots each server owns. Together they are `num_requests`, in server order."""
     num_slots, total = num_ranks * num_requests, sum(sizes)
     first, last = rank * num_requests, (rank + 1) * num_requests
-    spans, edge = [], 0
-    for server, size in enumerate(sizes):
+    owned, edge = [], 0
+    for size in sizes:
         begin, edge = edge, min(num_slots, edge + -(-num_slots * size // total))
-        start, stop = max(begin, first), min(edge, last)
-        if start < stop:
-            spans.append(ServerSpan(server=server, start=start - first, stop=stop - first))
-    return tuple(spans)
+        owned.append(max(0, min(edge, last) - max(begin, first)))
+    return tuple(owned)
 
 
-def _totals(spans: Sequence[ServerSpan], num_servers: int) -> tuple[int, ...]:
-    return tuple(sum(len(span) for span in spans if span.server == i) for i in range(num_servers))
+def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
+    """`owned`, with what exceeds a quota given to later servers, or else to earlier ones."""
+    edges = [0, *accumulate(owned)]
+    total = edges[-1]
+    for i, quota in enumerate(quotas):
+        edges[i + 1] = min(edges[i + 1], edges[i] + quota)
+    edges[-1] = total
+    for i in range(len(quotas) - 1, 0, -1):
+        edges[i] = max(edges[i], edges[i + 1] - quotas[i])
+    return tuple(stop - start for start, stop in pairwise(edges))
 
 
-def _moved_to_caps(spans: Sequence[ServerSpan], caps: Sequence[int]) -> tuple[ServerSpan, ...]:
-    """Each span on the next server that has a cap; neighbours on one server become one span."""
+def _spans(numbers: Sequence[int]) -> tuple[ServerSpan, ...]:
+    stops = accumulate(numbers)
+    return tuple(
+        ServerSpan(server=server, start=stop - number, stop=stop)
+        for server, (number, stop) in enumerate(zip(numbers, stops, strict=True))
+        if number
+    )
+
+
+def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSpan, ...]:
+    """Each span on the next server that has a quota; neighbours on one server become one span."""
     moved: list[ServerSpan] = []
     for span in spans:
-        server = next(i % len(caps) for i in range(span.server, span.server + len(caps)) if caps[i % len(caps)])
+        server = next(i % len(quotas) for i in range(span.server, span.server + len(quotas)) if quotas[i % len(quotas)])
         start = moved.pop().start if moved and moved[-1].server == server else span.start
         moved.append(ServerSpan(server=server, start=start, stop=span.stop))
     return tuple(moved)
 
 
+# ---- sending -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one call; `failed`: they have failed before."""
+    """Requests `[start, stop)` of one HTTP call; `failed`: they have failed before."""
 
     start: int
     stop: int
@@ -140,72 +164,141 @@ class Batch:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def retry(self) -> tuple[Batch, ...]:
-        """What to send after a failure: halves, or the same single request once more."""
-        if len(self) == 1:
-            return (Batch(start=self.start, stop=self.stop, failed=True),)
-        middle = (self.start + self.stop) // 2
-        return tuple(Batch(start=a, stop=b, failed=True) for a, b in ((self.start, middle), (middle, self.stop)))
+    def cut(self, size: int) -> tuple[Batch, ...]:
+        """Its first `size` requests, and the rest if there is any."""
+        middle = min(self.start + size, self.stop)
+        first = replace(self, stop=middle)
+        return (first,) if middle == self.stop else (first, replace(self, start=middle))
 
 
-def cut(spans: Sequence[ServerSpan], cap: int) -> list[Batch]:
-    """One batch per span if all fit at once, else batches of a quarter of the cap."""
-    size = cap if sum(len(span) for span in spans) <= cap else -(-cap // CALLS_IN_FLIGHT)
-    return [
-        Batch(start=start, stop=min(start + size, span.stop))
-        for span in spans
-        for start in range(span.start, span.stop, size)
-    ]
+def halves(unanswered: Sequence[int]) -> list[Batch]:
+    """What to send after a failure, each part a run of consecutive requests."""
+    middle = len(unanswered) // 2
+    parts = (unanswered[:middle], unanswered[middle:])
+    return [Batch(start=run.start, stop=run.stop, failed=True) for part in parts for run in _runs(part)]
 
 
-class ServerQueue(Generic[R]):
-    """`send(batch)` returns one result per request of the batch, in order. `on_split(batch, error)` is called before a
-    retry."""
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers as ranges."""
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield range(numbers[start], numbers[end - 1] + 1)
+            start = end
+
+
+@dataclass(kw_only=True, slots=True)
+class _Server:
+    """One server's part: what waits for it, and how many more requests it may hold now."""
+
+    quota: int
+    free: int
+    waiting: deque[Batch] = field(default_factory=deque)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(len(batch) for batch in self.waiting)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flight:
+    """A batch that was sent."""
+
+    server: int
+    batch: Batch
+    unanswered: set[int]
+
+
+# `send(server, batch, answered)` sends one batch, calls `answered(request, result)` for each request as it ends, and
+# returns when all have.
+Answered = Callable[[int, R], None]
+Send = Callable[[int, Batch, Answered[R]], Coroutine[Any, Any, None]]
+
+
+class Dispatcher(Generic[R]):
+    """No batch goes beyond a span. `on_answer(request, result)` is called for each request as it ends,
+    `on_split(requests, error)` before some are sent again; both on the event loop of `run`."""
 
     def __init__(
         self,
-        spans: Sequence[ServerSpan],
-        cap: int,
+        plan: Distribution,
         *,
-        send: Callable[[Batch], Awaitable[list[R]]],
-        on_split: Callable[[Batch, ProjectError], None],
+        send: Send[R],
+        on_answer: Answered[R],
+        on_split: Callable[[Sequence[int], ProjectError], None],
     ) -> None:
-        self._waiting = deque(cut(spans, cap))
-        self._free = cap
-        self._send = send
-        self._on_split = on_split
-        self._flying: dict[asyncio.Future[list[R]], Batch] = {}
+        self._servers = [_Server(quota=quota, free=quota) for quota in plan.quotas]
+        for span in plan.spans:
+            self._servers[span.server].waiting.append(Batch(start=span.start, stop=span.stop))
+        self._send, self._on_answer, self._on_split = send, on_answer, on_split
+        self._flying: dict[asyncio.Task[None], _Flight] = {}
+        self._changed = asyncio.Event()
 
-    async def run(self) -> dict[int, R]:
-        """Results by request index. Raises the first final error, when what was in flight has been cancelled."""
-        results: dict[int, R] = {}
+    async def run(self) -> None:
+        """Returns when every request is answered. Raises the first final error, when what was in flight has been
+        cancelled."""
         try:
-            while self._waiting or self._flying:
+            self._launch()
+            while self._flying:
+                await self._changed.wait()
+                self._changed.clear()
+                for task in [task for task in self._flying if task.done()]:
+                    self._land(task)
                 self._launch()
-                done, _ = await asyncio.wait(self._flying, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    batch = self._flying.pop(task)
-                    self._free += len(batch)
-                    try:
-                        results.update(zip(range(batch.start, batch.stop), task.result(), strict=True))
-                    except ProjectError as error:
-                        self._retry(batch, error)
         finally:
             for task in self._flying:
                 task.cancel()
             await asyncio.gather(*self._flying, return_exceptions=True)
-        return results
 
     def _launch(self) -> None:
-        while self._waiting and len(self._waiting[0]) <= self._free:
-            batch = self._waiting.popleft()
-            self._free -= len(batch)
-            self._flying[asyncio.ensure_future(self._send(batch))] = batch
+        """Fill every server, first with its own requests, then with those of the server that has most."""
+        for takes_others in (False, True):
+            for index, server in enumerate(self._servers):
+                while batch := self._take(server, takes_others=takes_others):
+                    self._start(index, batch)
 
-    def _retry(self, batch: Batch, error: ProjectError) -> None:
+    def _take(self, server: _Server, *, takes_others: bool) -> Batch | None:
+        """The next batch to send to `server` now."""
+        waiting = server.waiting
+        if takes_others and not waiting:
+            waiting = max(self._servers, key=lambda other: other.num_waiting).waiting
+        size = min(server.free, len(waiting[0])) if waiting else 0
+        if size == 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
+            return None
+        batch, *rest = waiting.popleft().cut(size)
+        waiting.extendleft(rest)
+        server.free -= size
+        return batch
+
+    def _start(self, server: int, batch: Batch) -> None:
+        flight = _Flight(server=server, batch=batch, unanswered=set(range(batch.start, batch.stop)))
+        task = asyncio.ensure_future(self._send(server, batch, partial(self._answered, flight)))
+        task.add_done_callback(lambda _: self._changed.set())
+        self._flying[task] = flight
+
+    def _answered(self, flight: _Flight, request: int, result: R) -> None:
+        flight.unanswered.remove(request)
+        self._servers[flight.server].free += 1
+        self._changed.set()
+        self._on_answer(request, result)
+
+    def _land(self, task: asyncio.Task[None]) -> None:
+        flight = self._flying.pop(task)
+        self._servers[flight.server].free += len(flight.unanswered)
+        try:
+            task.result()
+        except ProjectError as error:
+            self._retry(flight, error)
+        else:
+            assert not flight.unanswered, "a batch ended without all of its answers"
+
+    def _retry(self, flight: _Flight, error: ProjectError) -> None:
+        batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, FINAL_ERRORS) or (batch.failed and len(batch) == 1):
             raise error
+        if not unanswered:  # the end of the reply was lost, and no answer
+            return
         kind = "timed out" if isinstance(error, DeadlineError) else "failed"
-        log.warning("requests [%d, %d) %s and are sent again in halves: %s", batch.start, batch.stop, kind, error)
-        self._on_split(batch, error)
-        self._waiting.extendleft(reversed(batch.retry()))
+        log.warning("%d request(s) %s and are sent again in halves: %s", len(unanswered), kind, error)
+        self._on_split(unanswered, error)
+        self._servers[flight.server].waiting.extendleft(reversed(halves(unanswered)))

@@ -3,10 +3,10 @@
 In: samples of this rank. Out: one rollout per sample, in order, by the weights as they are. There is no server, no sync
 and no collective, so every rank generates for itself. A rollout's `ver` is the number of updates before it.
 
-Invariants: prompts are the encoder's token ids; at most `decode_batch_size` samples are decoded at once (a beam search
-runs `num_beams` sequences for each); a rollout depends on its prompt and its seed, not on what else is in its batch;
-afterwards the model is as it was, whatever happened: attention, training modes, generation settings. Weights,
-`requires_grad` and random generators are not touched. Must not run while another thread runs a forward pass.
+Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once, where a beam
+search runs `num_beams` of them for each sample; a rollout depends on its prompt and its seed, not on what else is in
+its batch; afterwards the model is as it was, whatever happened: attention, training modes, generation settings.
+Weights, `requires_grad` and random generators are not touched. Must not run while another thread runs a forward pass.
 
 transformers samples all sequences from one global generator, and counts padding as repeated tokens. The logits
 processors here make a sequence depend on its own prompt and seed only. Their order is vLLM's: repetition penalty,
@@ -176,6 +176,19 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
             module.training = mode
 
 
+def samples_at_once(config: RolloutMatchingConfig, mode: str) -> int:
+    """How many samples `decode_batch_size` sequences are enough for. Raises ConfigError if for none."""
+    num_beams = config.decoding.num_beams if mode == "beam" else 1
+    if config.decode_batch_size < num_beams:
+        raise ConfigError(
+            f"{ROLLOUT}.decode_batch_size: too few sequences for one beam search",
+            found=f"{config.decode_batch_size}, with num_beams {num_beams}",
+            wanted=f"at least {num_beams}",
+            remedy="raise decode_batch_size, or lower decoding.num_beams",
+        )
+    return config.decode_batch_size // num_beams
+
+
 class HfBackend(RolloutBackend):
     """`on_call` gets the record of every `generate_window`, also of one that failed."""
 
@@ -188,7 +201,7 @@ class HfBackend(RolloutBackend):
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         """Raises ConfigError if the model cannot generate, or has no room for a prompt."""
-        self.config, self.chunk = config, config.decode_batch_size
+        self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call = policy, run_seed, on_call
         self._stop_ids = stop_token_ids(policy.model, policy.tokenizer)
         self._max_length = int(policy.model.config.get_text_config().max_position_embeddings)
@@ -209,8 +222,9 @@ class HfBackend(RolloutBackend):
             prompts = [self._encode(sample) for sample in asked.samples]
             rollouts: list[Rollout] = []
             with generating(self._policy.model):
-                for start in range(0, len(prompts), self.chunk):
-                    here = slice(start, start + self.chunk)
+                size = samples_at_once(self.config, mode)
+                for start in range(0, len(prompts), size):
+                    here = slice(start, start + size)
                     batch = Requests(samples=asked.samples[here], indices=asked.indices[here], seeds=asked.seeds[here])
                     rollouts += self._generate(batch, prompts[here], mode, record)
             return split_window(window, rollouts)
@@ -302,7 +316,7 @@ class HfBackend(RolloutBackend):
         return RolloutError(
             "out of memory while generating rollouts beside the training state",
             found=f"{num_samples} samples at once; {str(error).splitlines()[0]}",
-            wanted=f"memory for {ROLLOUT}.decode_batch_size = {self.chunk} samples of up to "
+            wanted=f"memory for {ROLLOUT}.decode_batch_size = {self.config.decode_batch_size} sequences of up to "
             f"{self.config.decoding.max_new_tokens} new tokens",
             remedy=f"lower {ROLLOUT}.decode_batch_size (or decoding.max_new_tokens, num_beams), or make rollouts on "
             f"devices of their own: rollout_backend: vllm, vllm.mode: server",

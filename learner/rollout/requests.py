@@ -7,14 +7,12 @@ has answered it once gives the same answer again.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 
 from pydantic import ValidationError
 
 from learner.config.schema import DecodingConfig
 from learner.records import Rollout, Sample
 from shared.errors import ConfigError, DataError, RolloutError, ServerMismatchError
-from shared.seeds import offset_seed
 from shared.wire import Message, RequestConfig, RolloutInferRequest, RolloutOutput
 
 DECODING = "custom.extra.rollout_matching.decoding"
@@ -64,38 +62,14 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> Request
     )
 
 
-def read_rollouts(
-    outputs: Sequence[RolloutOutput],
-    *,
-    samples: Sequence[Sample],
-    requests: Sequence[RolloutInferRequest],
-    seed: int,
-    expected_ver: int | None,
-    base_url: str,
-) -> list[Rollout]:
-    """The rollouts of one call; its first request had the seed `seed`.
-
-    Raises RolloutError if count, order, seed or content is wrong, ServerMismatchError if another weight version
-    answered than the one last synced (R10).
-    """
-    if len(outputs) != len(requests):
-        raise _malformed(base_url, "the list", f"{len(outputs)} answers", f"one per request ({len(requests)})")
-    return [
-        _read_rollout(
-            output,
-            sample=sample,
-            request_uuid=request.uuid,
-            seed=offset_seed(seed, i),
-            expected_ver=expected_ver,
-            base_url=base_url,
-        )
-        for i, (output, sample, request) in enumerate(zip(outputs, samples, requests, strict=True))
-    ]
-
-
-def _read_rollout(
+def read_rollout(
     output: RolloutOutput, *, sample: Sample, request_uuid: str, seed: int, expected_ver: int | None, base_url: str
 ) -> Rollout:
+    """The rollout of one request, which had the seed `seed`.
+
+    Raises RolloutError if place, seed or content is wrong, ServerMismatchError if another weight version answered than
+    the one last synced (R10).
+    """
     infos = output.rollout_infos
     if infos.uuid != request_uuid:
         raise _malformed(base_url, "rollout_infos.uuid", infos.uuid, f"{request_uuid} (answers in request order)")

@@ -1,8 +1,9 @@
 """Rollouts from servers that are already running: `RolloutBackend` over all of them (R05-R07, R10-R16, R21, R23, R30).
 
-In: samples of this rank. Out: one rollout per sample, in order, all by one weight version. Invariants: `connect` checks
-the servers and asks their world sizes, once; a request's seed depends on its index over all ranks only; the caps of
-`distribution.py` hold through refills and retries; no sample is skipped, an error ends the call.
+In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), by
+one weight version. Invariants: `connect` checks the servers and asks their world sizes, once; a request's seed depends
+on its index over all ranks only; the quotas of `distribution.py` hold through refills and retries; no sample is
+skipped, an error ends the call. Rollouts that nobody has taken yet are bounded by the window.
 
 All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
 weight sync may be called from any thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller
@@ -15,10 +16,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from learner.config.schema import RolloutMatchingConfig, ServerEntry
@@ -28,18 +30,20 @@ from learner.rollout.backend import (
     MicroStep,
     RequestIndex,
     Requests,
-    RolloutBackend,
     RolloutCallLog,
+    RolloutStream,
+    StreamingBackend,
     begin_record,
     recorded,
     split_window,
 )
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.distribution import Batch, ServerQueue, ServerSpan, chunk_size, distribute
-from learner.rollout.requests import infer_request, read_rollouts, request_config
+from learner.rollout.distribution import Answered, Batch, Dispatcher, ServerSpan, chunk_size, distribute
+from learner.rollout.requests import infer_request, read_rollout, request_config
 from shared.aio import gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
-from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, ServerStatus
+from shared.seeds import offset_seed
+from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, RolloutOutput, ServerStatus
 
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
@@ -93,7 +97,7 @@ async def _cancel_others() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What stays the same during one `generate_window`."""
+    """What stays the same during one `stream`."""
 
     asked: Requests
     requests: Sequence[RolloutInferRequest]  # the same, for the wire
@@ -101,9 +105,31 @@ class _Job:
     record: RolloutCallLog
 
 
-class ServerBackend(RolloutBackend):
+class _Rollouts(RolloutStream):
+    """What the servers answer to one job, from the event loop's thread to the one that iterates."""
+
+    def __init__(self, begin: Callable[[Answered[Rollout]], Future[None]], record: Callable[[], Any]) -> None:
+        """`begin(on_answer)` starts the job; the iteration runs inside `record()`."""
+        self._record, self._closed = record, False
+        self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()
+        self._future = begin(lambda i, rollout: self._ended.put((i, rollout)))
+        self._future.add_done_callback(lambda _: self._ended.put(None))
+
+    def __iter__(self) -> Iterator[tuple[int, Rollout]]:
+        with self._record():
+            while (ended := self._ended.get()) is not None:
+                yield ended
+            if not self._closed:
+                self._future.result()
+
+    def close(self) -> None:
+        self._closed = True
+        self._future.cancel()
+
+
+class ServerBackend(StreamingBackend):
     """`token`: the bearer token. `vocab_size`: that of the learner's model, compared with the servers'. `on_call` gets
-    the record of every `generate_window`, in the thread that called it. The weight sync sets `expected_ver`; None: any
+    the record of every `stream`, in the thread that iterated it. The weight sync sets `expected_ver`; None: any
     version, but the same from all servers."""
 
     def __init__(
@@ -169,11 +195,19 @@ class ServerBackend(RolloutBackend):
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`. Without samples nothing is sent. Every rank should bring the same number of samples, on
-        which the cap of D4 relies."""
-        asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
-        if not asked.samples:
+        """See `RolloutBackend`: all of `stream`, in order. Without samples nothing is sent."""
+        if not any(step.samples for step in window):
             return [[] for _ in window]
+        rollouts = self.stream(window, global_step=global_step, greedy=greedy)
+        try:
+            ended = dict(rollouts)
+        finally:
+            rollouts.close()
+        return split_window(window, [ended[i] for i in range(len(ended))])
+
+    def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
+        """See `StreamingBackend`. Ranks may bring different numbers of samples, at different times."""
+        asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
         job = _Job(
@@ -182,10 +216,9 @@ class ServerBackend(RolloutBackend):
             config=self._decoding[greedy],
             record=record,
         )
-        with recorded(record, self._on_call):
-            rollouts = self.loop.run(self._generate(job))
-            record.ver = rollouts[0].ver
-            return split_window(window, rollouts)
+        return _Rollouts(
+            lambda on_answer: self.loop.submit(self._generate(job, on_answer)), lambda: recorded(record, self._on_call)
+        )
 
     def close(self) -> None:
         """Close the connections and end the loop's thread, in bounded time. A second call does nothing."""
@@ -222,7 +255,7 @@ class ServerBackend(RolloutBackend):
                 remedy="lower max_new_tokens, or raise max_model_len in the server's configuration",
             )
 
-    async def _generate(self, job: _Job) -> list[Rollout]:
+    async def _generate(self, job: _Job, on_answer: Answered[Rollout]) -> None:
         plan = distribute(
             len(job.requests),
             rank=self._rank,
@@ -230,45 +263,42 @@ class ServerBackend(RolloutBackend):
             server_world_sizes=self.world_sizes,
             decode_batch_size=self.config.decode_batch_size,
         )
-        spans = _within_micro_steps(plan.spans, job.asked.indices)
-        queues = [
-            self._queue(job, self.clients[i], [span for span in spans if span.server == i], cap)
-            for i, cap in enumerate(plan.caps)
-            if cap
-        ]
-        parts = await gather(queue.run() for queue in queues)
-        by_index = {i: rollout for part in parts for i, rollout in part.items()}
-        rollouts = [by_index[i] for i in range(len(job.requests))]
-        if len({rollout.ver for rollout in rollouts}) > 1:
-            raise ServerMismatchError(
-                "the servers answered with different weight versions",
-                found=", ".join(sorted({f"{rollout.server_id} ver {rollout.ver}" for rollout in rollouts})),
-                wanted="one version for all rollouts of a call",
-                remedy="sync weights before generating, and let no other learner use these servers",
-            )
-        return rollouts
 
-    def _queue(self, job: _Job, client: ServerClient, spans: Sequence[ServerSpan], cap: int) -> ServerQueue[Rollout]:
-        def on_split(batch: Batch, error: ProjectError) -> None:
-            job.record.splits.append((*job.asked.indices[batch.start], len(batch)))
+        def on_rollout(i: int, rollout: Rollout) -> None:
+            _check_version(job.record, rollout)
+            on_answer(i, rollout)
 
-        return ServerQueue(spans, cap, send=lambda batch: self._send(job, client, batch), on_split=on_split)
+        def on_split(requests: Sequence[int], error: ProjectError) -> None:
+            job.record.splits.append((*job.asked.indices[requests[0]], len(requests)))
 
-    async def _send(self, job: _Job, client: ServerClient, batch: Batch) -> list[Rollout]:
+        dispatcher = Dispatcher(
+            replace(plan, spans=_within_micro_steps(plan.spans, job.asked.indices)),
+            send=lambda server, batch, answered: self._send(job, self.clients[server], batch, answered),
+            on_answer=on_rollout,
+            on_split=on_split,
+        )
+        await dispatcher.run()
+
+    async def _send(self, job: _Job, client: ServerClient, batch: Batch, answered: Answered[Rollout]) -> None:
         micro_step_idx, first_req_idx = job.asked.indices[batch.start]
         seed = job.asked.seeds[batch.start]
         requests = list(job.requests[batch.start : batch.stop])
         call = InferCall(infer_requests=requests, request_config=job.config.model_copy(update={"seed": seed}))
         began_at, begin, error_text = time.time(), time.monotonic(), ""
-        try:
-            return read_rollouts(
-                await client.infer(call),
-                samples=job.asked.samples[batch.start : batch.stop],
-                requests=requests,
-                seed=seed,
+
+        def on_answer(i: int, output: RolloutOutput) -> None:
+            rollout = read_rollout(
+                output,
+                sample=job.asked.samples[batch.start + i],
+                request_uuid=requests[i].uuid,
+                seed=offset_seed(seed, i),
                 expected_ver=self.expected_ver,
                 base_url=client.base_url,
             )
+            answered(batch.start + i, rollout)
+
+        try:
+            await client.infer(call, on_answer)
         except ProjectError as error:
             error_text = str(error)
             raise
@@ -287,11 +317,24 @@ class ServerBackend(RolloutBackend):
             log.debug("step %d.%d: %s", job.record.global_step, micro_step_idx, ended)
 
 
-def _within_micro_steps(spans: Sequence[ServerSpan], indices: Sequence[RequestIndex]) -> list[ServerSpan]:
+def _check_version(record: RolloutCallLog, rollout: Rollout) -> None:
+    """The first answer says the version of all. Raises ServerMismatchError."""
+    if record.ver is None:
+        record.ver = rollout.ver
+    elif rollout.ver != record.ver:
+        raise ServerMismatchError(
+            "the servers answered with different weight versions",
+            found=f"ver {record.ver}, and {rollout.server_id} ver {rollout.ver}",
+            wanted="one version for all rollouts of a call",
+            remedy="sync weights before generating, and let no other learner use these servers",
+        )
+
+
+def _within_micro_steps(spans: Sequence[ServerSpan], indices: Sequence[RequestIndex]) -> tuple[ServerSpan, ...]:
     """The same spans, cut where a micro-step begins: the seeds of one call are consecutive."""
     edges = [i for i in range(1, len(indices)) if indices[i].micro_step_idx != indices[i - 1].micro_step_idx]
     cut = []
     for span in spans:
         inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]
         cut += [replace(span, start=start, stop=stop) for start, stop in pairwise(inside)]
-    return cut
+    return tuple(cut)

@@ -1,48 +1,52 @@
 """Channel-B within the step: rollouts are made, packed and learned in it, by the weights that it updates (R31, R32).
 
-Either all rollouts of the rank's share are made in one call, and learning begins when it has ended; or, with servers
-and packing, the rows of one call are learned while the next call runs. Both number a step's requests over all ranks, so
-that a sample's seed, and its rollout, are the same either way, on any number of ranks.
+Either the rank's whole share is rolled out first and learned then; or, with servers and packing, rows are learned while
+others roll out (D9): a thread of its own makes a segment of each rollout as it ends, and the thread that learns takes
+a row as soon as one is closed. Both number a step's requests over all ranks, so that a sample's seed, and its rollout,
+are the same either way, on any number of ranks.
 
-How many samples an overlapped call rolls out is measured (`CallSize`). Learning runs beside the calls that follow, so
-small calls hide more of it. But a server needs about as long for few answers as for many, up to what it decodes at
-once: there small calls, one after the other, cost more than they hide. Which it is depends on model, answers and GPUs,
-so sizes take turns, then the fastest stays. Only time depends on the size: a sample's seed and place do not.
+What waits between the two threads is bounded by the rank's share of the step, whose prompts are in memory anyway: no
+server ever waits for the learner. Which segments share a row depends on the order in which rollouts end, unless
+`training.deterministic` is set. What is learned in a step does not depend on it.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from learner.data.batches import MicroBatch
-from learner.records import EncodedPrompt, PackedRow, Sample, Segment
-from learner.run.log import PhaseClock
-from learner.steps.pipeline import CallSamples, CallTotals, Fence, ProducerStages, RolloutPipeline
-from learner.steps.protocol import Bounds
-from learner.steps.stage2 import (
-    CALLS_PER_STEP,
-    CLOSE_S,
-    DEADLINE_KEY,
-    RankMetrics,
-    Stage2Parts,
-    Stage2Steps,
-    call_metrics,
-)
+from learner.records import PackedRow, Segment
+from learner.steps.packing import ArrivingRows
+from learner.steps.pipeline import CallTotals, Fence
+from learner.steps.segments import SegmentStream, StreamingSource
+from learner.steps.stage2 import CLOSE_S, DEADLINE_KEY, RankMetrics, Stage2Parts, Stage2Steps, call_metrics
+from shared.errors import DeadlineError, RolloutError
 
-TRY_AGAIN_AFTER = 50  # steps, for answers grow and shrink in training
-_NEW_SHARE = 0.5  # of the latest step in a size's mean: one that was slow by chance is soon forgotten
+log = logging.getLogger("learner.stage2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """How rows are learned while others roll out. `capacity` of a row is in tokens; `in_order`: see `ArrivingRows`."""
+
+    rollouts: StreamingSource
+    capacity: int
+    in_order: bool
 
 
 class Stage2InStep(Stage2Steps):
-    """`capacity`: how many samples the servers decode at once for this rank; None: nothing overlaps. `deadline_s`
-    bounds the wait for a row."""
+    """`overlap` None: nothing overlaps. `deadline_s` bounds the wait for a row."""
 
-    def __init__(self, parts: Stage2Parts, *, capacity: int | None, deadline_s: float) -> None:
+    def __init__(self, parts: Stage2Parts, *, overlap: Overlap | None, deadline_s: float) -> None:
         super().__init__(parts)
-        self._capacity, self._deadline_s = capacity, deadline_s
-        self._call_size = CallSize()
+        self._overlap, self._deadline_s = overlap, deadline_s
         self._calls = CallTotals()  # of the step that was learned last
         self._ver: int | None = None  # what the servers serve; None before the first sync
 
@@ -57,86 +61,130 @@ class Stage2InStep(Stage2Steps):
         self._ver = fence.ver if fence.ver is not None else self._ver
 
     def _channel_b(self) -> Generator[PackedRow]:
-        return self._share(self._parts.rollouts) if self._capacity is None else self._overlapped(self._capacity)
+        return self._share(self._parts.rollouts) if self._overlap is None else self._overlapped(self._overlap)
 
-    def _overlapped(self, capacity: int) -> Generator[PackedRow]:
+    def _overlapped(self, overlap: Overlap) -> Generator[PackedRow]:
         """The time that learning has to wait for rollouts is the clock's phase `wait`."""
         with self._clock.phase("data"):
             batch = next(self._parts.batches)
-        assert self._ver is not None, "Channel-B before the first sync"
-        share = len(batch.samples)
-        call_size = self._call_size.choose(sizes(share, capacity))
-        began = time.perf_counter()
-        pipeline = RolloutPipeline(
-            self._stages(batch),
-            Bounds.in_step(),
-            ver=self._ver,
-            call_size=call_size,
-            end=share,
-            deadline_key=DEADLINE_KEY,
-            close_deadline_s=CLOSE_S,
+        if not batch.samples:
+            return
+        segments = overlap.rollouts.stream(
+            batch.samples,
+            batch.prompts,
+            global_step=self._global_step,
+            micro_step_idx=0,
+            first_req_idx=batch.first_req_idx,
         )
-        with pipeline:
+        rows = ArrivingRows(overlap.capacity, number=len(batch.samples), in_order=overlap.in_order)
+        with StepRollouts(segments, rows, check=self._checked(batch)) as rollouts:
             while True:
                 with self._clock.phase("wait"):
-                    row = pipeline.next_pack(self._deadline_s)
+                    row = rollouts.next_row(self._deadline_s)
                 if row is None:
                     break
                 yield row
-            self._calls = pipeline.stats().calls
-        self._call_size.tell(call_size, time.perf_counter() - began)
+        self._calls = CallTotals(number=1, seconds=rollouts.seconds)
+
+    def _checked(self, batch: MicroBatch) -> Callable[[int, Segment], None]:
+        """Raises RolloutError for a segment of another sample or version than the step's."""
+        ver = self._ver
+        assert ver is not None, "Channel-B before the first sync"
+
+        def check(place: int, segment: Segment) -> None:
+            wanted = batch.samples[place].sample_id
+            if (segment.sample_id, segment.ver) != (wanted, ver):
+                raise RolloutError(
+                    "a segment is not the one that was asked for",
+                    found=f"sample {segment.sample_id}, rolled out by ver {segment.ver}",
+                    wanted=f"sample {wanted}, rolled out by ver {ver}, the last that was synced",
+                    remedy="is another learner syncing the same servers? every learner needs servers of its own",
+                )
+
+        return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Seconds in which a call of the step was under way; most of them are hidden behind learning."""
-        if self._capacity is None:
+        """Seconds in which rollouts of the step were under way; most of them are hidden behind learning."""
+        if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()
         return RankMetrics(means=call_metrics(calls))
 
-    def _stages(self, batch: MicroBatch) -> ProducerStages:
-        """The producer's part: stream position i is the batch's sample i."""
 
-        def load(positions: Sequence[int]) -> tuple[Sequence[Sample], Sequence[EncodedPrompt]]:
-            return [batch.samples[i] for i in positions], [batch.prompts[i] for i in positions]
+class StepRollouts:
+    """One step's segments, made by a thread of its own and packed as they arrive. To be used as a context.
 
-        def make_segments(asked: CallSamples) -> list[Segment]:
-            return self._parts.rollouts.segments(
-                asked.samples,
-                asked.prompts,
-                global_step=self._global_step,
-                micro_step_idx=0,
-                first_req_idx=batch.first_req_idx + asked.call.positions[0],
-                clock=PhaseClock(),  # the trainer's own belongs to the thread that learns
-            )
+    Invariants: each of the step's segments is in one row, or an error is raised; the first error is what `next_row`
+    raises; every wait has a deadline.
+    """
 
-        return ProducerStages(load=load, make_segments=make_segments, pack=self._parts.row_maker.rows)
+    def __init__(self, segments: SegmentStream, rows: ArrivingRows, *, check: Callable[[int, Segment], None]) -> None:
+        self._segments, self._rows, self._check = segments, rows, check
+        self._changed = threading.Condition()  # guards the rows and what follows
+        self._ended = False
+        self._error: BaseException | None = None
+        self._began = time.perf_counter()
+        self.seconds = 0.0  # that the rollouts took, when they have ended
+        # daemon: an interpreter that exits because of an error must not wait for an answer
+        self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
 
+    def next_row(self, deadline_s: float) -> PackedRow | None:
+        """The next row to learn; None after the last. Waits up to `deadline_s` seconds.
 
-def sizes(share: int, capacity: int) -> tuple[int, ...]:
-    """Samples of a call that are worth trying, smallest first: a quarter of the share, half of it, all; as far as the
-    servers decode `capacity` at once."""
-    parts = (CALLS_PER_STEP, CALLS_PER_STEP // 2, 1)
-    return tuple(sorted({max(1, min(capacity, -(-share // part))) for part in parts}))
+        Raises DeadlineError, or what ended the rollouts.
+        """
+        with self._changed:
+            arrived = self._changed.wait_for(lambda: self._ended or self._rows.closed, timeout=deadline_s)
+            if self._error is not None:
+                raise self._error
+            if not arrived:
+                raise self._late("waiting for the next packed row", deadline_s)
+            row = self._rows.take()
+            if row is None and not self._rows.complete:
+                raise RolloutError(
+                    "a step's rollouts ended early",
+                    found=f"{self._rows.num_arrived} segments",
+                    wanted="a segment of every sample",
+                    remedy="no sample may be skipped; this is a bug of the rollout backend",
+                )
+            return row
 
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
 
-class CallSize:
-    """Which size was fastest on this rank. The first step's seconds do not count, because everything warms up in it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._segments.close()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            late = self._late("waiting for the rollouts to end", CLOSE_S)
+            if error is None:
+                raise late
+            log.warning("%s", late)  # the first error must stay the one that is raised
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # mean per step, by size; none: to be tried
-        self._steps = 0
+    def _produce(self) -> None:
+        """The body of the thread."""
+        error: BaseException | None = None
+        try:
+            for place, segment in self._segments:
+                self._check(place, segment)
+                with self._changed:
+                    self._rows.add(place, segment)
+                    self._changed.notify_all()
+        except BaseException as raised:  # the thread's edge: `next_row` raises it, with its type
+            error = raised
+        with self._changed:
+            self._error, self._ended = error, True
+            self.seconds = time.perf_counter() - self._began
+            self._changed.notify_all()
 
-    def choose(self, candidates: Sequence[int]) -> int:
-        """The first that has not been tried, else the fastest."""
-        untried = [size for size in candidates if size not in self._seconds]
-        return untried[0] if untried else min(candidates, key=self._seconds.__getitem__)
-
-    def tell(self, size: int, seconds: float) -> None:
-        """What a step of that size took, from its first call to its last row learned."""
-        self._steps += 1
-        if self._steps == 1:
-            return
-        mean = self._seconds.get(size, seconds)
-        self._seconds[size] = mean + _NEW_SHARE * (seconds - mean)
-        if self._steps % TRY_AGAIN_AFTER == 0:
-            self._seconds = {size: self._seconds[size]}
+    def _late(self, what: str, deadline_s: float) -> DeadlineError:
+        age_s = time.perf_counter() - self._began
+        return DeadlineError(
+            f"{what} passed its deadline",
+            found=f"{self._rows.num_arrived} segments {age_s:.1f} s after the rollouts began",
+            wanted=f"at most {deadline_s:g} s",
+            remedy=f"look at the rollout servers' /status/, or raise {DEADLINE_KEY}",
+        )

@@ -4,8 +4,9 @@ In: segments, atomic, each of at most `capacity` tokens (`packing_length`, from 
 Invariants: every segment is in exactly one row, or waits; no row exceeds the capacity; inside a row segments stand in
 order of arrival.
 
-Three ways from a micro-step's segments to the rows that it learns (D6):
-- `CompleteRows` packs all of them: best-fit decreasing, never more rows than FIFO makes.
+Four ways from segments to the rows that are learned (D6, D9):
+- `ArrivingRows` packs a step's segments as they arrive, and closes rows early: never more rows than FIFO makes.
+- `CompleteRows` packs all of a micro-step's: best-fit decreasing, never more rows than FIFO makes.
 - `CarriedRows` (`rollout_matching_sft`) gives one row and carries the rest to later micro-steps: the oldest segment and
   whatever fills its row best (exact subset sum), never below FIFO's fill. As the oldest always goes, nothing waits
   longer than the buffer is long.
@@ -17,6 +18,7 @@ FIFO, the baseline: rows filled in order of arrival, each closed by the first se
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -80,24 +82,80 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return sorted(sorted(row) for row in rows)
 
 
-def fullest_with_first(lengths: Sequence[int], capacity: int) -> list[int]:
-    """Indices of the subset with the largest sum up to `capacity` among those that hold index 0.
+def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1) -> list[int]:
+    """Indices of the subset with the largest sum up to `capacity` among those that hold the first `num_first`.
 
     Exact: reachable sums are bits of one integer, so an item costs one shift. Of equal sums the one without the later
     items is taken, so that old segments leave first.
     """
-    room = capacity - lengths[0]
+    room = capacity - sum(lengths[:num_first])
     mask = (1 << (room + 1)) - 1
-    reachable = [1]  # bit s of entry i: some of the first i items behind the oldest make the sum s
-    for length in lengths[1:]:
+    reachable = [1]  # bit s of entry i: some of the first i items behind the fixed ones make the sum s
+    for length in lengths[num_first:]:
         reachable.append((reachable[-1] | (reachable[-1] << length)) & mask)
     total = reachable[-1].bit_length() - 1
     chosen = []
-    for index in range(len(lengths) - 1, 0, -1):
-        if not reachable[index - 1] >> total & 1:
+    for index in range(len(lengths) - 1, num_first - 1, -1):
+        if not reachable[index - num_first] >> total & 1:
             chosen.append(index)
             total -= lengths[index]
-    return [0, *reversed(chosen)]
+    return [*range(num_first), *reversed(chosen)]
+
+
+class ArrivingRows:
+    """One step's `number` segments as they arrive; `place` is a segment's index in request order.
+
+    A row is closed as soon as the segments that have arrived would fill it by FIFO, or when the last one is in. It
+    holds FIFO's segments, and whatever else has arrived and fills it best; rows of the last ones are packed together.
+    What a row takes early, FIFO has to place later, so there are never more rows than FIFO makes of the same order.
+    `in_order`: FIFO in request order, whatever arrives first, so that equal segments give equal rows.
+    """
+
+    def __init__(self, capacity: int, *, number: int, in_order: bool = False) -> None:
+        self._capacity, self._number, self._in_order = capacity, number, in_order
+        self._early: dict[int, Segment] = {}  # `in_order`: those that wait for the one at place `_next`
+        self._next = 0
+        self._waiting: list[Segment] = []
+        self._last: deque[PackedRow] = deque()  # rows of what was left when the last segment came
+        self.num_arrived = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last segment is in."""
+        return self.num_arrived == self._number
+
+    def add(self, place: int, segment: Segment) -> None:
+        """Raises DataError if the segment is longer than a row."""
+        check_length(segment, self._capacity)
+        self._early[place if self._in_order else self.num_arrived] = segment
+        self.num_arrived += 1
+        while self._next in self._early:
+            self._waiting.append(self._early.pop(self._next))
+            self._next += 1
+
+    @property
+    def closed(self) -> bool:
+        """Whether `take` gives a row now."""
+        if self.complete:
+            return bool(self._last or self._waiting)
+        return sum(map(len, self._waiting)) >= self._capacity
+
+    def take(self) -> PackedRow | None:
+        """The next closed row, oldest first; None while there is none, and after the last."""
+        if not self.closed:
+            return None
+        if self.complete and not self._in_order:
+            if not self._last:
+                self._last, self._waiting = deque(pack_all(self._waiting, self._capacity)), []
+            return self._last.popleft()
+        lengths = [len(segment) for segment in self._waiting]
+        chosen = fifo(lengths, self._capacity)[0]
+        if not self._in_order:
+            chosen = fullest_with_first(lengths, self._capacity, len(chosen))
+        row = tuple(self._waiting[i] for i in chosen)
+        taken = set(chosen)
+        self._waiting = [segment for i, segment in enumerate(self._waiting) if i not in taken]
+        return PackedRow(segments=row, capacity=self._capacity)
 
 
 class RowMaker(Protocol):

@@ -6,13 +6,13 @@ Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from learner.config.schema import LossConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.records import Assignment, Channel, EncodedPrompt, Rollout, Sample, Segment
-from learner.rollout.backend import MicroStep, RolloutBackend
+from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.run.log import PhaseClock
 from learner.target.target import build_segment, build_target, ground_truth_target
 from learner.tasks.task import Task, Tokenizer
@@ -39,6 +39,31 @@ class SegmentSource(Protocol):
         clock: PhaseClock,
     ) -> list[Segment]:
         """One segment per sample, in order."""
+        ...
+
+
+class SegmentStream(Protocol):
+    """Segments as they become ready: the place of each among the samples, and the segment. To be iterated once, by one
+    thread. The iteration raises what ended the rollouts."""
+
+    def __iter__(self) -> Iterator[tuple[int, Segment]]: ...
+
+    def close(self) -> None:
+        """Give up what is not ready; the iteration ends. From any thread, at any time."""
+        ...
+
+
+class StreamingSource(Protocol):
+    def stream(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        first_req_idx: int,
+    ) -> SegmentStream:
+        """The segments of `SegmentSource.segments`, each as it becomes ready."""
         ...
 
 
@@ -73,9 +98,10 @@ class GroundTruthSource(SegmentSource):
             ]
 
 
-class RolloutSource(SegmentSource):
+class RolloutSource(SegmentSource, StreamingSource):
     """The policy's own answers, corrected: prefix kept, matched coordinates pulled to the truth, missed objects
-    appended. `begin_window` rolls out several micro-steps together; without it, `segments` rolls out its own."""
+    appended. `begin_window` rolls out several micro-steps together; without it, `segments` rolls out its own. `stream`
+    needs a backend that hands on its rollouts as they end."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -108,17 +134,43 @@ class RolloutSource(SegmentSource):
                 )
         assert [rollout.sample for rollout in rollouts] == list(samples), "the window was of other samples"
         with clock.phase("target"):
-            segments = []
-            for rollout, prompt in zip(rollouts, prompts, strict=True):
-                sample_id = rollout.sample.sample_id
-                check_prompt_prefix(
-                    prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode
-                )
-                assignment = self._task.match(self._task.parse(rollout))
-                target = build_target(assignment, self._task, self._tokenizer, self._eos_token_id, self._loss)
-                stats = segment_stats(assignment)
-                segments.append(build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats))
-        return segments
+            return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+
+    def stream(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        first_req_idx: int,
+    ) -> SegmentStream:
+        backend = self._backend
+        assert isinstance(backend, StreamingBackend), "only servers hand on rollouts as they end"
+        step = MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)
+        return _Segments(self, backend.stream([step], global_step=global_step), prompts)
+
+    def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
+        """Of one rollout. Raises PromptMismatchError if the server's prompt is another one."""
+        sample_id = rollout.sample.sample_id
+        check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode)
+        assignment = self._task.match(self._task.parse(rollout))
+        target = build_target(assignment, self._task, self._tokenizer, self._eos_token_id, self._loss)
+        return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=segment_stats(assignment))
+
+
+class _Segments(SegmentStream):
+    """A segment of each rollout as it ends, made by the thread that iterates."""
+
+    def __init__(self, source: RolloutSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> None:
+        self._source, self._rollouts, self._prompts = source, rollouts, prompts
+
+    def __iter__(self) -> Iterator[tuple[int, Segment]]:
+        for place, rollout in self._rollouts:
+            yield place, self._source.segment(rollout, self._prompts[place])
+
+    def close(self) -> None:
+        self._rollouts.close()
 
 
 def segment_stats(assignment: Assignment) -> dict[str, float]:

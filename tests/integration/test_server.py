@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import signal
 import threading
 import time
@@ -28,7 +29,7 @@ from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync import buckets as weights
 from shared.sync.group import Communicator, start_join
-from shared.wire import Bucket
+from shared.wire import NDJSON, Bucket
 from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration
@@ -240,6 +241,34 @@ def test_seeds_belong_to_requests(learner: Learner) -> None:
     assert tokens == [output["response_token_ids"] for output in alone]
     assert len({tuple(ids) for ids in tokens}) > 1
     assert [output["rollout_infos"]["seed"] for output in together] == [7, 8, 9, 10]
+
+
+def test_streamed_answers_come_as_they_end_and_are_the_same(learner: Learner, folder: Path) -> None:
+    """D9: greedy answers, byte for byte but for what names the request; short ones are not held up by long ones."""
+    source = str(folder / "images" / "scene.png")
+    asked = [{"messages": TEXT}, {"messages": PICTURE, "images": [source]}, {"messages": TEXT}]
+
+    def told(output: dict[str, Any]) -> bytes:
+        output["response"] |= {"id": "", "created": 0}
+        output["rollout_infos"]["uuid"] = ""
+        return json.dumps(output).encode()
+
+    whole = [told(output) for output in learner.infer(asked).json()]
+    body = {"infer_requests": asked, "request_config": {"max_tokens": NUM_NEW}}
+    with learner.http.stream("POST", "/infer/", json=body, headers={"Accept": NDJSON}) as reply:
+        assert (reply.status_code, reply.headers["content-type"]) == (200, NDJSON)
+        lines = [json.loads(line) for line in reply.iter_lines()]
+    assert sorted(line["index"] for line in lines) == [0, 1, 2]
+    assert [told(line["output"]) for line in sorted(lines, key=lambda line: line["index"])] == whole
+    # A request that would take 400 tokens, and one that the server has answered before.
+    short = {"messages": TEXT, "uuid": uuid.uuid4().hex}
+    body = {"infer_requests": [{"messages": TEXT}, short], "request_config": {"max_tokens": 400, "temperature": 1.0}}
+    learner.http.post("/infer/", json={**body, "infer_requests": [short]})
+    begin, arrived = time.monotonic(), dict[int, float]()
+    with learner.http.stream("POST", "/infer/", json=body, headers={"Accept": NDJSON}) as reply:
+        for line in reply.iter_lines():
+            arrived[json.loads(line)["index"]] = time.monotonic() - begin
+    assert arrived[1] < arrived[0]
 
 
 def test_a_repeated_uuid_gets_the_same_rollout(learner: Learner) -> None:

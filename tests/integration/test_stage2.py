@@ -138,17 +138,17 @@ def test_weights_are_synced_before_each_step_with_rollouts_and_only_then(finishe
     assert ["weights synced" in log for log in logs] == [True, False]
 
 
-def test_rollouts_come_in_calls_that_overlap_with_learning(finished: Run) -> None:
-    """R31, R32, R11: rank 0's half of a step, in four calls, with the seeds of their places in the step."""
+def test_rollouts_are_asked_for_at_once_and_learned_as_they_end(finished: Run) -> None:
+    """R31, R32, R11, D9: rank 0's half of a step fits its quota, so it is one call, with the seeds of its places."""
     for global_step in (1, 3):
         calls = [call for call in finished.events("rollout_call") if call["global_step"] == global_step]
-        assert [(call["first_req_idx"], call["num_requests"]) for call in calls] == [(0, 1), (1, 1), (2, 1), (3, 1)]
-        for call in calls:
+        assert [(call["first_req_idx"], call["num_requests"]) for call in calls] == [(0, 4)]
+        for call in calls[0]["calls"]:
             place = {"run_seed": SEED, "global_step": global_step, "micro_step_idx": 0}
-            assert call["calls"][0]["seed"] == request_seed(**place, req_idx=call["first_req_idx"])
+            assert call["seed"] == request_seed(**place, req_idx=call["first_req_idx"])
     for step in finished.events("step")[1::2]:
         metrics = step["metrics"]
-        assert metrics["stage2_ab/calls"] == 4.0
+        assert metrics["stage2_ab/calls"] == 1.0
         assert metrics["stage2_ab/rollout_s"] > 0.0
         assert "wait_s" in metrics
         assert "rollout_s" not in metrics, "the thread that learns waited for a whole call"

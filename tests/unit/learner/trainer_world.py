@@ -28,7 +28,7 @@ from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
-from learner.rollout.backend import MicroStep
+from learner.rollout.backend import MicroStep, RolloutStream
 from learner.run import checkpoint
 from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
@@ -153,6 +153,11 @@ class FakeBackend:
             for step in window
         ]
 
+    def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
+        """Rollouts as they end: the last ones first."""
+        (rollouts,) = self.generate_window(window, global_step=global_step, greedy=greedy)
+        return Backwards(rollouts)
+
     def _answer(self, sample: Sample, seed: int) -> Rollout:
         num_objects = seed % (len(sample.objects) + 2) - 1
         text = "no idea" if num_objects < 0 else self._task.serialize(sample.objects[:num_objects], after=None).text
@@ -164,6 +169,18 @@ class FakeBackend:
             ver=self.ver,
             seed=seed,
         )
+
+
+class Backwards:
+    """Rollouts that end in reversed order."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self._rollouts = rollouts
+
+    def __iter__(self) -> Iterator[tuple[int, Rollout]]:
+        return iter(reversed(list(enumerate(self._rollouts))))
+
+    def close(self) -> None: ...
 
 
 class FakeSync:

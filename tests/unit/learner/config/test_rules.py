@@ -26,6 +26,7 @@ VLLM = f"{ROLLOUT}.vllm"
 DECODING = f"{ROLLOUT}.decoding"
 COLOCATE = {f"{VLLM}.mode": "colocate", f"{VLLM}.tensor_parallel_size": 1}
 HF = {f"{ROLLOUT}.rollout_backend": "hf"}
+DECODE_BATCH_SIZE = f"{ROLLOUT}.decode_batch_size"
 ASYNC = "stage2_ab.async_actor_learner"
 STAGE2 = {"custom.trainer_variant": "stage2_ab_training", "training.effective_batch_size": 6}
 
@@ -113,7 +114,16 @@ def test_r29_beam_needs_hf(backend: dict[str, Any]) -> None:
     mistake = only_mistake(minimal(), {**beam, **backend})
     assert mistake.path == f"{DECODING}.decode_mode"
     assert "rollout_backend: hf" in mistake.remedy
-    valid(minimal(), {**beam, **HF})
+    valid(minimal(), {**beam, **HF, DECODE_BATCH_SIZE: 4})
+
+
+def test_d10_beams_count() -> None:
+    """R21: one sample's beams fit `decode_batch_size`, or nothing can be decoded."""
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 4, **HF}
+    for changes in (beam, {**beam, DECODE_BATCH_SIZE: 3}):
+        mistake = only_mistake(minimal(), changes)
+        assert mistake.path == DECODE_BATCH_SIZE
+        assert "num_beams" in mistake.remedy
 
 
 @pytest.mark.parametrize(
@@ -128,7 +138,7 @@ def test_r29_beam_needs_hf(backend: dict[str, Any]) -> None:
     ],
 )
 def test_d7_decode_mode_contradicts(decoding: dict[str, Any], path: str) -> None:
-    assert only_mistake(minimal(), {DECODING: decoding, **HF}).path == f"{DECODING}.{path}"
+    assert only_mistake(minimal(), {DECODING: decoding, **HF, DECODE_BATCH_SIZE: 4}).path == f"{DECODING}.{path}"
 
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20)])
@@ -137,7 +147,7 @@ def test_r29_sampling_needs_a_temperature(key: str, value: float) -> None:
     mistake = only_mistake(minimal(), {f"{DECODING}.{key}": value})
     assert mistake.path == f"{DECODING}.{key}"
     assert "temperature" in mistake.remedy
-    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 4, **HF}
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 4, **HF, DECODE_BATCH_SIZE: 4}
     assert only_mistake(minimal(), {f"{DECODING}.{key}": value, **beam}).path == f"{DECODING}.{key}"
     valid(minimal(), {f"{DECODING}.{key}": value, f"{DECODING}.temperature": 0.7})
 

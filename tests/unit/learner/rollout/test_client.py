@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import httpx
@@ -26,7 +26,7 @@ from shared.errors import (
     ServerUnreachableError,
     UnauthorizedError,
 )
-from shared.wire import Bucket, InferCall, RolloutInferRequest, UpdateWeightsCall
+from shared.wire import NDJSON, Bucket, ErrorBody, InferCall, RolloutInferRequest, RolloutOutput, UpdateWeightsCall
 from tests.unit.learner.rollout.fakes import error, output, status
 
 T = TypeVar("T")
@@ -53,6 +53,13 @@ def use(
     return asyncio.run(run())
 
 
+async def infer(client: ServerClient, call: InferCall = CALL) -> list[RolloutOutput]:
+    """All answers, in the order in which they came."""
+    outputs: list[RolloutOutput] = []
+    await client.infer(call, lambda _, output: outputs.append(output))
+    return outputs
+
+
 def answer(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=[output(r, 0) for r in json.loads(request.content)["infer_requests"]])
 
@@ -65,13 +72,13 @@ def test_every_path_lies_under_the_prefix_and_carries_the_token(respx_mock: resp
     assert use(lambda c: c.world_size(), token="secret") == 3
     assert sizes.calls.last.request.headers["Authorization"] == "Bearer secret"
     assert use(lambda c: c.status()).ver == 4
-    assert use(lambda c: c.infer(CALL))[0].response_token_ids == [7]
+    assert use(infer)[0].response_token_ids == [7]
 
 
 def test_the_body_is_the_json_that_ms_swift_takes(respx_mock: respx.MockRouter) -> None:
     """R13."""
     route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
-    use(lambda c: c.infer(CALL))
+    use(infer)
     body = json.loads(route.calls.last.request.content)
     assert set(body) == {"infer_requests", "request_config"}
     assert body["infer_requests"][0]["messages"] == [{"role": "user", "content": "request 7"}]
@@ -82,9 +89,154 @@ def test_the_server_s_own_error_arrives_with_its_url(respx_mock: respx.MockRoute
     wrong = MediaError("image too large", found="90 MP", wanted="at most 32 MP", remedy="resize it")
     respx_mock.post(f"{URL}/infer/").mock(return_value=error(wrong))
     with pytest.raises(MediaError) as caught:
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert caught.value.what == f"{URL}: image too large"
     assert (caught.value.found, caught.value.wanted, caught.value.remedy) == ("90 MP", "at most 32 MP", "resize it")
+
+
+# ---- answers as they end -------------------------------------------------------------------------------------------
+
+THREE = InferCall(
+    infer_requests=[
+        RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": f"request {i}"}]})
+        for i in range(3)
+    ]
+)
+
+
+def line(i: int, **fields: Any) -> bytes:
+    request = THREE.infer_requests[i].model_dump()
+    return json.dumps({"index": i, "output": output(request, 0)} | fields, ensure_ascii=False).encode() + b"\n"
+
+
+def stream(*parts: bytes) -> Callable[[httpx.Request], httpx.Response]:
+    async def body() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    return lambda _: httpx.Response(200, headers={"Content-Type": NDJSON}, content=body())
+
+
+def places_of(client: ServerClient) -> Awaitable[list[int]]:
+    async def run() -> list[int]:
+        places: list[int] = []
+        await client.infer(THREE, lambda i, output: places.append(i))
+        return places
+
+    return run()
+
+
+def test_answers_are_asked_for_and_given_on_as_they_end(respx_mock: respx.MockRouter) -> None:
+    """D9: in whatever order, and however the lines are cut into packets. Also a text that holds what Unicode calls a
+    line separator is one line."""
+    separated = line(1).replace(b'"content": "1"', '"content": "a\u2028b"'.encode())
+    body = line(2) + separated + line(0)
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=stream(body[:7], body[7:-9], body[-9:]))
+    assert use(places_of) == [2, 1, 0]
+    assert route.calls.last.request.headers["Accept"] == NDJSON
+
+
+def test_each_answer_is_given_on_before_the_next_one_has_come() -> None:
+    """On a real socket."""
+    step = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1]
+        if b"infer" not in path:
+            writer.write(OK)
+        else:
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: {NDJSON}\r\nConnection: close\r\n\r\n".encode())
+            for i in range(3):
+                writer.write(line(i))
+                await writer.drain()
+                await step.wait()
+                step.clear()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = ServerClient(url, timeouts=Timeouts.of(5.0, 5.0))
+        places: list[int] = []
+
+        def on_answer(i: int, _: RolloutOutput) -> None:
+            places.append(i)
+            step.set()  # only now the server goes on
+
+        await asyncio.wait_for(client.infer(THREE, on_answer), 20)
+        assert places == [0, 1, 2]
+        await client.aclose()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_an_error_line_is_the_server_s_error(respx_mock: respx.MockRouter) -> None:
+    """What came before it has been given on."""
+    wrong = ErrorBody.of(MediaError("image too large", found="90 MP")).model_dump()
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=stream(line(1), json.dumps({"error": wrong}).encode()))
+    places: list[int] = []
+    with pytest.raises(MediaError, match="image too large") as caught:
+        use(lambda c: c.infer(THREE, lambda i, _: places.append(i)))
+    assert URL in caught.value.what
+    assert places == [1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ((line(0), line(2)), "2 answers"),
+        ((line(0), line(0), line(1)), "request 0"),
+        ((line(0), line(1, index=7)), "request 7"),
+        ((line(0), b'{"index": 1}\n'), "without an output"),
+        ((line(0), line(1)[:40]), "malformed"),
+    ],
+    ids=["too few", "twice", "nobody asked", "empty", "cut off"],
+)
+def test_malformed_streams(respx_mock: respx.MockRouter, parts: tuple[bytes, ...], words: str) -> None:
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=stream(*parts))
+    with pytest.raises(RolloutError, match=words) as caught:
+        use(places_of)
+    assert URL in caught.value.what
+
+
+def test_a_stream_that_breaks_keeps_what_had_come() -> None:
+    """R30: the caller sends only the others again. A real socket, because the end of the body is what is missing."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readline()).split()[1]
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {NDJSON}\r\nContent-Length: 100000\r\n\r\n".encode()
+        writer.write(head + line(1) if b"infer" in path else OK)
+        await writer.drain()
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = ServerClient(url, timeouts=Timeouts.of(2.0, 5.0))
+        places: list[int] = []
+        with pytest.raises(ServerError, match="the server is alive"):
+            await asyncio.wait_for(client.infer(THREE, lambda i, _: places.append(i)), 20)
+        assert places == [1]
+        await client.aclose()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_stops_in_the_middle_is_given_up(respx_mock: respx.MockRouter) -> None:
+    """D16: the deadline is that of each request, not of the first line."""
+
+    async def body() -> AsyncIterator[bytes]:
+        yield line(0)
+        await asyncio.sleep(60)
+
+    respx_mock.post(f"{URL}/infer/").mock(
+        side_effect=lambda _: httpx.Response(200, headers={"Content-Type": NDJSON}, content=body())
+    )
+    respx_mock.get(f"{URL}/health/").respond(200)
+    with pytest.raises(DeadlineError, match=r"2 of 3 request\(s\)"):
+        use(lambda c: asyncio.wait_for(places_of(c), 20), infer_timeout_s=0.3)
 
 
 def test_busy_then_answered(respx_mock: respx.MockRouter) -> None:
@@ -92,7 +244,7 @@ def test_busy_then_answered(respx_mock: respx.MockRouter) -> None:
     busy = error(ServerBusyError("draining"), {"Retry-After": "0.02"})
     route = respx_mock.post(f"{URL}/infer/").mock(side_effect=[busy, busy, answer])
     respx_mock.get(f"{URL}/health/").respond(200)
-    assert use(lambda c: c.infer(CALL), gone_s=2.0)[0].response_token_ids == [7]
+    assert use(infer, gone_s=2.0)[0].response_token_ids == [7]
     uuids = {json.loads(c.request.content)["infer_requests"][0]["uuid"] for c in route.calls}
     assert route.call_count == 3
     assert uuids == {CALL.infer_requests[0].uuid}
@@ -102,14 +254,14 @@ def test_busy_past_the_deadline_is_told(respx_mock: respx.MockRouter) -> None:
     respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerBusyError("draining"), {"Retry-After": "60"}))
     respx_mock.get(f"{URL}/health/").respond(200)
     with pytest.raises(ServerBusyError, match="draining"):
-        use(lambda c: c.infer(CALL))
+        use(infer)
 
 
 def test_a_poisoned_server_is_not_waited_for(respx_mock: respx.MockRouter) -> None:
     """Also a 503, but waiting does not mend it."""
     route = respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerPoisonedError("sync failed")))
     with pytest.raises(ServerPoisonedError):
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert route.call_count == 1
 
 
@@ -127,7 +279,7 @@ def test_answers_of_something_else_name_the_status(
     """R16: not our error body (a proxy, another program): by status, with what it said."""
     respx_mock.post(f"{URL}/infer/").mock(return_value=response)
     with pytest.raises(wanted) as caught:
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert type(caught.value) is wanted
     assert f"HTTP {response.status_code}" in caught.value.found
 
@@ -137,7 +289,7 @@ def test_a_malformed_answer_names_server_and_field(respx_mock: respx.MockRouter)
     broken["rollout_infos"]["ver"] = "new"
     respx_mock.post(f"{URL}/infer/").respond(200, json=[broken])
     with pytest.raises(RolloutError) as caught:
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert URL in caught.value.what
     assert "0.rollout_infos.ver" in caught.value.found
 
@@ -145,7 +297,7 @@ def test_a_malformed_answer_names_server_and_field(respx_mock: respx.MockRouter)
 def test_an_answer_that_is_no_json_is_a_rollout_error(respx_mock: respx.MockRouter) -> None:
     respx_mock.post(f"{URL}/infer/").respond(200, text="<html>")
     with pytest.raises(RolloutError, match="malformed"):
-        use(lambda c: c.infer(CALL))
+        use(infer)
 
 
 async def forever(request: httpx.Request) -> httpx.Response:
@@ -168,7 +320,7 @@ def test_a_swallowed_reply_is_given_up_while_health_answers(
     respx_mock.post(f"{URL}/infer/").mock(side_effect=swallow)
     respx_mock.get(f"{URL}/health/").respond(200)
     with pytest.raises(DeadlineError, match="infer_timeout_s") as caught:
-        use(lambda c: asyncio.wait_for(c.infer(CALL), 20), infer_timeout_s=infer_timeout_s)
+        use(lambda c: asyncio.wait_for(infer(c), 20), infer_timeout_s=infer_timeout_s)
     assert URL in caught.value.what
     assert "0.3 s ago" in caught.value.found
     assert "waiting for the reply" in caught.value.found
@@ -194,7 +346,7 @@ def test_bytes_that_trickle_in_do_not_move_the_deadline() -> None:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         client = ServerClient(url, timeouts=Timeouts.of(2.0, 0.5))
         with pytest.raises(DeadlineError, match=url):
-            await asyncio.wait_for(client.infer(CALL), 20)
+            await asyncio.wait_for(infer(client), 20)
         await client.aclose()
         server.close()
 
@@ -222,7 +374,7 @@ def test_the_four_timeouts_reach_httpx(
 ) -> None:
     """R05, D16: all four are always there; the client's own deadline comes before httpx's."""
     route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
-    use(lambda c: c.infer(CALL), gone_s=240.0, infer_timeout_s=infer_timeout_s)
+    use(infer, gone_s=240.0, infer_timeout_s=infer_timeout_s)
     timeouts = route.calls.last.request.extensions["timeout"]
     assert timeouts == {"connect": 10.0, "read": read, "write": 240.0, "pool": 240.0}
 
@@ -232,7 +384,7 @@ def test_a_silent_server_without_infer_timeout_is_given_up_when_health_is_gone(r
     respx_mock.post(f"{URL}/infer/").mock(side_effect=forever)
     health = respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
     with pytest.raises(ServerUnreachableError) as caught:
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert health.call_count >= 2
     assert "refused" in caught.value.found
 
@@ -244,7 +396,7 @@ def test_a_slow_server_that_is_alive_is_waited_for(respx_mock: respx.MockRouter)
 
     respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
     health = respx_mock.get(f"{URL}/health/").respond(200)
-    assert use(lambda c: c.infer(CALL), gone_s=0.2)[0].response_token_ids == [7]
+    assert use(infer, gone_s=0.2)[0].response_token_ids == [7]
     assert health.call_count >= 2
 
 
@@ -253,7 +405,7 @@ def test_server_gone_within_the_deadline(respx_mock: respx.MockRouter) -> None:
     respx_mock.post(f"{URL}/infer/").mock(side_effect=httpx.ConnectError("refused"))
     respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
     with pytest.raises(ServerUnreachableError) as caught:
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert "vllm.mode: colocate" in caught.value.remedy
     assert "rollout_backend: hf" in caught.value.remedy
 
@@ -262,7 +414,7 @@ def test_a_broken_connection_to_a_living_server_is_another_error(respx_mock: res
     respx_mock.post(f"{URL}/infer/").mock(side_effect=httpx.RemoteProtocolError("disconnected"))
     respx_mock.get(f"{URL}/health/").respond(200)
     with pytest.raises(ServerError) as caught:
-        use(lambda c: c.infer(CALL))
+        use(infer)
     assert type(caught.value) is ServerError
 
 

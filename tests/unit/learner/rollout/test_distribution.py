@@ -1,14 +1,14 @@
-"""Distribution over servers (SPEC.md D4; R07, R21, R23), against a slot-by-slot reference."""
+"""Distribution over servers (SPEC.md D4, D10; R07, R21, R23), against a slot-by-slot reference."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from learner.rollout.distribution import Distribution, chunk_size, distribute
+from learner.rollout.distribution import Distribution, ServerSpan, chunk_size, distribute
 from shared.errors import ConfigError
 
 
@@ -54,22 +54,36 @@ def slot_owners(n: int, num_ranks: int, sizes: tuple[int, ...]) -> list[int]:
     return owners
 
 
-def slow_plan(case: Case, rank: int) -> tuple[list[int], list[int]]:
-    """The server of every request of `rank`, and its caps, request by request from SPEC.md's sentences."""
+def slow_quotas(case: Case, rank: int) -> list[int]:
+    """D10: the slots that D4 gives the rank on each server for n = chunk."""
+    at_chunk = slot_owners(case.chunk, case.num_ranks, case.sizes)[rank * case.chunk : (rank + 1) * case.chunk]
+    return [at_chunk.count(server) for server in range(len(case.sizes))]
+
+
+def slow_plan(case: Case, rank: int) -> list[int]:
+    """The server of every request of `rank`, request by request: D4's, or the next one that may hold it."""
     mine = slot_owners(case.n, case.num_ranks, case.sizes)[rank * case.n : (rank + 1) * case.n]
-    counted = min(case.n, case.chunk)
-    at_cap = slot_owners(counted, case.num_ranks, case.sizes)[rank * counted : (rank + 1) * counted]
-    caps = [at_cap.count(server) for server in range(len(case.sizes))]
-    for i, server in enumerate(mine):
-        while caps[server] == 0:
-            server = (server + 1) % len(case.sizes)
-        mine[i] = server
-    return mine, caps
+    quotas = slow_quotas(case, rank)
+    if case.n > case.chunk:
+        for i, server in enumerate(mine):
+            while quotas[server] == 0:
+                server = (server + 1) % len(case.sizes)
+            mine[i] = server
+        return mine
+    for i in range(case.n):  # forwards: a server that is full sends the request on
+        mine[i] = max([mine[i], *mine[:i][-1:]])
+        while mine[i] < len(quotas) - 1 and mine[:i].count(mine[i]) >= quotas[mine[i]]:
+            mine[i] += 1
+    for i in reversed(range(case.n)):  # backwards: what the last ones cannot hold goes back
+        mine[i] = min([mine[i], *mine[i + 1 :][:1]])
+        while mine[i + 1 :].count(mine[i]) >= quotas[mine[i]]:
+            mine[i] -= 1
+    return mine
 
 
 @given(CASES)
 def test_equals_the_slot_by_slot_reference_and_covers_every_request_in_order(case: Case) -> None:
-    """R07: contiguous, ordered, complete; servers as SPEC.md's sentences say."""
+    """R07: contiguous, ordered, complete, each request once; servers as SPEC.md's sentences say."""
     assume(case.chunk > 0)
     for rank in range(case.num_ranks):
         plan = case.plan(rank)
@@ -78,28 +92,32 @@ def test_equals_the_slot_by_slot_reference_and_covers_every_request_in_order(cas
         assert edges[-1] == case.n
         assert all(len(span) > 0 for span in plan.spans)
         servers = [span.server for span in plan.spans for _ in range(len(span))]
-        assert (servers, list(plan.caps)) == slow_plan(case, rank)
+        assert (servers, list(plan.quotas)) == (slow_plan(case, rank), slow_quotas(case, rank))
+        assert plan == case.plan(rank)
 
 
-@given(CASES)
-def test_all_ranks_together_keep_the_cap_of_every_server(case: Case) -> None:
-    """R21: at most decode_batch_size x s_i sequences on server i, and every request has a place."""
+@given(CASES, st.data())
+def test_all_ranks_together_keep_the_cap_of_every_server(case: Case, data: st.DataObject) -> None:
+    """R21, D10: at most decode_batch_size x s_i sequences on server i, whatever each rank has to ask for; every rank
+    has at least one place, and every request a server where it may be in flight."""
     assume(case.chunk > 0)
-    plans = [case.plan(rank) for rank in range(case.num_ranks)]
+    numbers = data.draw(st.lists(st.integers(0, 60), min_size=case.num_ranks, max_size=case.num_ranks))
+    plans = [replace(case, n=n).plan(rank) for rank, n in enumerate(numbers)]
     for server, size in enumerate(case.sizes):
-        assert sum(plan.caps[server] for plan in plans) <= case.decode_batch_size * size
+        assert sum(plan.quotas[server] for plan in plans) <= case.decode_batch_size * size
     for plan in plans:
-        assert all(plan.caps[span.server] > 0 for span in plan.spans)
-        assert sum(plan.caps) == min(case.n, case.chunk)
+        assert all(plan.quotas[span.server] > 0 for span in plan.spans)
+        assert sum(plan.quotas) == case.chunk >= 1
 
 
 @given(CASES)
 def test_up_to_chunk_requests_fly_at_once(case: Case) -> None:
-    """D4: with n <= chunk every server gets one span, and its cap is the whole of it."""
+    """D4: with n <= chunk no server gets more than one span, which is within the rank's quota there."""
     assume(0 < case.n <= case.chunk)
     for rank in range(case.num_ranks):
         plan = case.plan(rank)
-        assert {span.server: len(span) for span in plan.spans} == {i: c for i, c in enumerate(plan.caps) if c}
+        assert len({span.server for span in plan.spans}) == len(plan.spans)
+        assert all(len(span) <= plan.quotas[span.server] for span in plan.spans)
 
 
 @given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 4))
@@ -126,12 +144,18 @@ def test_a_server_without_a_cap_hands_its_slots_on_cyclically() -> None:
     """D4: of 5 requests the last lies on server 2, where rank 0 has no slot at n = chunk = 2; the next server is 0."""
     plan = Case(5, 2, (1, 1, 3), 1).plan(0)
     assert [(span.server, span.start, span.stop) for span in plan.spans] == [(0, 0, 2), (1, 2, 4), (0, 4, 5)]
-    assert plan.caps == (1, 1, 0)
+    assert plan.quotas == (1, 1, 0)
+
+
+def test_few_requests_stay_within_the_quotas() -> None:
+    """D10: the one request of rank 1 lies on server 1, where it has no place at n = chunk = 2; server 2 takes it."""
+    plan = Case(1, 2, (1, 1, 3), 1).plan(1)
+    assert plan == Distribution(spans=(ServerSpan(server=2, start=0, stop=1),), quotas=(0, 0, 2))
 
 
 def test_no_requests_no_spans() -> None:
     """R07: N = 0 sends nothing."""
-    assert Case(0, 2, (1, 3), 4).plan(1) == Distribution(spans=(), caps=(0, 0))
+    assert Case(0, 2, (1, 3), 4).plan(1) == Distribution(spans=(), quotas=(0, 8))
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=6).map(tuple), st.integers(1, 8), st.integers(1, 9))

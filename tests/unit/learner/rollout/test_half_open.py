@@ -43,7 +43,7 @@ CALLS: dict[str, Callable[[ServerClient], Awaitable[Any]]] = {
     "/health/": lambda c: c.health(),
     "/status/": lambda c: c.status(),
     "/get_world_size/": lambda c: c.world_size(),
-    "/infer/": lambda c: c.infer(INFER),
+    "/infer/": lambda c: c.infer(INFER, lambda *_: None),
     "/score/": lambda c: c.score(SCORE),
     "/init_communicator/": lambda c: c.init_communicator(INIT),
     "/update_weights/": lambda c: c.update_weights(UPDATE),
@@ -94,7 +94,7 @@ def test_silence_is_not_waited_for_twice(silent_url: str) -> None:
             raise AssertionError("the connection did not break: there is nothing to wait for again")
 
         client.wait_healthy = once_more  # type: ignore[method-assign]
-        await client.infer(INFER)
+        await client.infer(INFER, lambda *_: None)
 
     error = error_from(silent_url, infer, None)
     assert isinstance(error, ServerUnreachableError)

@@ -16,7 +16,7 @@ import torch
 
 from learner.config.schema import LoraConfig, RolloutMatchingConfig
 from learner.policy.load import Policy
-from learner.records import Sample
+from learner.records import EncodedPrompt, Sample
 from learner.rollout.backend import MicroStep, RolloutCallLog
 from learner.rollout.hf import HfBackend, stop_token_ids
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
@@ -101,13 +101,33 @@ def test_a_beam_search_gives_its_best_beam(vlm: Policy, samples: list[Sample]) -
     assert found != answers(backend_of(vlm), samples)
 
 
+def test_beams_count_as_sequences(vlm: Policy, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    """R21, D10: `decode_batch_size: 5` holds one beam search of three beams; evaluations are greedy, and fill it."""
+    backend = backend_of(vlm, 5, decode_mode="beam", num_beams=3)
+    sizes: list[int] = []
+    decode = HfBackend._decode
+
+    def counted(self: HfBackend, prompts: Sequence[EncodedPrompt], *rest: Any) -> Any:
+        sizes.append(len(prompts))
+        return decode(self, prompts, *rest)
+
+    monkeypatch.setattr(HfBackend, "_decode", counted)
+    answers(backend, samples[:3])
+    assert sizes == [1, 1, 1]
+    answers(backend, samples[:3], greedy=True)
+    assert sizes[3:] == [3]
+    with pytest.raises(ConfigError, match="decode_batch_size"):
+        backend_of(vlm, 2, decode_mode="beam", num_beams=3)
+
+
 @pytest.mark.parametrize("decoding", [{}, SAMPLE, {"decode_mode": "beam", "num_beams": 2}])
 def test_a_rollout_depends_on_its_prompt_and_place_only(
     vlm: Policy, samples: list[Sample], decoding: dict[str, Any]
 ) -> None:
     """R11: not on `decode_batch_size`, on what else is in the batch, or on how ranks share the requests."""
     whole = answers(backend_of(vlm, **decoding), samples)
-    for size in (1, 2, 3):
+    beams = decoding.get("num_beams", 1)
+    for size in (beams, beams + 1, 3 * beams):
         assert answers(backend_of(vlm, size, **decoding), samples) == whole
     shares = [answers(backend_of(vlm, **decoding), samples[i : i + 2], first=i) for i in (0, 2, 4)]
     assert [response for share in shares for response in share] == whole

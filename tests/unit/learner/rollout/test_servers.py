@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 import respx
+from hypothesis import given
+from hypothesis import strategies as st
 
 from learner.config.schema import DecodingConfig
 from learner.records import Sample
-from learner.rollout.backend import MicroStep, RolloutCallLog
+from learner.rollout.backend import MicroStep, Requests, RolloutCallLog
 from learner.rollout.requests import request_config
 from learner.rollout.servers import ServerBackend
 from shared.errors import (
@@ -27,7 +31,7 @@ from shared.errors import (
     ServerMismatchError,
     ServerUnreachableError,
 )
-from shared.seeds import request_seed
+from shared.seeds import offset_seed, request_seed
 from shared.wire import PROTOCOL_VERSION
 from tests.unit.learner.rollout.fakes import FakeServer, config, error, output, sample, status
 
@@ -151,11 +155,11 @@ def test_an_infeasible_cap_fails_at_connect(router: respx.MockRouter, build: Bui
 
 
 def test_more_requests_than_the_cap_are_refilled(router: respx.MockRouter, build: Build) -> None:
-    """R21: decode_batch_size 4 on one GPU: calls of one request, in order, with their own seeds."""
+    """R21: decode_batch_size 4 on one GPU: in order, with their own seeds, as many as answers have come."""
     server = FakeServer(router, URLS[0])
     assert generate(build(URLS[:1], decode_batch_size=4), 10) == list(range(10))
-    assert server.numbers() == [[i] for i in range(10)]
-    assert server.seeds() == [seed(i) for i in range(10)]
+    assert server.numbers() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert server.seeds() == [seed(0), seed(4), seed(8)]
 
 
 def test_busy_then_success(router: respx.MockRouter, build: Build) -> None:
@@ -292,7 +296,8 @@ def test_malformed_answers_are_retried_and_then_named(
     backend = build(URLS[:1], decode_batch_size=4)
     server.replies = [spoiled]
     assert generate(backend, 2) == [0, 1]
-    assert server.numbers() == [[0, 1], [0], [1]]
+    sound = spoil is _no_prompt  # its first answer is right, and is kept
+    assert server.numbers() == ([[0, 1], [1]] if sound else [[0, 1], [0], [1]])
 
     def always(call: dict[str, Any]) -> httpx.Response:
         return httpx.Response(200, json=spoil([output(call["infer_requests"][0], 0)] * 2)[:0])
@@ -390,3 +395,87 @@ def test_d16_a_swallowed_reply_is_a_failed_call_that_is_sent_again(router: respx
     assert URLS[0] in late.error
     assert "waiting for the reply" in late.error
     assert logs[0].splits == [(3, 0, 4)]
+
+
+# ---- rollouts as they end ------------------------------------------------------------------------------------------
+
+
+def window_of(n: int) -> list[MicroStep]:
+    return [MicroStep(samples=[sample(i) for i in range(n)], micro_step_idx=3, first_req_idx=0)]
+
+
+def test_rollouts_are_handed_on_as_they_end(router: respx.MockRouter, build: Build) -> None:
+    """D9: those of the fast server before the slow one has answered; the whole of it is `generate_window`."""
+    slow, fast = (FakeServer(router, url) for url in URLS[:2])
+    go = threading.Event()
+
+    async def wait(request: httpx.Request) -> httpx.Response:
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return slow._infer(request)
+
+    slow.infer.mock(side_effect=wait)
+    logs: list[RolloutCallLog] = []
+    backend = build(URLS[:2], decode_batch_size=2, on_call=logs.append)
+    ended = []
+    for place, rollout in backend.stream(window_of(4), global_step=7):
+        assert rollout.sample.sample_id == f"s{place}"
+        ended.append(place)
+        if len(ended) == 2:
+            go.set()
+    assert (ended[:2], sorted(ended)) == ([2, 3], [0, 1, 2, 3])
+    assert [sorted(call.first_req_idx for call in log.calls) for log in logs] == [[0, 2]]
+    whole = backend.generate_window(window_of(4), global_step=7)
+    assert [rollout.seed for rollout in whole[0]] == [seed(i) for i in range(4)]
+    assert len(fast.calls) == 2
+
+
+def test_a_stream_can_be_given_up_from_another_thread(router: respx.MockRouter, build: Build) -> None:
+    """The iteration ends without an error, and so do the calls under way."""
+    server = FakeServer(router, URLS[0])
+    began, cancelled = threading.Event(), threading.Event()
+
+    async def never(request: httpx.Request) -> httpx.Response:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        raise AssertionError
+
+    server.infer.mock(side_effect=never)
+    rollouts = build(URLS[:1], decode_batch_size=2).stream(window_of(2), global_step=7)
+    ended: list[Any] = []
+    iterating = threading.Thread(target=lambda: ended.extend(rollouts))
+    iterating.start()
+    assert began.wait(5.0)
+    rollouts.close()
+    iterating.join(5.0)
+    assert not iterating.is_alive()
+    assert cancelled.wait(5.0)
+    assert ended == []
+
+
+@given(
+    run_seed=st.integers(0, 2**31),
+    global_step=st.integers(0, 10**6),
+    numbers=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    cuts=st.sets(st.integers(1, 20), max_size=4),
+)
+def test_a_seed_depends_on_the_run_the_step_and_the_request_only(
+    run_seed: int, global_step: int, numbers: list[int], cuts: set[int]
+) -> None:
+    """R11: however many ranks share a step's requests, and however they are cut into calls, request `i` of the step has
+    one seed. On the wire that is `seed + its place in the call`."""
+    wanted = [request_seed(run_seed=run_seed, global_step=global_step, micro_step_idx=0, req_idx=i) for i in range(40)]
+    first = 0
+    for number in numbers:  # the ranks' shares
+        step = MicroStep(samples=[sample(i) for i in range(number)], micro_step_idx=0, first_req_idx=first)
+        asked = Requests.of([step], run_seed=run_seed, global_step=global_step)
+        assert list(asked.seeds) == wanted[first : first + number]
+        edges = sorted({0, number, *(cut for cut in cuts if cut < number)})
+        for start, stop in pairwise(edges):
+            on_the_wire = [offset_seed(asked.seeds[start], i) for i in range(stop - start)]
+            assert on_the_wire == wanted[first + start : first + stop]
+        first += number

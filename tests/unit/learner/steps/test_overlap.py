@@ -1,4 +1,4 @@
-"""R25, R32: what the overlap is worth, by exact accounting: the protocol that the code drives, under a virtual clock.
+"""R25: what running ahead is worth, by exact accounting: the protocol that the code drives, under a virtual clock.
 
 One rank; a call takes `rollout_s` and gives one row, a row takes `learn_s` to learn. Both sides act as the threads do:
 the producer starts as soon as it may, the learner takes as soon as it can.
@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from learner.steps.protocol import Bounds, RankProtocol
 
@@ -60,28 +56,6 @@ class Simulation:
             self._call_ends()
         self.now_s += seconds
         self.protocol.complete_fence(self.protocol.ver + 1)
-
-
-def in_step(rows: int, rollout_s: float, learn_s: float) -> Simulation:
-    return Simulation(RankProtocol(Bounds.in_step(), ver=0, call_size=1, end=rows), rollout_s, learn_s)
-
-
-@given(st.integers(1, 40), st.integers(1, 1000), st.integers(1, 1000))
-def test_a_step_costs_the_longer_side_and_one_turn_of_the_other(rows: int, rollout_s: int, learn_s: int) -> None:
-    """R32: with constant times, queue size 1 already gives the best wall time that any queue can."""
-    run = in_step(rows, rollout_s, learn_s)
-    while run.learn():
-        pass
-    assert run.now_s == rollout_s + (rows - 1) * max(rollout_s, learn_s) + learn_s
-
-
-@pytest.mark.parametrize("ratio", [0.8, 1.0, 1.25])
-def test_step_wall_is_at_most_065_of_the_sum(ratio: float) -> None:
-    """R32: eight calls, rollout and learning of similar length."""
-    run = in_step(8, ratio, 1.0)
-    while run.learn():
-        pass
-    assert run.now_s <= 0.65 * (8 * ratio + 8 * 1.0)
 
 
 def steady_state(bounds: Bounds, *, packs_per_step: int, call_s: float, sync_s: float) -> Simulation:

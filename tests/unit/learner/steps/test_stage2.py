@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from learner import build
 from learner.config.load import config_of
 from learner.config.schedule import scheduled_channel
 from learner.config.schema import RunConfig
-from learner.records import Rollout, Sample
-from shared.errors import RolloutError
+from learner.records import Rollout
+from shared.errors import LossError, RolloutError
 from tests.unit.learner import trainer_world
-from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run
+from tests.unit.learner.trainer_world import Backwards, FakeBackend, Seen, make_config, run
 
 NUM_SAMPLES = 16
 
@@ -106,12 +106,12 @@ def test_each_sample_is_rolled_out_and_learned_once_an_epoch(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R12, R31, R35: over both channels and all ranks; only Channel-B's samples are rolled out, each by its own
-    place in the step, in calls of at most what the servers decode at once."""
+    place in the step."""
     config = stage2_config(tiny_text, tmp_path, b_ratio=0.5, num_train_epochs=2)
     seen = run(config, monkeypatch, world_size=2)
     assert Counter(i for rank in seen for i in rank.learned) == {f"s{i}": 2 for i in range(NUM_SAMPLES)}
     calls = [call for rank in seen for call in rank.calls]
-    assert all(len(call.sample_ids) <= 2 and call.micro_step_idx == 0 for call in calls)
+    assert all(call.micro_step_idx == 0 for call in calls)
     for step in (1, 3):
         places = [c.first_req_idx + i for c in calls if c.global_step == step for i in range(len(c.sample_ids))]
         assert sorted(places) == list(range(8))
@@ -136,7 +136,7 @@ def test_a_resume_in_the_middle_of_the_schedule_changes_nothing(
 ) -> None:
     """R26: the same channels, samples, weights and counted share as the run that was never interrupted."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    settings: dict[str, Any] = {"b_ratio": 0.5, "lr_scheduler_type": "constant"}
+    settings: dict[str, Any] = {"b_ratio": 0.5, "lr_scheduler_type": "constant", "deterministic": True}
     straight = run(stage2_config(tiny_text, whole, max_steps=4, **settings), monkeypatch, world_size)
     settings |= {"save_on_end": True}
     first = run(stage2_config(tiny_text, halves, max_steps=3, **settings), monkeypatch, world_size)
@@ -150,19 +150,70 @@ def test_a_resume_in_the_middle_of_the_schedule_changes_nothing(
         assert [s["metrics"][name] for s in steps_of(halves)] == [s["metrics"][name] for s in steps_of(whole)]
 
 
+class Broken(Backwards):
+    """The third rollout fails."""
+
+    def __iter__(self) -> Iterator[tuple[int, Rollout]]:
+        yield from list(super().__iter__())[:2]
+        raise RolloutError("the third rollout broke")
+
+
+def no_producer_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name == "rollout-producer"]
+
+
 def test_a_failed_rollout_ends_the_run_and_its_producer(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R32: the producer's error is the run's, with its type; no thread is left; nothing of the step was applied."""
-    generate = FakeBackend.generate
-
-    def fail_third(self: FakeBackend, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
-        if place["first_req_idx"] == 4:
-            raise RolloutError("the third call broke", found="", wanted="", remedy="")
-        return generate(self, samples, **place)
-
-    monkeypatch.setattr(trainer_world.FakeBackend, "generate", fail_third)
-    with pytest.raises(RolloutError, match="third call broke"):
+    monkeypatch.setattr(trainer_world, "Backwards", Broken)
+    with pytest.raises(RolloutError, match="third rollout broke"):
         run(stage2_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=1), monkeypatch)
-    assert not [thread for thread in threading.enumerate() if thread.name == "rollout-producer"]
+    assert no_producer_is_left()
     assert steps_of(tmp_path) == []
+
+
+def test_an_error_while_learning_gives_the_rollouts_under_way_up(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row is learned while others roll out; what breaks then is the run's error, and nothing goes on."""
+    closed = threading.Event()
+
+    class Endless(Backwards):
+        def __iter__(self) -> Iterator[tuple[int, Rollout]]:
+            yield from list(super().__iter__())[:-1]
+            closed.wait(30.0)
+
+        def close(self) -> None:
+            closed.set()
+
+    def out_of_order(*_: Any) -> None:
+        raise LossError("the first row broke")
+
+    monkeypatch.setattr(trainer_world, "Backwards", Endless)
+    monkeypatch.setattr(trainer_world, "_told", lambda *_: out_of_order)
+    with pytest.raises(LossError, match="the first row broke"):
+        run(stage2_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=1, max_length=130), monkeypatch)
+    assert closed.is_set()
+    assert no_producer_is_left()
+
+
+def test_equal_rollouts_are_learned_in_equal_rows_if_asked_for(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D9: `training.deterministic` packs in request order, whatever ends first."""
+    settings: dict[str, Any] = {"b_ratio": 1.0, "max_steps": 2, "max_length": 200, "deterministic": True}
+    found = []
+    for folder, order in ((tmp_path / "a", Backwards), (tmp_path / "b", Forwards)):
+        monkeypatch.setattr(trainer_world, "Backwards", order)
+        (seen,) = run(stage2_config(tiny_text, folder, **settings), monkeypatch)
+        found.append(seen)
+    assert found[0].rows == found[1].rows
+    assert any(len(row) > 1 for row in found[0].rows)
+    for name, tensor in found[0].weights.items():
+        assert torch.equal(tensor, found[1].weights[name]), name
+
+
+class Forwards(Backwards):
+    def __iter__(self) -> Iterator[tuple[int, Rollout]]:
+        return reversed(list(super().__iter__()))
