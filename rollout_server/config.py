@@ -116,6 +116,12 @@ class ServerConfig(Section):
     drain_timeout_s: float = key(
         "longest wait of a weight update for calls in flight", 300.0, unit="s", req="R10", gt=0.0
     )
+    max_sync_timeout_s: float = key(
+        "longest wait of one weight sync call for its learner, whatever the learner asks for", 600.0, unit="s", gt=0.0
+    )
+    engine_stall_s: float = key(
+        "an engine that answers nothing for so long counts as stopped: calls and probes get 503", 20.0, unit="s", ge=1.0
+    )
     shutdown_timeout_s: float = key("longest wait of SIGTERM for calls in flight", 30.0, unit="s", gt=0.0)
     answer_cache_size: int = key(
         "answers that are kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0

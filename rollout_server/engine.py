@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ class WorkerReply(WireModel):
     done: bool = True  # the join, or the update, has ended
     runs_meanwhile: bool = False  # the model can run while it is loaded
     num_tensors: int = 0  # loaded by the whole update
+    weights: str = ""  # a digest of all that was loaded, the same on every worker of every server
     num_strangers: int = 0  # connections dropped at the group's port since the worker started
 
 
@@ -60,6 +62,7 @@ class Engine(Protocol):
     dtype: str
     architecture: dict[str, str]
     gpus: list[str]  # the workers' GPUs, by UUID; [] on CPU
+    weights: str  # a digest of the checkpoint's
     vocab_size: int
     max_model_len: int
 
@@ -70,6 +73,8 @@ class Engine(Protocol):
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
     async def reset_caches(self) -> None: ...
     def serve_adapter(self, name: str | None) -> None: ...
+    def check_answers(self) -> None: ...
+    async def watch(self) -> None: ...
     def shutdown(self) -> None: ...
 
 
@@ -98,6 +103,56 @@ def named(field: str) -> Iterator[None]:
         raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
 
 
+class StallWatch:
+    """Asks the engine from time to time whether it is there. After `stall_s` without an answer all that wait for it get
+    an error, until it answers again."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._stalled = False
+        self._waiting: set[asyncio.Timeout] = set()
+
+    def check(self) -> None:
+        """Raises ServerError (503) if the engine does not answer."""
+        if self._stalled:
+            error = ServerError(
+                "the engine does not answer",
+                found=f"no sign of it for {self._stall_s:g} s",
+                wanted="an answer within engine_stall_s",
+                remedy="see whether its process is stopped; restart the server if it stays so",
+            )
+            error.http_status = 503
+            raise error
+
+    @contextlib.asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """Around whatever waits for the engine. Raises what `check` raises, once it does."""
+        self.check()
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._waiting.add(limit)
+                try:
+                    yield
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            self.check()
+            raise
+
+    async def run(self, ping: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            asking = asyncio.ensure_future(ping())
+            if not (await asyncio.wait({asking}, timeout=0.75 * self._stall_s))[0]:
+                self._stalled = True
+                waiting, self._waiting = self._waiting, set()
+                for limit in waiting:
+                    limit.reschedule(asyncio.get_running_loop().time())
+                await asyncio.wait({asking})
+            asking.exception()  # a dead engine is found by others
+            self._stalled = False
+            await asyncio.sleep(0.25 * self._stall_s)
+
+
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
         """Start the engine; blocks until the model is loaded. Raises ConfigError if vLLM refuses the settings."""
@@ -114,7 +169,9 @@ class VllmEngine:
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
         self._adapter: Any = None  # a LoRARequest
+        self._stalls = StallWatch(config.engine_stall_s)
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
+        self.weights = checkpoint_digest(self._path)
         # Objects from start-up stay anyway. Without the freeze the collector walked them again and again: 0.4 s a time.
         gc.collect()
         gc.freeze()
@@ -143,6 +200,18 @@ class VllmEngine:
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         """Call a method of `SyncWorker` on every worker. Raises the first error that a worker answers."""
+        async with self._stalls.guard():
+            return await self._call_workers(method, *args)
+
+    def check_answers(self) -> None:
+        """Raises ServerError if the engine has not answered for `engine_stall_s`."""
+        self._stalls.check()
+
+    async def watch(self) -> None:
+        """Look after the engine, as long as this runs."""
+        await self._stalls.run(lambda: self._call_workers("sync_ping"))
+
+    async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
         core = self._llm.engine_core
         call = (method, _WORKER_CALL_S, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
@@ -164,9 +233,10 @@ class VllmEngine:
     async def reset_caches(self) -> None:
         """Forget what was computed with other weights. Raises SyncError if a request still uses it."""
         with self._vllm_errors():
-            prefix_reset, *_ = await asyncio.gather(
-                self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache()
-            )
+            async with self._stalls.guard():
+                prefix_reset, *_ = await asyncio.gather(
+                    self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache()
+                )
         if not prefix_reset:
             raise SyncError(
                 "the prefix cache cannot be reset",
@@ -192,7 +262,8 @@ class VllmEngine:
     async def _run(self, prompt: Prompt, params: Any) -> Any:
         """The finished output."""
         answers = self._llm.generate(prompt.for_engine(), params, str(next(self._ids)), lora_request=self._adapter)
-        return [output async for output in answers][-1]
+        async with self._stalls.guard():
+            return [output async for output in answers][-1]
 
     @contextlib.contextmanager
     def _vllm_errors(self) -> Iterator[None]:
@@ -256,6 +327,23 @@ def _start(engine_args: Any, config: ServerConfig) -> Any:
         enable_log_requests=engine_args.enable_log_requests,
         disable_log_stats=engine_args.disable_log_stats,
     )
+
+
+_PART_BYTES = 64 << 20
+
+
+def checkpoint_digest(path: str) -> str:
+    """Of the weights' files, all bytes of them; several parts at a time."""
+    files = [file for kind in ("*.safetensors", "*.bin", "*.pt") for file in sorted(Path(path).glob(kind))]
+    places = [(file, start) for file in files for start in range(0, file.stat().st_size, _PART_BYTES)]
+
+    def of_part(place: tuple[Path, int]) -> bytes:
+        with place[0].open("rb") as stream:
+            stream.seek(place[1])
+            return hashlib.blake2b(stream.read(_PART_BYTES), digest_size=16).digest()
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        return hashlib.blake2b(b"".join(threads.map(of_part, places)), digest_size=16).hexdigest()
 
 
 def _num_threads() -> int:

@@ -10,6 +10,7 @@ updates, updates wait for calls, both up to a deadline. It lives on one event lo
 Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
 - `updating` begins with no call in flight;
+- versions rise, whoever sends them, so no two models are ever served as the same one;
 - `poisoned` ends only with a complete full update, because weights are overwritten in place and nothing rolls back;
   the weights below an adapter count as complete only together with the adapter, by the same learner;
 - an update belongs to the incarnation of the learner that opened the group;
@@ -30,6 +31,15 @@ State = Literal["serving", "draining", "updating", "poisoned"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Served:
+    """The weights that are served, or were last."""
+
+    ver: int
+    incarnation: str  # of the learner that sent them; "": nobody has
+    weights: str  # their digest
+
+
+@dataclass(frozen=True, kw_only=True)
 class Update:
     """The update under way."""
 
@@ -39,18 +49,22 @@ class Update:
 
 
 class Gate:
-    """Starts in `serving`. Version 0 is the weights that the server was started with."""
+    """Starts in `serving`. Version 0 is the weights that the server was started with; `weights` is their digest."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: str = "") -> None:
         self.state: State = "serving"
-        self.ver = 0
+        self.served = Served(ver=0, incarnation="", weights=weights)
         self.in_flight = 0
         self.incarnation = ""
         self.poisoned_because = ""
         self.update: Update | None = None
-        self._incarnation_has_synced = False
         self._awaits_adapter = False  # of this incarnation, on the base weights that it has sent
+        self._base_ver = 0  # their version
         self._unsound = False  # the weights were found to be wrong while they were served
+
+    @property
+    def ver(self) -> int:
+        return self.served.ver
 
     def try_enter(self) -> bool:
         """Let a call in, or return False if it has to wait for an update. Raises ServerPoisonedError."""
@@ -81,7 +95,6 @@ class Gate:
     def open_group(self, incarnation: str) -> None:
         """A learner opened the group again; any other group is gone. Not during an update."""
         assert self.update is None, "fail the update before its group is replaced"
-        self._incarnation_has_synced = self._incarnation_has_synced and incarnation == self.incarnation
         self._awaits_adapter = False
         self.incarnation = incarnation
 
@@ -99,8 +112,9 @@ class Gate:
                 f"incarnation {incarnation!r}, while the group belongs to {self.incarnation or 'nobody'!r}",
                 "the incarnation that opened the group",
             )
-        if self._incarnation_has_synced and ver <= self.ver:
-            raise _refused(f"version {ver}", f"a version above {self.ver}, the last of this learner")
+        last = max(self.ver, self._base_ver) if self._awaits_adapter else self.ver
+        if ver <= last:
+            raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")
         if self.state == "poisoned" and mode != "full" and not self._awaits_adapter:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 
@@ -117,17 +131,18 @@ class Gate:
             self.state = "updating"
         return self.state == "updating"
 
-    def complete(self) -> None:
-        """The served weights have been checked."""
+    def complete(self, weights: str = "") -> None:
+        """The served weights, of this digest, have been checked."""
         assert self.update is not None, "no update under way"
         assert self.state == "updating", "only drained updates complete"
-        self.ver = self.update.ver
+        self.served = Served(ver=self.update.ver, incarnation=self.update.incarnation, weights=weights)
         self.state, self.poisoned_because, self.update = "serving", "", None
-        self._incarnation_has_synced = True
         self._awaits_adapter = self._unsound = False
 
     def complete_base(self) -> None:
         """The weights below an adapter are there. Nothing is served before this learner's adapter is, too."""
+        assert self.update is not None, "no update under way"
+        self._base_ver = self.update.ver
         self.fail("the weights below an adapter have come, and the adapter has not")
         self._awaits_adapter = True
 
@@ -150,6 +165,13 @@ def _refused(found: str, wanted: str) -> SyncError:
     return SyncError(
         "the weight update was refused", found=found, wanted=wanted, remedy="open the group again with this learner"
     )
+
+
+@dataclass
+class Outcome:
+    """What an update has to say when it ends well."""
+
+    weights: str = ""  # their digest
 
 
 class WaitingGate:
@@ -179,19 +201,20 @@ class WaitingGate:
     @asynccontextmanager
     async def update(
         self, incarnation: str, ver: int, mode: Literal["full", "adapter"], *, base_of_adapter: bool = False
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator[Outcome]:
         """Hold the weights alone. The body runs when all calls have ended. If it returns, the new version is served, or
         waits for its adapter; if it raises, the server is poisoned. Raises SyncError if the gate refuses, DeadlineError
         if calls do not end."""
         self.gate.begin_update(incarnation, ver, mode)
         try:
             await self._drain()
-            yield
+            outcome = Outcome()
+            yield outcome
         except BaseException as error:
             self.gate.fail(str(error) or type(error).__name__)
             raise
         else:
-            self.gate.complete_base() if base_of_adapter else self.gate.complete()
+            self.gate.complete_base() if base_of_adapter else self.gate.complete(outcome.weights)
         finally:
             self._notify()
 

@@ -19,7 +19,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
 from rollout_server.config import ServerConfig
@@ -53,7 +53,7 @@ class RolloutService:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.config = config
         self.engine = engine
-        self.gate = Gate()
+        self.gate = Gate(engine.weights)
         self.waiting_gate = WaitingGate(
             self.gate, queue_timeout_s=config.queue_timeout_s, drain_timeout_s=config.drain_timeout_s
         )
@@ -133,11 +133,12 @@ class RolloutService:
         await self.engine.reset_caches()
 
     def check_alive(self) -> None:
-        """Raises ServerError once the engine is dead."""
+        """Raises ServerError once the engine is dead, or while it does not answer."""
         if self.engine.dead:
             error = ServerError("the engine died", wanted="a living engine", remedy="see the server's log, restart it")
             error.http_status = 503
             raise error
+        self.engine.check_answers()
 
     def check_ready(self) -> None:
         """Raises if a rollout asked for now would have to wait or be refused."""
@@ -158,6 +159,7 @@ class RolloutService:
             gate=self.gate.state,
             poisoned_because=self.gate.poisoned_because,
             ver=self.gate.ver,
+            weights=self.gate.served.weights,
             incarnation=self.gate.incarnation,
             world_size=self.config.world_size,
             group_host=self.config.group_host,
@@ -176,7 +178,7 @@ class RolloutService:
             self.gate.check_sound()
             self.metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
             self.metrics.response_tokens.inc(len(generation.response_token_ids))
-            infos = RolloutInfos(ver=ver, seed=seed, server_id=self.server_id, uuid=request.uuid)
+            infos = RolloutInfos(**asdict(self.gate.served), seed=seed, server_id=self.server_id, uuid=request.uuid)
             return _output(generation, self.engine.model, infos).model_dump_json().encode()
 
         with named(f"infer_requests.{i}"):

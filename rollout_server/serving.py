@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 from typing import Any
@@ -31,7 +30,7 @@ async def serve(engine: Engine, config: ServerConfig, token: str | None, listene
             lifespan="off",
         )
     )
-    watching = asyncio.create_task(_stop_when_dead(engine, server))
+    watching = [asyncio.create_task(_stop_when_dead(engine, server)), asyncio.create_task(engine.watch())]
     listener.listen(2048)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn drains at these signals, then raises them again for earlier handlers, of which there are none.
@@ -42,9 +41,9 @@ async def serve(engine: Engine, config: ServerConfig, token: str | None, listene
     except asyncio.CancelledError:
         return 0
     finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
     if engine.dead:
         print("[rollout_server] the engine died; see the log", file=console, flush=True)
         return 1

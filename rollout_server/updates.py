@@ -6,6 +6,7 @@ expects.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends whatever the old one had under way;
+- a call lasts `max_sync_timeout_s` at most, whatever the learner asks for;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
 - nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
@@ -16,17 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import WaitingGate
 from shared.aio import gather
 from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, RequestError, SyncError
+from shared.sync.buckets import num_bucket_bytes
 from shared.wire import (
     BUCKETS,
     CloseCommunicatorCall,
@@ -37,6 +40,7 @@ from shared.wire import (
     UpdateWeightsReply,
 )
 
+SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 _SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
 _JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02  # the engine generates during a join, so workers only take a look
 
@@ -63,6 +67,7 @@ class WeightUpdates:
         self._under_way: asyncio.Task[Any] | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
+        self._full_weights = engine.weights  # the digest of the last full update
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
         """Join the learner's group; returns when all have joined. Ends what another group had under way.
@@ -70,6 +75,7 @@ class WeightUpdates:
         Raises CommunicatorError or DeadlineError; no group is open then.
         """
         self._check_ranks(call)
+        call = self._bounded(call)
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
@@ -87,6 +93,8 @@ class WeightUpdates:
         """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
         CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
         _check_verdict(call)
+        _check_sizes(call)
+        call = self._bounded(call)
         self._gate.check_update(call.incarnation, call.ver, call.mode)
         if call.mode == "adapter" and not self._config.enable_lora:
             raise SyncError(
@@ -100,10 +108,11 @@ class WeightUpdates:
             try:
                 async with self._waiting_gate.update(
                     call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
-                ):
+                ) as outcome:
                     drained = time.monotonic()
                     try:
-                        num_tensors, scores = await update_weights(self._engine, call)
+                        loaded, scores = await update_weights(self._engine, call)
+                        outcome.weights = self._weights(call, loaded)
                         if not call.base_of_adapter:
                             check_canary(await self._expectation(call, drained + call.timeout_s), scores)
                     except BaseException as error:
@@ -119,7 +128,7 @@ class WeightUpdates:
         reply = UpdateWeightsReply(
             ver=call.ver,
             num_bytes=sum(bucket.num_bytes for bucket in call.buckets),
-            num_tensors=num_tensors,
+            num_tensors=loaded.num_tensors,
             seconds=end - start,
             drain_s=drained - start,
             transfer_s=end - drained,
@@ -161,6 +170,16 @@ class WeightUpdates:
                 remedy="let the learner ask /get_world_size/ again: restart it",
             )
 
+    def _bounded(self, call: SyncCall) -> SyncCall:
+        return call.model_copy(update={"timeout_s": min(call.timeout_s, self._config.max_sync_timeout_s)})
+
+    def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
+        """The digest of what is served once this is loaded: an adapter's together with that of the weights below."""
+        if call.mode == "adapter":
+            return hashlib.blake2b(f"{self._full_weights} {loaded.weights}".encode(), digest_size=16).hexdigest()
+        self._full_weights = loaded.weights
+        return loaded.weights
+
     async def _expectation(self, call: UpdateWeightsCall, deadline: float) -> ExpectScoresCall:
         update = (call.incarnation, call.ver)
         try:
@@ -199,8 +218,8 @@ class WeightUpdates:
             self._under_way.cancel(because)
 
 
-async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[int, ScoreReply]:
-    """Receive, load and score: the number of tensors that were loaded, and the canary's scores. The caller holds the
+async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply]:
+    """Receive, load and score: a worker's last reply, and the canary's scores. The caller holds the
     gate, and leaves the group if this raises. Raises what the workers, the media rules and the engine raise.
 
     The engine does one thing after the other, so the next call is made before the last one has answered. Caches are
@@ -222,17 +241,17 @@ async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[int, 
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
     await engine.reset_caches()
-    return replies[0].num_tensors, await score(engine, call.canary, call.ver)
+    return replies[0], await score(engine, call.canary, call.ver)
 
 
-async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[int, ScoreReply] | None:
+async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
     """None if loading takes longer than a slice."""
     loading = asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S))
     await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
     scoring = asyncio.create_task(score(engine, call.canary, call.ver))
     try:
         replies = await loading
-        return (replies[0].num_tensors, await scoring) if _all_done(replies) else None
+        return (replies[0], await scoring) if _all_done(replies) else None
     finally:
         loading.cancel()
         scoring.cancel()
@@ -249,6 +268,19 @@ def _check_verdict(call: UpdateWeightsCall) -> None:
     if found:
         remedy = "send a canary with every update but that of the weights below an adapter"
         raise RequestError("this update cannot be judged", found=found, wanted=wanted, remedy=remedy)
+
+
+def _check_sizes(call: UpdateWeightsCall) -> None:
+    """Raises SyncError if a bucket is said to have another size than its tensors."""
+    for i, bucket in enumerate(call.buckets):
+        wanted = num_bucket_bytes(bucket.tensors)
+        if bucket.num_bytes != wanted:
+            raise SyncError(
+                f"bucket {i} does not have the size of its tensors",
+                found=f"{bucket.num_bytes} bytes",
+                wanted=f"{wanted} bytes for {len(bucket.tensors)} tensors",
+                remedy="run the same version of this project on both sides",
+            )
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:

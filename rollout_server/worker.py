@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -110,6 +111,11 @@ class SyncWorker:
         return self._sync_receiving.advance(slice_s)
 
     @_answering
+    def sync_ping(self) -> WorkerReply:
+        """Whether anybody is there."""
+        return WorkerReply()
+
+    @_answering
     def sync_leave(self, because: str) -> WorkerReply:
         """Give up what is under way and leave the group."""
         self._leave(because)
@@ -177,6 +183,7 @@ class Receiving:
         self._deadline = time.monotonic() + update.timeout_s
         self._num_asked = self._num_loaded = 0
         self._opened = False
+        self._seals = hashlib.blake2b(digest_size=16)
         self._reply: WorkerReply | None = None  # the last one
         self._incoming: deque[tuple[torch.Tensor, Operation[None]]] = deque()
         self._receive()
@@ -197,10 +204,11 @@ class Receiving:
             self._incoming.popleft()
             self._receive()
             self._check_seal(buffer)
+            self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))
             self._load.add(unpack(buffer, self._update.buckets[self._num_loaded].tensors))
             self._num_loaded += 1
         if self._reply is None:
-            self._reply = WorkerReply(num_tensors=self._load.finish())
+            self._reply = WorkerReply(num_tensors=self._load.finish(), weights=self._seals.hexdigest())
         return self._reply
 
     def close(self) -> None:

@@ -124,7 +124,11 @@ class ChatCompletionResponse(WireModel):
 
 
 class RolloutInfos(WireModel):
+    """Who answered, and with which weights: `ver` is unique and rises on one server, `weights` says which they are."""
+
     ver: int
+    incarnation: str = ""  # of the learner that sent the weights; "": the checkpoint that the server was started with
+    weights: str = ""  # a digest of what they came in, the same on all servers of a sync
     seed: int | None
     server_id: str
     uuid: str
@@ -256,7 +260,8 @@ class ServerStatus(WireModel):
     gate: Literal["serving", "draining", "updating", "poisoned"]
     poisoned_because: str = ""
     ver: int
-    incarnation: str = ""
+    weights: str = ""  # as in `RolloutInfos`
+    incarnation: str = ""  # that has opened the group
     world_size: int
     group_host: str = ""  # where its workers meet a learner; "": not told, and it gets a group of its own
     gpus: list[str] = []  # its workers', by their UUIDs; []: none

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import signal
 import threading
 import time
@@ -408,6 +409,62 @@ def test_a_learner_that_does_not_come_ends_at_the_deadline(learner: Learner) -> 
     reply = learner.http.post("/init_communicator/", json=body)
     assert (reply.status_code, reply.json()["error"]) == (504, "DeadlineError")
     assert learner.join().status_code == 200
+
+
+@pytest.mark.parametrize("silent", ["at the meeting", "in an update"])
+def test_after_a_learner_that_says_nothing_the_next_one_gets_in_at_once(learner: Learner, silent: str) -> None:
+    """Whatever time the first one has asked for, and at the same port."""
+    if silent == "in an update":
+        assert learner.join().status_code == 200
+        canary = [{"request": {"messages": TEXT}, "response_token_ids": ANSWER}]
+        tensors = weights.spec_of("model.embed", torch.zeros(1000))
+        buckets = [Bucket(tensors=[tensors], num_bytes=4000).model_dump()]
+        path, body = "/update_weights/", {"ver": learner.ver() + 1, "buckets": buckets, "canary": canary}
+        body["incarnation"] = learner.incarnation
+    else:
+        body = {"incarnation": "silent", "secret": SECRET.hex(), "group_port": free_port(), "world_size": 2}
+        path, body["backend"] = "/init_communicator/", "tcp"
+    replies: list[httpx.Response] = []
+    body["timeout_s"] = 86_400.0
+    calling = threading.Thread(target=lambda: replies.append(learner.http.post(path, json=body)))
+    calling.start()
+    time.sleep(1.0)
+    before, begin = learner.communicator, time.monotonic()
+    learner.communicator = None  # it neither leaves nor sends
+    assert learner.join().status_code == 200
+    assert time.monotonic() - begin < 5
+    calling.join(10)
+    assert [reply.json()["error"] for reply in replies] == ["CommunicatorError"]
+    if before is not None:
+        before.close()
+    assert learner.sync(learner.tensors()).status_code == 200
+
+
+def test_a_stopped_engine_is_noticed(folder: Path, tmp_path: Path) -> None:
+    """SIGSTOP: probes and calls say 503 within `engine_stall_s`, and the server comes back with its engine."""
+    config = {"model": str(folder / "model"), "max_model_len": 512, "engine_stall_s": 3.0}
+    with running_server(config, tmp_path) as server, httpx.Client(base_url=server.base_url, timeout=30.0) as http:
+        engine = server.family()[1:]
+        replies: list[httpx.Response] = []
+        body = {"infer_requests": [{"messages": TEXT}], "request_config": {"max_tokens": 450}}
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        calling = threading.Thread(target=lambda: replies.append(http.post("/infer/", json=body)))
+        calling.start()
+        while http.get("/health/").status_code == 200:
+            assert time.monotonic() - begin < 4.5
+            time.sleep(0.1)
+        calling.join(2.0)
+        assert [reply.status_code for reply in replies] == [503]
+        assert "does not answer" in replies[0].json()["what"]
+        assert (http.get("/ready/").status_code, http.post("/infer/", json=body).status_code) == (503, 503)
+        for pid in engine:
+            os.kill(pid, signal.SIGCONT)
+        while http.get("/health/").status_code != 200:
+            assert time.monotonic() - begin < 20
+            time.sleep(0.1)
+        assert http.post("/infer/", json=body).status_code == 200
 
 
 def test_calls_and_updates_take_turns(learner: Learner) -> None:

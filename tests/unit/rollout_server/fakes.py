@@ -15,6 +15,7 @@ from shared.wire import RequestConfig, RolloutInferRequest
 class FakeEngine:
     architecture = {"model_type": "fake"}
     gpus = ["GPU-fake"]
+    weights = "of the checkpoint"
     model, dtype, vocab_size, max_model_len = "fake", "float32", 1000, 100
 
     def __init__(self) -> None:
@@ -72,6 +73,12 @@ class FakeEngine:
 
     def serve_adapter(self, name: str | None) -> None:
         self.adapter = name
+
+    def check_answers(self) -> None:
+        pass
+
+    async def watch(self) -> None:
+        pass
 
     def shutdown(self) -> None:
         self.dead = True

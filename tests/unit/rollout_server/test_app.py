@@ -369,9 +369,11 @@ def test_a_dead_engine_is_told_by_health() -> None:
     serve(check)
 
 
-async def open_group(http: httpx.AsyncClient, incarnation: str = "a", *, world_size: int = 2) -> None:
+async def open_group(
+    http: httpx.AsyncClient, incarnation: str = "a", *, world_size: int = 2, timeout_s: float = 5
+) -> None:
     body = {"incarnation": incarnation, "secret": "0" * 64, "group_port": 1234, "world_size": world_size}
-    body |= {"backend": "tcp", "timeout_s": 5}
+    body |= {"backend": "tcp", "timeout_s": timeout_s}
     assert (await http.post("/init_communicator/", json=body)).status_code == 200
 
 
@@ -464,6 +466,58 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
         assert (await push(http, update("b", 3, "adapter"))).status_code == 200
 
     serve(check, enable_lora=True)
+
+
+def test_two_models_never_answer_alike() -> None:
+    """R10: whichever learner sent them, and in whichever order; an adapter counts with the weights below it."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        async def infos() -> dict[str, Any]:
+            infos = (await http.post("/infer/", json={"infer_requests": [request("a")]})).json()[0]["rollout_infos"]
+            said.append((infos["server_id"], infos["ver"], infos["incarnation"], infos["weights"]))
+            return infos
+
+        said: list[tuple[Any, ...]] = []
+        assert (await infos())["weights"] == "of the checkpoint"
+        ver = 0
+        for incarnation, sent in (("a", "w1"), ("a", "w2"), ("b", "w2"), ("b", "w1")):
+            await open_group(http, incarnation)
+            engine.replies["sync_poll"] = lambda sent=sent: WorkerReply(weights=sent)  # type: ignore[misc]
+            for mode in ("full", "adapter"):
+                ver += 1
+                assert (await push(http, update(incarnation, ver, mode))).status_code == 200
+                assert ((await infos())["ver"], said[-1][2]) == (ver, incarnation)
+            assert error(await push(http, update(incarnation, ver))) == (500, "SyncError")
+        assert len({one[1] for one in said}) == len(said) == 9
+        assert len({(weights, incarnation) for _, _, incarnation, weights in said}) == 9
+        assert (await http.get("/status/")).json()["weights"] == said[-1][3]
+
+    serve(check, enable_lora=True)
+
+
+@pytest.mark.parametrize("asked", ["/init_communicator/", "/update_weights/"])
+def test_a_caller_that_would_wait_for_a_day_waits_no_longer_than_the_server(asked: str) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http, timeout_s=86_400)
+        assert (await push(http, update(timeout_s=86_400))).status_code == 200
+        method = {"/init_communicator/": "sync_join", "/update_weights/": "sync_start"}[asked]
+        call = next(call for call in engine.calls if call[0] == method)
+        assert json.loads(call[1])["timeout_s"] == 7.0
+
+    serve(check, max_sync_timeout_s=7.0)
+
+
+def test_a_bucket_of_another_size_than_its_tensors_is_refused_before_anything_is_received() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        tensors = [{"name": "w", "dtype": "float32", "shape": [2, 3]}]
+        for num_bytes in (0, 24, 1 << 39):
+            reply = await push(http, update(buckets=[{"tensors": tensors, "num_bytes": num_bytes}]))
+            assert (*error(reply), reply.json()["found"]) == (500, "SyncError", f"{num_bytes} bytes")
+        assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
+        assert (await push(http, update(buckets=[{"tensors": tensors, "num_bytes": 32}]))).status_code == 200
+
+    serve(check)
 
 
 def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:

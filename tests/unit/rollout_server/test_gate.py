@@ -53,7 +53,7 @@ class GateMachine(RuleBasedStateMachine):
     def close_group(self) -> None:
         self.gate.close_group()
 
-    @rule(incarnation=INCARNATIONS, ver=st.integers(0, 5), mode=st.sampled_from(["full", "adapter"]))
+    @rule(incarnation=INCARNATIONS, ver=st.integers(0, 30), mode=st.sampled_from(["full", "adapter"]))
     def begin(self, incarnation: str, ver: int, mode: str) -> None:
         before = vars(self.gate).copy()
         try:
@@ -62,6 +62,7 @@ class GateMachine(RuleBasedStateMachine):
             assert vars(self.gate) == before, "a refused update changed something"
             return
         assert before["incarnation"] == incarnation
+        assert ver > before["served"].ver
         assert before["update"] is None
         assert before["state"] == "serving" or mode == "full" or self.base_of == incarnation
         assert self.gate.state == "draining"
@@ -116,14 +117,34 @@ GateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=4
 TestGate = GateMachine.TestCase
 
 
-def test_versions_of_one_learner_rise_and_a_new_one_starts_where_it_likes() -> None:
-    gate = Gate()
+def test_versions_rise_whoever_sends_them() -> None:
+    """R10: an answer's version says which weights it was made with."""
+    gate = Gate("of the checkpoint")
+    assert (gate.served.ver, gate.served.incarnation, gate.served.weights) == (0, "", "of the checkpoint")
     gate.open_group("a")
+    with pytest.raises(SyncError, match="version above 0"):
+        gate.begin_update("a", 0, "full")
     gate.begin_update("a", 3, "full")
     assert gate.drained()
-    gate.complete()
-    with pytest.raises(SyncError, match="version above 3"):
-        gate.begin_update("a", 3, "full")
+    gate.complete("abc")
+    for incarnation in ("a", "b"):
+        gate.open_group(incarnation)
+        for ver in (1, 3):
+            with pytest.raises(SyncError, match="version above 3"):
+                gate.begin_update(incarnation, ver, "full")
+    assert (gate.served.ver, gate.served.incarnation, gate.served.weights) == (3, "a", "abc")
+
+
+def test_an_adapter_has_another_version_than_the_weights_below_it() -> None:
+    gate = Gate()
+    gate.open_group("a")
+    gate.begin_update("a", 4, "full")
+    assert gate.drained()
+    gate.complete_base()
+    with pytest.raises(SyncError, match="version above 4"):
+        gate.begin_update("a", 4, "adapter")
+    gate.begin_update("a", 5, "adapter")
+    gate.fail("because")
     gate.open_group("b")
     gate.begin_update("b", 1, "full")
 

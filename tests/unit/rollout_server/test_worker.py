@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -77,7 +78,8 @@ def test_buckets_arrive_in_order_and_are_loaded(pair: tuple[Communicator, Commun
     sending = in_turn(learner, BUFFERS)
     while not (result := receiving.advance(0.5)).done:
         pass
-    assert result == WorkerReply(num_tensors=5)
+    seals = b"".join(bytes(buffer[-weights.SEAL_BYTES :].tolist()) for buffer in BUFFERS)
+    assert result == WorkerReply(num_tensors=5, weights=hashlib.blake2b(seals, digest_size=16).hexdigest())
     assert receiving.advance(0.0) == result
     assert list(load.loaded) == list(TENSORS)
     assert all(load.loaded[name].equal(tensor) for name, tensor in TENSORS.items())
