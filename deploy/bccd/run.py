@@ -59,6 +59,7 @@ SMALL = Shape(  # 7.7 million parameters; its weights in bfloat16 are 15 MB
     mrope_section=(12, 10, 10),
     vision_depth=4,
     vision_hidden=192,
+    vision_heads=3,  # of 64, as the text
     vision_intermediate=384,
     initializer_range=0.02,
 )

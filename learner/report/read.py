@@ -37,6 +37,7 @@ class Scene:
     width: int
     height: int
     truth: tuple[DetectionObject, ...]
+    ignored: tuple[DetectionObject, ...]  # ignore regions: predictions there count neither as hit nor as false
     predictions: tuple[DetectionObject, ...]
     num_dropped: int
     truncated: bool
@@ -82,6 +83,15 @@ class SyncPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """How many samples a run read, and what was wrong with others: counts by split, kind and action (drop or clip)."""
+
+    num_train: int
+    num_evaluation: int
+    bad_records: Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What one run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
     happened."""
@@ -93,6 +103,7 @@ class Run:
     syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
     timelines: tuple[StepTimeline, ...]
+    data: RunData | None
     wall_s: float  # between the first and the last event
     notes: tuple[str, ...]
 
@@ -156,6 +167,7 @@ def read_run(path: Path) -> Run:
         syncs=_syncs(events),
         evals=evals,
         timelines=tuple(timelines[key] for key in sorted(timelines)),
+        data=_data(named["data"][-1]) if "data" in named else None,
         wall_s=max(times) - min(times) if times else math.nan,
         notes=tuple(note for note in notes if note),
     )
@@ -256,6 +268,16 @@ def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:
     return tuple(reversed(found))
 
 
+def _data(event: Mapping[str, Any]) -> RunData:
+    bad = event.get("bad_records")
+    counts = {
+        str(split): {str(kind): {a: int(n) for a, n in _numbers(actions).items()} for kind, actions in kinds.items()}
+        for split, kinds in (bad.items() if isinstance(bad, Mapping) else ())
+        if isinstance(kinds, Mapping)
+    }
+    return RunData(num_train=_count(event, "train"), num_evaluation=_count(event, "evaluation"), bad_records=counts)
+
+
 def _timeline(event: Mapping[str, Any]) -> StepTimeline:
     """Entries that are not [lane, name, begin, end] are left out."""
     origin, activities = _number(event, "origin"), []
@@ -296,6 +318,7 @@ def read_scene(line: Mapping[str, Any]) -> Scene | None:
             width=int(line["width"]),
             height=int(line["height"]),
             truth=tuple(map(_object, line["truth"])),
+            ignored=tuple(map(_object, line.get("ignored", ()))),
             predictions=tuple(map(_object, line["predictions"])),
             num_dropped=sum(int(count) for count in line.get("drops", {}).values()),
             truncated=bool(line.get("truncated")),

@@ -55,7 +55,8 @@ def facts(runs: RunSet) -> str:
         main.setting("custom", "trainer_variant"),
         main.setting("model", "path"),
         f"{len(main.steps)} optimizer steps",
-        f"{number(sum(s.num_segments for s in main.steps))} samples",
+        f"{main.data.num_train:,} training samples" if main.data else None,
+        f"{number(sum(s.num_segments for s in main.steps))} learned",
         duration(main.wall_s) if math.isfinite(main.wall_s) and main.wall_s > 0 else None,
     ]
     return "  ·  ".join(str(fact) for fact in found if fact)
@@ -82,9 +83,17 @@ def verdict(runs: Sequence[Progress]) -> str | None:
         text += "the interval of the change includes zero, so no gain is shown."
     for other in runs[1:]:
         if other.after and other.f1_after:
-            ended = f"{other.f1_after.value:.3f} after {other.after.global_step} steps"
-            text += f" For comparison, {other.run.name} ended at {ended}."
+            text += f" For comparison, {other.run.name} ended at {other.f1_after.value:.3f} after "
+            text += f"{other.after.global_step} steps{_against(main, other)}."
     return text
+
+
+def _against(main: Progress, other: Progress) -> str:
+    """By how much `other` ended ahead or behind, where the interval leaves zero out."""
+    lead = gain_between(main.after, other.after)
+    if lead is None or not _tone(lead):
+        return ""
+    return f", {abs(lead.value):.3f} {'ahead' if lead.value > 0 else 'behind'}"
 
 
 def cards(runs: Sequence[Progress]) -> list[Card]:
@@ -156,6 +165,7 @@ def notes(runs: Sequence[Progress]) -> list[str]:
 
 def _missing(progress: Progress, main: Run) -> list[str]:
     run, said = progress.run, []
+    said += _bad_records(run)
     if not run.steps:
         said.append("No optimizer step is recorded yet.")
     if not run.evals:
@@ -169,6 +179,20 @@ def _missing(progress: Progress, main: Run) -> list[str]:
     fallbacks = [sync.receipt for sync in run.syncs if sync.receipt.fallback]
     said += [f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in fallbacks]
     return said
+
+
+def _bad_records(run: Run) -> list[str]:
+    """What of the data was dropped or clipped, a line per split."""
+    words = {"drop": "dropped", "clip": "clipped"}
+    told = {
+        split: [
+            f"{number(n)} {kind.replace('_', ' ')} {words.get(act, act)}"
+            for kind, acts in kinds.items()
+            for act, n in acts.items()
+        ]
+        for split, kinds in (run.data.bad_records.items() if run.data else ())
+    }
+    return [f"Bad records of the {split} data: {', '.join(counts)}." for split, counts in told.items() if counts]
 
 
 def _disagreement(progress: Progress) -> list[str]:

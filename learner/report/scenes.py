@@ -3,38 +3,45 @@
 In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. Shown are the scenes that improved
 most, those that improved least, and a few drawn at random with a fixed seed. A scene is shown once.
 
-Images travel in the page as data URIs: PNG for small ones, shown with hard pixels, and JPEG of at most MAX_SIDE pixels
-for others. Every image is decoded and written anew, so nothing of the source's bytes reaches the page. Addresses are
-not fetched.
+Images are read as the runs read them (D13): upright by their EXIF orientation. They travel in the page as data URIs:
+PNG for small ones, shown with hard pixels, and JPEG of at most MAX_SIDE pixels for others. Every image is decoded and
+written anew, so nothing of the source's bytes reaches the page. URLs are not fetched.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from PIL import Image
-
 from learner.records import DetectionObject
 from learner.report.read import EvalPoint, Run, Scene
 from learner.report.scores import Outcome, Progress, classify
+from shared.errors import MediaError
+from shared.images import ImageRules, Images
 
 PER_GROUP = 4  # an even number: scenes with two panels stand in pairs
 MAX_SIDE, SMALL_SIDE = 720, 256  # pixels
 MAX_PIXELS = 100_000_000
-_COLORS: Mapping[Outcome, str] = {"correct": "hit", "wrong_class": "class", "false_positive": "spurious"}
+_COLORS: Mapping[Outcome, str] = {
+    "correct": "hit",
+    "wrong_class": "class",
+    "false_positive": "spurious",
+    "ignored": "ignored",
+}
 LEGEND = {
     "truth": "ground truth",
     "missed": "ground truth, missed",
     "hit": "prediction, correct",
     "class": "prediction, wrong class",
     "spurious": "prediction, false positive",
+    "region": "ignore region",
+    "ignored": "prediction in an ignore region, not counted",
 }
+_OF_REGIONS = ("region", "ignored")  # explained only where there are some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +105,9 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
         better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
         same, model = len(gains) - better - worse, "" if len(runs) == 1 else f" after {main.run.name}"
         lead += f" Of {len(gains)}, {better} are better{model}, {worse} are worse and {same} are the same."
-    return Gallery(lead=lead, groups=groups, legend=LEGEND)
+    has_regions = any(scene.ignored for scene in before.values())
+    legend = {color: name for color, name in LEGEND.items() if has_regions or color not in _OF_REGIONS}
+    return Gallery(lead=lead, groups=groups, legend=legend)
 
 
 def choose_scenes(
@@ -153,17 +162,19 @@ def _file_name(images: Sequence[str]) -> str:
 def _panel(name: str, scene: Scene) -> Panel:
     result = classify(scene)
     found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
-    others = ((wrong, "wrong class"), (false, "false positive"), (scene.num_dropped, "dropped"))
+    ignored = result.outcomes.count("ignored")
+    others = ((wrong, "wrong class"), (false, "false positive"), (ignored, "ignored"), (scene.num_dropped, "dropped"))
     counts = [f"{found} of {len(scene.truth)} found", *(f"{count} {what}" for count, what in others if count)]
     counts += ["cut off"] if scene.truncated else []
-    shapes = [_shape("truth" if i in result.found else "missed", o) for i, o in enumerate(scene.truth)]
+    shapes = [_shape("region", region) for region in scene.ignored]
+    shapes += [_shape("truth" if i in result.found else "missed", o) for i, o in enumerate(scene.truth)]
     for item, outcome, iou in zip(scene.predictions, result.outcomes, result.ious, strict=True):
         shapes.append(_shape(_COLORS[outcome], item, f", IoU {iou:.2f}"))
     return Panel(name=name, scene=scene, f1=result.f1, counts=counts, shapes=shapes)
 
 
 def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, str, DetectionObject]:
-    return color, f"{LEGEND[color]}: {item.desc}{detail}", item
+    return color, f"{LEGEND[color]}: {item.desc or 'any class'}{detail}", item
 
 
 def _image_roots(run: Run) -> list[Path]:
@@ -175,33 +186,21 @@ def _image_roots(run: Run) -> list[Path]:
 
 
 def load_picture(image: str, roots: Sequence[Path]) -> Picture | None:
-    """A path, a data URI or bare base64 as a picture, or None if it is not available. A relative path is looked for
-    under each root in turn."""
-    try:
-        with Image.open(_source(image, roots)) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                return None
-            picture = opened.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError):
-        return None  # the page shows the scene without it and says so
-    small = max(picture.size) <= SMALL_SIDE
-    buffer = io.BytesIO()
-    if small:
-        picture.save(buffer, "PNG", optimize=True)
-    else:
-        picture.thumbnail((MAX_SIDE, MAX_SIDE))
-        picture.save(buffer, "JPEG", quality=85)
-    kind = "png" if small else "jpeg"
-    return Picture(uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", small=small)
-
-
-def _source(image: str, roots: Sequence[Path]) -> Path | io.BytesIO:
-    if image.startswith("data:"):
-        return io.BytesIO(base64.b64decode(image.partition(",")[2]))
+    """An image string as a picture, or None if it is not available. A relative path is looked for under each root in
+    turn."""
+    images = Images(ImageRules(max_pixels=MAX_PIXELS))
     for root in roots:
-        if len(image) < 4096 and (root / image).is_file():
-            return root / image
-    try:
-        return io.BytesIO(base64.b64decode(image, validate=True))
-    except binascii.Error as error:
-        raise FileNotFoundError(image[:200]) from error
+        try:
+            picture = images.load(images.resolve(image, root))
+        except MediaError:
+            continue  # if it is nowhere, the page shows the scene without it and says so
+        small = max(picture.size) <= SMALL_SIDE
+        buffer = io.BytesIO()
+        if small:
+            picture.save(buffer, "PNG", optimize=True)
+        else:
+            picture.thumbnail((MAX_SIDE, MAX_SIDE))
+            picture.save(buffer, "JPEG", quality=85)
+        kind = "png" if small else "jpeg"
+        return Picture(uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", small=small)
+    return None

@@ -1,8 +1,9 @@
 """What each prediction was, F1@0.5 with its intervals, scores per class and per IoU, and how far each run got.
 
 By the evaluation's own definition: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
-with IoU >= 0.5 and the same description. Of the others, one that can be paired at IoU >= 0.5 with an object that is
-left has the *wrong class*. The rest are *false positives*. Only the correct ones are true positives.
+with IoU >= 0.5 and the same description. Of the others, one that lies half in an ignore region of its class is
+*ignored*: it counts neither as right nor as wrong. One that can be paired at IoU >= 0.5 with an object that is left has
+the *wrong class*. The rest are *false positives*. Only the correct ones are true positives.
 
 F1 is micro-averaged over scenes by the detection task's own metric. Intervals are its own 95% bootstrap: scenes are
 drawn again and again, with a fixed seed, so the same run gives the same page.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -20,6 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.records import DetectionObject
 from learner.report.read import EvalPoint, Run, Scene
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
@@ -30,19 +32,22 @@ from learner.tasks.detection.metrics import (
     Interval,
     bootstrap_difference,
     bootstrap_interval,
+    ignored_shares,
 )
 
-Outcome = Literal["correct", "wrong_class", "false_positive"]
+Outcome = Literal["correct", "ignored", "wrong_class", "false_positive"]
 IOU_THRESHOLD = 0.5
 F1 = "f1@0.5"
 RUN_COLORS = ("after", "other", "target", "data")
-_USED = tuple(COLUMNS.index(name) for name in ("tp@0.50", "predictions", "truth"))  # what F1@0.5 is made of
+_USED = tuple(
+    COLUMNS.index(name) for name in ("tp@0.50", "predictions", "ignored@0.50", "truth")
+)  # what F1@0.5 is made of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneOutcome:
     """Prediction i is `outcomes[i]`, has the IoU `ious[i]` with its nearest object, and is paired with the ground-truth
-    object `paired[i]` (None: a false positive). `found` are the objects that have a correct prediction."""
+    object `paired[i]` (None: ignored, or a false positive). `found` are the objects that have a correct prediction."""
 
     outcomes: tuple[Outcome, ...]
     ious: tuple[float, ...]
@@ -51,9 +56,14 @@ class SceneOutcome:
     num_truth: int
 
     @property
+    def num_judged(self) -> int:
+        """Predictions that are right or wrong."""
+        return len(self.outcomes) - self.outcomes.count("ignored")
+
+    @property
     def f1(self) -> float:
         """Of this scene alone; 1 if there was nothing to find and nothing was predicted."""
-        total = len(self.outcomes) + self.num_truth
+        total = self.num_judged + self.num_truth
         return 2 * len(self.found) / total if total else 1.0
 
 
@@ -63,12 +73,13 @@ def classify(scene: Scene) -> SceneOutcome:
     iou, same = _compare(scene)
     close = iou >= IOU_THRESHOLD
     correct = {p: t for p, t, _ in assign(iou, close & same)}
-    left = close.copy()
+    ignored = _ignored(scene, IOU_THRESHOLD, correct)
+    left = close & ~ignored[:, None]
     left[list(correct.keys()), :] = False
     left[:, list(correct.values())] = False
     confused = {p: t for p, t, _ in assign(iou, left)}
     outcomes: list[Outcome] = [
-        "correct" if p in correct else "wrong_class" if p in confused else "false_positive"
+        "correct" if p in correct else "ignored" if ignored[p] else "wrong_class" if p in confused else "false_positive"
         for p in range(len(scene.predictions))
     ]
     return SceneOutcome(
@@ -87,9 +98,16 @@ def _compare(scene: Scene) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     return iou, np.array(same, dtype=bool).reshape(iou.shape)
 
 
+def _ignored(scene: Scene, threshold: float, correct: Collection[int]) -> NDArray[np.bool_]:
+    """[predictions]: those that lie in an ignore region of their class, and are not correct; as the metrics count."""
+    inside = ignored_shares(scene.predictions, scene.ignored)[0] >= threshold
+    inside[list(correct)] = False
+    return inside
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Correct predictions, all predictions, and ground-truth objects."""
+    """Correct predictions, all predictions that are right or wrong, and ground-truth objects."""
 
     correct: int
     predictions: int
@@ -113,7 +131,7 @@ def counts_by_class(scenes: Sequence[Scene]) -> dict[str, Counts]:
     """At IoU 0.5, by description, those with most objects first. A correct prediction has its object's description, so
     the counts of all classes add up to those of the whole set."""
     truth = Counter(item.desc for scene in scenes for item in scene.truth)
-    said = Counter(item.desc for scene in scenes for item in scene.predictions)
+    said = Counter(item.desc for scene in scenes for item, _ in _judged(scene))
     correct = Counter(scene.truth[t].desc for scene in scenes for t in classify(scene).found)
     names = sorted(truth.keys() | said.keys(), key=lambda name: (-truth[name], -said[name], name))
     return {name: Counts(correct=correct[name], predictions=said[name], truth=truth[name]) for name in names}
@@ -125,13 +143,15 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
     This is not a precision-recall curve over confidence: an answer carries no scores, so a run has one set of
     predictions. Over thresholds, precision and recall keep one ratio; they say how well boxes fit.
     """
-    correct = dict.fromkeys(THRESHOLDS, 0)
+    correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:
         iou, same = _compare(scene)
         for threshold in THRESHOLDS:
-            correct[threshold] += len(assign(iou, same & (iou >= threshold)))
-    truth, said = sum(len(scene.truth) for scene in scenes), sum(len(scene.predictions) for scene in scenes)
-    return {threshold: Counts(correct=hits, predictions=said, truth=truth) for threshold, hits in correct.items()}
+            hits = {p for p, *_ in assign(iou, same & (iou >= threshold))}
+            correct[threshold] += len(hits)
+            said[threshold] += len(scene.predictions) - int(_ignored(scene, threshold, hits).sum())
+    truth = sum(len(scene.truth) for scene in scenes)
+    return {t: Counts(correct=correct[t], predictions=said[t], truth=truth) for t in THRESHOLDS}
 
 
 def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]:
@@ -139,11 +159,19 @@ def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]
     objects, (None, name) are predictions where no object was left."""
     found: Counter[tuple[str | None, str | None]] = Counter()
     for scene in scenes:
-        paired = classify(scene).paired
-        for item, t in zip(scene.predictions, paired, strict=True):
+        for item, t in _judged(scene):
             found[None if t is None else scene.truth[t].desc, item.desc] += 1
+        paired = classify(scene).paired
         found.update((item.desc, None) for t, item in enumerate(scene.truth) if t not in paired)
     return found
+
+
+def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
+    """The predictions that are right or wrong, and what each is paired with."""
+    result = classify(scene)
+    for item, outcome, t in zip(scene.predictions, result.outcomes, result.paired, strict=True):
+        if outcome != "ignored":
+            yield item, t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +202,10 @@ def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> Estimate | None:
 def _counts(scenes: Sequence[Scene]) -> CountTable:
     values = np.zeros((len(scenes), len(COLUMNS)))
     for row, scene in zip(values, scenes, strict=True):
-        row[list(_USED)] = len(classify(scene).found), len(scene.predictions), len(scene.truth)
+        result = classify(scene)
+        row[list(_USED)] = (
+            len(result.found), len(result.outcomes), result.outcomes.count("ignored"), result.num_truth
+        )  # fmt: skip
     return CountTable(sample_ids=tuple(scene.scene_id for scene in scenes), values=values)
 
 

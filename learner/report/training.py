@@ -50,7 +50,7 @@ STAGE2_SHOWN = (
     *(f"{AHEAD}{name}" for name in ("queue_depth", "age_versions", "age_updates", "packs_dropped_stale")),
     *(f"{AHEAD}{name}" for name in ("packs_dropped_oldest", "b_step_skipped_due_to_queue")),
 )
-FOLDED = ("matched", "truncated", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
+FOLDED = ("matched", "truncated", "underfilled", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
 PURPOSES = {"step": "rollouts", "eval": "evaluation"}
 SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
 

@@ -121,7 +121,7 @@ def _count_matches(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
     descs = _descriptions(predictions)
     iou = iou_matrix(predictions, sample.objects)
     same_desc = descs[:, None] == _descriptions(sample.objects)[None, :]
-    ignored, ignored_any = _ignored_shares(predictions, sample.ignored)
+    ignored, ignored_any = ignored_shares(predictions, sample.ignored)
     for threshold in THRESHOLDS:
         name = f"{threshold:.2f}"
         pairs, pairs_any = assign(iou, (iou >= threshold) & same_desc), assign(iou, iou >= threshold)
@@ -140,7 +140,7 @@ def _descriptions(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
     return np.array([obj.desc for obj in objects], dtype=object)
 
 
-def _ignored_shares(
+def ignored_shares(
     predictions: Sequence[DetectionObject], regions: Sequence[DetectionObject]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The largest share of each prediction [P] in one ignore region: of its class, and of any class."""

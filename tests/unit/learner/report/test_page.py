@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import subprocess
@@ -12,13 +13,14 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from learner.config.load import RESOLVED_NAME
 from learner.report.__main__ import main, write_report
 from learner.report.page import render
 from learner.report.read import read_runs
 from learner.report.results import cards, confusion_matrix
-from learner.report.scenes import choose_scenes
+from learner.report.scenes import choose_scenes, load_picture
 from learner.report.scores import classify, progress_of
 from tests.unit.learner.report.fake_run import write_run
 
@@ -254,3 +256,42 @@ def test_no_run_exits_2_without_a_traceback(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: the directory is no run; found ")
     assert "Traceback" not in ended.stderr
+
+
+def test_pictures_are_upright_as_the_runs_see_them(tmp_path: Path) -> None:
+    """D13: a photograph that lies on its side in the file, and says so in its EXIF."""
+    image = Image.new("RGB", (600, 300))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "a.jpg", exif=exif)
+    picture = load_picture("a.jpg", [tmp_path])
+    assert picture is not None
+    with Image.open(io.BytesIO(base64.b64decode(picture.uri.partition(",")[2]))) as shown:
+        assert shown.size == (300, 600)
+    assert load_picture("https://example.org/a.jpg", [tmp_path]) is None
+
+
+def test_bad_records_are_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.8)))
+    event = {"event": "data", "time": 1.0, "train": 205, "evaluation": 72}
+    event["bad_records"] = {"train": {"no_area": {"drop": 2}, "outside_image": {"clip": 1}}}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    page = render(read_runs(run))
+    assert "2 no area dropped" in page
+    assert "1 outside image clipped" in page
+    assert "205 training samples" in page
+
+
+def test_ignore_regions_are_drawn_and_explained_where_there_are_some(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.8)))
+    assert "ignore region" not in render(read_runs(run))
+    for file in (run / "eval").iterdir():
+        scenes = [json.loads(line) for line in file.read_text().splitlines()]
+        for scene in scenes:
+            scene["ignored"] = [{"desc": "", "bbox_2d": [0, 0, 999, 999]}]
+        file.write_text("".join(json.dumps(scene) + "\n" for scene in scenes))
+    page = render(read_runs(run))
+    assert "ignore region: any class" in page
+    assert "prediction, false positive" in page  # in the legend
+    assert "prediction, false positive:" not in page  # none is left
