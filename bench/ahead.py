@@ -29,14 +29,14 @@ from bench.models import demo_model, demo_scenes
 from bench.runs import Events, Server, learner_config, serve, served_by, start_learner, steps_of
 from bench.training import DEMO_TASK
 from deploy.launch import supervised
-from learner.data.batches import Batches, MicroBatch
+from learner.data.batches import Batches, DistributedSampler, MicroBatch, ShareReader
 from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
 from learner.rollout.distribution import Answered, Batch, Dispatcher, distribute
 from learner.rollout.servers import LoopThread
 from learner.run.log import PhaseClock
-from learner.steps.ahead import SampleStream, Stage2Ahead
+from learner.steps.ahead import Stage2Ahead
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CompleteRows
 from learner.steps.protocol import Bounds
@@ -131,7 +131,7 @@ def _simulated_step(source: StepSource, server: SleepingServer, index: int, each
         with source.fence() as fence:
             synced_s = sleep(sync_s)
             server.ver += 1
-            fence.synced(server.ver)
+            fence.synced(server.ver, updates=index)
     channel = source.begin(index)
     for rows in source.micro_steps():
         for row in rows:
@@ -164,10 +164,16 @@ def _source(way: Way, server: SleepingServer) -> StepSource:
     samples, _ = some_samples(SAMPLES_PER_STEP)
     return Stage2Ahead(
         parts,
-        SampleStream(samples, LocalPool(EmptyPrompts()), seed=0, shuffle=True, rank=0, num_ranks=1),
+        ShareReader(
+            samples,
+            DistributedSampler(len(samples), num_ranks=1, rank=0, samples_per_rank=len(samples), seed=0),
+            LocalPool(EmptyPrompts()),
+        ),
         bounds=Bounds(start_below=ROWS_PER_STEP, keep_at_most=2 * ROWS_PER_STEP, version_window=1),
         samples_per_pack=SAMPLES_PER_ROW,
         capacity=SAMPLES_PER_STEP,
+        total_steps=1_000_000,
+        max_starved_steps=1_000_000,
         deadline_s=_DEADLINE_S,
     )
 
@@ -263,7 +269,10 @@ class GroundTruth(SegmentSource):
 
 
 class RepeatedBatch:
-    """The same step's share again and again."""
+    """The same step's share again and again: an epoch has one."""
+
+    per_epoch = 1
+    num_taken = 0
 
     def __init__(self, size: int) -> None:
         samples, prompts = some_samples(size)
@@ -272,7 +281,17 @@ class RepeatedBatch:
         )
 
     def __next__(self) -> MicroBatch:
+        return self.take(self.num_taken)
+
+    def take(self, position: int, **_: Any) -> MicroBatch:
+        self.skip(position)
         return self._batch
+
+    def skip(self, position: int) -> None:
+        self.num_taken += 1
+
+    def left(self, epoch: int) -> list[int]:
+        return [epoch] if epoch >= self.num_taken else []
 
 
 class EmptyPrompts:

@@ -21,7 +21,7 @@ from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
 from learner.data import prompt
-from learner.data.batches import Batches, WindowRepeater, encoder_pool, steps_per_epoch
+from learner.data.batches import Batches, ShareReader, WindowRepeater, encoder_pool, sampler_of, steps_per_epoch
 from learner.data.lengths import RowLimit
 from learner.data.readers import load_split
 from learner.policy.load import Policy, load_policy
@@ -36,7 +36,7 @@ from learner.run.console import Console
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
 from learner.run.output_dir import claim_output_dir
 from learner.run.stopping import Stopped, StopRequest
-from learner.steps.ahead import SampleStream, Stage2Ahead
+from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
@@ -280,7 +280,7 @@ def _step_source(
             row_maker=row_maker,
             clock=clock,
         )
-        return _stage2(basis, parts, capacity=backend.chunk if backend else 0)
+        return _stage2(basis, parts, capacity=backend.chunk if backend else 0, total_steps=total_steps)
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "ranks": basis.ranks,
@@ -297,7 +297,7 @@ def _step_source(
     return BufferedSteps(repeater, source, row_maker, **settings)
 
 
-def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int) -> StepSource:
+def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int) -> StepSource:
     """`capacity`: how many samples the backend decodes at once for this rank."""
     config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
     assert config.stage2_ab is not None
@@ -305,12 +305,15 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int) -> StepSource:
         return Stage2InStep(
             parts, overlap=_overlap(config, parts.rollouts) if plan.overlap else None, deadline_s=deadline_s
         )
+    settings = config.stage2_ab.async_actor_learner
     return Stage2Ahead(
         parts,
-        _stream(basis),
-        bounds=Bounds.run_ahead(config.stage2_ab.async_actor_learner, packs_per_step=parts.packs_per_step),
+        _share_reader(basis),
+        bounds=Bounds.run_ahead(settings, packs_per_step=parts.packs_per_step),
         samples_per_pack=plan.per_device_train_batch_size,
         capacity=capacity,
+        total_steps=total_steps,
+        max_starved_steps=settings.max_starved_steps,
         deadline_s=deadline_s / 2,  # so that a rank's own error comes before the other ranks' timeout
     )
 
@@ -320,16 +323,13 @@ def _overlap(config: RunConfig, rollouts: SegmentSource) -> Overlap:
     return Overlap(rollouts=rollouts, capacity=config.global_max_length, in_order=config.training.deterministic)
 
 
-def _stream(basis: Basis) -> SampleStream:
-    config, ranks = basis.config, basis.ranks
+def _share_reader(basis: Basis) -> ShareReader:
+    config, samples = basis.config, basis.data.train
     encoder = copy.deepcopy(basis.policy.encoder)  # the producer's thread shares nothing with the learning thread
-    return SampleStream(
-        basis.data.train,
+    return ShareReader(
+        samples,
+        sampler_of(len(samples), config=config, plan=step_plan(basis.plan), rank=basis.ranks.rank),
         encoder_pool(config, encoder, samples_per_micro_batch=basis.plan.per_device_train_batch_size),
-        seed=config.training.seed,
-        shuffle=config.data.shuffle,
-        rank=ranks.rank,
-        num_ranks=ranks.world_size,
     )
 
 

@@ -3,7 +3,8 @@
 One optimizer step: sync where its rollouts need it, begin, learn each micro-step's rows as they come, reduce gradients
 over ranks once, clip, update, count. The rows come from a step source (`learner.steps.source`). The step's loss is the
 weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the
-gradient.
+gradient. An epoch's last step may have fewer samples than others: its gradient and its learning rate are multiplied by
+its share of a whole step's samples.
 
 Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10). Every rank
 runs the same number of forward/backward passes (D5). A sample is trained once per epoch, also across a resume.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from learner.config.schema import RunConfig
+from learner.data.batches import Shortfall
 from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.optim import Optimizer
@@ -68,6 +70,11 @@ class StepTotals:
     def weight(self) -> float:
         """The sum of all loss weights: what the step's gradient is divided by."""
         return self.counts.get("weight", 0.0)
+
+    def share_of(self, shortfall: Shortfall | None) -> float:
+        """What part of an update the step makes: an epoch's short last step makes as much of one as it has samples, so
+        that one sample does not count as much as a batch elsewhere. 1 for every other step."""
+        return 1.0 if shortfall is None else min(1.0, self.counts.get("segments", 0.0) / shortfall.whole)
 
     def reduced(self, ranks: Ranks) -> StepTotals:
         """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
@@ -219,15 +226,17 @@ class Trainer:
         training, ver = self.config.training, self.generator_ver()
         totals = StepTotals(min_fill=training.packing_min_fill_ratio if training.packing else None)
         channel = self.source.begin(self.state.global_step)
+        shortfall = self.source.shortfall()
         for rows in self.source.micro_steps():
             self.stop.check()
             self.training_step(rows, totals)
         metrics = self.source.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
-            self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight)
+            share = totals.share_of(shortfall)
+            self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight / share if share else 0.0)
             self._boundary = None
-            learning_rate, grad_norm = self.optimizer.update(self.state.global_step)
+            learning_rate, grad_norm = self.optimizer.update(self.state.global_step, share=share)
         self.state = self.state.after_step()
         self.mark_boundary()
         return totals.result(
@@ -238,7 +247,7 @@ class Trainer:
             ver=ver,
             seconds=self.clock.read(),
             capacity=self.config.global_max_length,
-            extra=metrics,
+            extra={**metrics, "batch_share": share} if shortfall else metrics,
         )
 
     def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
@@ -269,7 +278,7 @@ class Trainer:
     def _sync_behind(self, sync: Sync, fence: Fence) -> SyncReceipt:
         with self.clock.phase("sync"):
             receipt = sync.sync()
-        fence.synced(receipt.ver)
+        fence.synced(receipt.ver, updates=self.state.global_step)
         self._synced_at = self.state.global_step
         self.log.write("sync", receipt, step=self.state.global_step)
         self.console.sync(receipt)

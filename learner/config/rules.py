@@ -452,8 +452,7 @@ def overlap_needs_servers(config: RunConfig) -> Iterator[Mistake]:
 
 
 def async_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """`async_actor_learner` needs `vllm.mode: server` and full sync. Without `training.packing` it needs
-    `per_device_train_batch_size: 1`, because a pack is one sample then (D3 R25)."""
+    """`async_actor_learner` needs `vllm.mode: server` and full sync (D3 R25)."""
     if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
         return
     path = "stage2_ab.async_actor_learner.enabled"
@@ -463,10 +462,6 @@ def async_needs_servers(config: RunConfig) -> Iterator[Mistake]:
     elif sync_mode(config) != "full":
         remedy = f"set {ROLLOUT}.vllm.sync.mode: full, or enabled: false"
         yield Mistake(path=path, found="true with adapter sync", wanted="full weight sync", remedy=remedy)
-    elif not config.training.packing and config.training.per_device_train_batch_size > 1:
-        found = f"true, packs of {config.training.per_device_train_batch_size} samples, and training.packing: false"
-        remedy = "remove training.packing: false, or set training.per_device_train_batch_size: 1"
-        yield Mistake(path=path, found=found, wanted="training.packing: true", remedy=remedy)
 
 
 def async_queue(config: RunConfig) -> Iterator[Mistake]:

@@ -58,18 +58,11 @@ def scheduled_channel(global_step: int, b_ratio: float) -> Channel:
     return "B" if math.floor((global_step + 1) * ratio) > math.floor(global_step * ratio) else "A"
 
 
-def decide_channel(
-    global_step: int,
-    b_ratio: float,
-    *,
-    gradient_accumulation_steps: int,
-    min_eligible_packs: int | None = None,
-) -> ChannelDecision:
+def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -> ChannelDecision:
     """The schedule's channel, or A if B is not feasible.
 
-    `min_eligible_packs` is the smallest number of fresh packs on any rank: with the asynchronous actor-learner a B step
-    takes `gradient_accumulation_steps` of them on every rank. None: rollouts are made in the step, so B is feasible.
+    With the asynchronous actor-learner a B step takes `gradient_accumulation_steps` packs of every rank. It is feasible
+    if all ranks have those of one share ready. Where rollouts are made in the step, B always is feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
-    feasible = min_eligible_packs is None or min_eligible_packs >= gradient_accumulation_steps
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

@@ -239,7 +239,14 @@ class TrainingConfig(Section):
     max_steps: int | None = key(
         "length of the run; give this or `num_train_epochs`", None, unit="optimizer steps", ge=1
     )
-    num_train_epochs: int | None = key("length of the run; give this or `max_steps`", None, unit="epochs", ge=1)
+    num_train_epochs: int | None = key(
+        "length of the run; give this or `max_steps`. If an epoch's last step has only n samples of a batch of N, its "
+        "gradient and its learning rate are multiplied by n / N (metric `batch_share`)",
+        None,
+        unit="epochs",
+        req="D11",
+        ge=1,
+    )
     per_device_train_batch_size: int = key("dataloader batch of a rank", 1, unit="samples per micro-step", ge=1)
     effective_batch_size: int | None = key(
         "batch of an optimizer step over all ranks, a multiple of per_device_train_batch_size x ranks. "
@@ -524,11 +531,27 @@ class AsyncActorLearnerConfig(Section):
 
     enabled: bool = key("make packs before the step that learns them", False, req="D3 R25")
     version_window: int = key(
-        "a pack may be learned up to this many syncs after it was made; older ones are dropped",
+        "a pack may be learned up to this many syncs after it was made; older ones are dropped. A sync for an "
+        "evaluation only does not count",
         1,
         unit="weight versions",
         req="D3 R25",
         ge=0,
+    )
+    max_update_lag: int = key(
+        "largest number of optimizer updates between the weights of a rollout and the step that learns it; older packs "
+        "are dropped. Where Channel-B steps are further apart, weights are synced shortly before each of them",
+        4,
+        unit="optimizer steps",
+        req="D12",
+        ge=1,
+    )
+    max_starved_steps: int = key(
+        "Channel-B steps in a row that find no packs, and run Channel-A instead; the last of them ends the run",
+        20,
+        unit="optimizer steps",
+        req="D16",
+        ge=1,
     )
     queue_limit: int = key(
         "packs that may wait on each rank; if there are more, the oldest is dropped",
@@ -538,7 +561,8 @@ class AsyncActorLearnerConfig(Section):
         ge=1,
     )
     prefetch_target_packs: int = key(
-        "packs that each rank keeps ready; at least as many as a step takes (`gradient_accumulation_steps`)",
+        "packs of `per_device_train_batch_size` samples that each rank keeps ready; at least as many as a step takes "
+        "(`gradient_accumulation_steps`). A step lays its packs in as few rows as they need",
         4,
         unit="packs",
         req="D3 R25 R27",

@@ -11,6 +11,11 @@ in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds what is l
 rank order; a rank may then get an empty share, and still takes part. Invariants: over ranks, an epoch's shares are the
 order, each sample exactly once; the order does not depend on W or n.
 
+Micro-batches are handed out in order, or in the order in which `take` and `skip` are called; each of them once. The
+state says which ones are left.
+
+`ShareReader` reads the same shares for another thread, with an encoder of its own.
+
 `WindowRepeater` gives the same micro-batches, an accumulation window of them at a time, `m_steps` times over, each
 marked with its `WindowStep`, so that rollouts can be reused without a sample skipped. A window of fewer than
 `gradient_accumulation_steps` micro-batches, which an epoch may end with, is given once (R18). Invariants: over ranks,
@@ -21,9 +26,9 @@ of a window. State counts whole passes: a pass that was begun and not ended come
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,18 +71,25 @@ class DistributedSampler:
         """Micro-batches in an epoch, the last, smaller one included."""
         return -(-self.num_samples // self.global_batch)
 
+    def global_size(self, position: int) -> int:
+        """Samples of all ranks at `position`."""
+        return min(self.global_batch, self.num_samples - position % self.per_epoch * self.global_batch)
+
+    def places(self, position: int) -> range:
+        """This rank's places among all ranks' samples at `position`."""
+        size = self.global_size(position)
+        return range(size * self.rank // self.num_ranks, size * (self.rank + 1) // self.num_ranks)
+
     def share(self, position: int) -> Share:
         """This rank's samples at `position`, counted in micro-batches from the beginning of training."""
         epoch, micro_batch = divmod(position, self.per_epoch)
-        first = micro_batch * self.global_batch
-        size = min(self.global_batch, self.num_samples - first)
-        start, stop = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        first, places = micro_batch * self.global_batch, self.places(position)
         order = self.order(epoch)
         return Share(
             epoch=epoch,
             micro_batch=micro_batch,
-            indices=tuple(order[first + start : first + stop].tolist()),
-            first_req_idx=start,
+            indices=tuple(order[first + places.start : first + places.stop].tolist()),
+            first_req_idx=places.start,
             ends_epoch=micro_batch == self.per_epoch - 1,
         )
 
@@ -123,6 +135,13 @@ class MicroBatch:
         return replace(self, samples=(*self.samples, *samples), prompts=(*self.prompts, *prompts))
 
 
+class Shortfall(NamedTuple):
+    """An epoch's last step, if fewer samples were left for it than other steps learn. Counted over all ranks."""
+
+    size: int
+    whole: int  # of the other steps
+
+
 class Upcoming(NamedTuple):
     """What a micro-batch will hold, before its prompts are encoded; fields as in `MicroBatch`."""
 
@@ -137,29 +156,49 @@ class Batches(Iterator[MicroBatch]):
         self, samples: Sequence[Sample], *, config: RunConfig, plan: Plan, rank: int, encoder: PromptEncoder
     ) -> None:
         self._samples = samples
-        self._sampler = DistributedSampler(
-            len(samples),
-            num_ranks=plan.world_size,
-            rank=rank,
-            samples_per_rank=plan.per_device_train_batch_size,
-            seed=config.training.seed,
-            shuffle=config.data.shuffle,
-        )
+        self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
-        self._position = 0  # of the next micro-batch that is handed out
-        self._ahead: deque[tuple[Share, list[EncodingJob]]] = deque()
+        self._first = 0  # all micro-batches before this one were handed out
+        self._taken: set[int] = set()  # and of those behind it, these
+        self._ahead: dict[int, tuple[Share, list[EncodingJob]]] = {}
 
     @property
     def per_epoch(self) -> int:
         """Micro-batches per epoch, equal on all ranks."""
         return self._sampler.per_epoch
 
+    @property
+    def num_taken(self) -> int:
+        """Micro-batches handed out since the beginning of training."""
+        return self._first + len(self._taken)
+
+    def size(self, micro_batch: int) -> int:
+        """Samples of all ranks in a micro-batch."""
+        return self._sampler.global_size(micro_batch)
+
+    def shortfall(self, number: int) -> Shortfall | None:
+        """Of the step that learns the next `number` micro-batches, or those up to an epoch's end."""
+        micro_batch = self._first % self.per_epoch
+        size = sum(self.size(i) for i in range(micro_batch, min(micro_batch + number, self.per_epoch)))
+        return self.shortfall_of(size, number)
+
+    def shortfall_of(self, size: int, number: int) -> Shortfall | None:
+        """Of a step that learns `size` samples in at most `number` micro-batches."""
+        whole = min(number * self._sampler.global_batch, self._sampler.num_samples)
+        return Shortfall(size=size, whole=whole) if size < whole else None
+
     def __next__(self) -> MicroBatch:
         """The next micro-batch. Raises DataError where a sample can't be encoded."""
-        self._prefetch()
-        share, jobs = self._ahead.popleft()
+        return self.take(next(self._coming()))
+
+    def take(self, position: int, *, then: Iterable[int] | None = None) -> MicroBatch:
+        """The micro-batch at `position`, which was not handed out before. `then`: what will probably be asked for next,
+        to be encoded meanwhile; None: what follows in order."""
+        assert position in self.left(position // self.per_epoch), f"micro-batch {position} was handed out"
+        self._prefetch(position, self._coming() if then is None else then)
+        share, jobs = self._ahead[position]
         prompts = [prompt for job in jobs for prompt in job.result()]
-        self._position += 1
+        self.skip(position)
         return MicroBatch(
             samples=tuple(self._samples[i] for i in share.indices),
             prompts=tuple(prompts),
@@ -169,10 +208,23 @@ class Batches(Iterator[MicroBatch]):
             ends_epoch=share.ends_epoch,
         )
 
+    def skip(self, position: int) -> None:
+        """The micro-batch at `position` counts as handed out: it was read in another way."""
+        self._ahead.pop(position, None)
+        self._taken.add(position)
+        while self._first in self._taken:
+            self._taken.remove(self._first)
+            self._first += 1
+
+    def left(self, epoch: int) -> list[int]:
+        """Micro-batches of `epoch` that were not handed out, in order."""
+        first = epoch * self.per_epoch
+        return [p for p in range(max(first, self._first), first + self.per_epoch) if p not in self._taken]
+
     def upcoming(self, number: int) -> list[Upcoming]:
         """The next `number` micro-batches, or those up to an epoch's end. Takes and encodes nothing."""
         found = []
-        for position in range(self._position, self._position + number):
+        for position in islice(self._coming(), number):
             share = self._sampler.share(position)
             samples = tuple(self._samples[i] for i in share.indices)
             found.append(Upcoming(samples=samples, first_req_idx=share.first_req_idx))
@@ -181,8 +233,9 @@ class Batches(Iterator[MicroBatch]):
         return found
 
     def state(self) -> dict[str, Any]:
-        """Where training stands in the data, as JSON: micro-batches handed out, and of which data."""
-        return {"position": self._position, **self._identity()}
+        """Where training stands in the data, as JSON: the first micro-batch that was not handed out, those behind it
+        that were, and of which data."""
+        return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on after the micro-batches that `state` counts. Raises CheckpointError where the data is another."""
@@ -194,22 +247,31 @@ class Batches(Iterator[MicroBatch]):
                     wanted="the same samples, seed and samples per micro-step",
                     remedy="resume with the data, seed and batch size of the first run, or start a new run",
                 )
-        self._position = int(state["position"])
+        self._first, self._taken = int(state["position"]), set(state.get("taken", ()))
         self._ahead.clear()
 
     def close(self) -> None:
         self._pool.close()
 
-    def _prefetch(self) -> None:
-        """Hand jobs to the pool until the next micro-batch is under way, and behind it the look-ahead."""
-        behind = sum(_cost(share) for share, _ in list(self._ahead)[1:])
-        while not self._ahead or behind < self._pool.lookahead:
-            share = self._sampler.share(self._position + len(self._ahead))
-            size = self._pool.job_size
+    def _coming(self) -> Iterator[int]:
+        return (position for position in count(self._first) if position not in self._taken)
+
+    def _prefetch(self, position: int, then: Iterable[int]) -> None:
+        """Hand jobs to the pool until `position` is under way, and behind it the look-ahead."""
+        self._submit(position)
+        behind = 0
+        for other in then:
+            if behind >= self._pool.lookahead:
+                return
+            if other != position:
+                behind += _cost(self._submit(other))
+
+    def _submit(self, position: int) -> Share:
+        if position not in self._ahead:
+            share = self._sampler.share(position)
             samples = [self._samples[i] for i in share.indices]
-            jobs = [self._pool.submit(samples[i : i + size]) for i in range(0, len(samples), size)]
-            behind += _cost(share) if self._ahead else 0
-            self._ahead.append((share, jobs))
+            self._ahead[position] = (share, submit_all(self._pool, samples))
+        return self._ahead[position][0]
 
     def _identity(self) -> dict[str, Any]:
         ids = hashlib.sha256("\0".join(sample.sample_id for sample in self._samples).encode())
@@ -219,6 +281,51 @@ class Batches(Iterator[MicroBatch]):
             "seed": self._sampler.seed,
             "shuffle": self._sampler.shuffle,
         }
+
+
+class ShareReader:
+    """What `Batches` hands out on this rank, part by part, for another thread. `pool` is closed with the reader."""
+
+    def __init__(self, samples: Sequence[Sample], sampler: DistributedSampler, pool: EncoderPool) -> None:
+        self._samples, self._sampler, self._pool = samples, sampler, pool
+
+    def size(self, position: int) -> int:
+        """This rank's samples in the micro-batch at `position`."""
+        return len(self._sampler.places(position))
+
+    def read(self, position: int, part: range) -> MicroBatch:
+        """Samples `part` of the micro-batch. Raises DataError where a sample can't be encoded."""
+        share = self._sampler.share(position)
+        samples = [self._samples[i] for i in share.indices[part.start : part.stop]]
+        prompts = [prompt for job in submit_all(self._pool, samples) for prompt in job.result()]
+        return MicroBatch(
+            samples=tuple(samples),
+            prompts=tuple(prompts),
+            epoch=share.epoch,
+            micro_batch=share.micro_batch,
+            first_req_idx=share.first_req_idx + part.start,
+            ends_epoch=share.ends_epoch,
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob]:
+    """Jobs of the pool's size, in order."""
+    return [pool.submit(samples[i : i + pool.job_size]) for i in range(0, len(samples), pool.job_size)]
+
+
+def sampler_of(num_samples: int, *, config: RunConfig, plan: Plan, rank: int) -> DistributedSampler:
+    """The order that the run's data has on this rank."""
+    return DistributedSampler(
+        num_samples,
+        num_ranks=plan.world_size,
+        rank=rank,
+        samples_per_rank=plan.per_device_train_batch_size,
+        seed=config.training.seed,
+        shuffle=config.data.shuffle,
+    )
 
 
 def encoder_pool(config: RunConfig, encoder: PromptEncoder, *, samples_per_micro_batch: int) -> EncoderPool:
@@ -254,6 +361,12 @@ class WindowRepeater(Iterator[MicroBatch]):
         self._window_size, self._m_steps = gradient_accumulation_steps, m_steps
         self._next = WindowStep(0, 0)
         self._begin_window()
+
+    def shortfall(self, number: int) -> Shortfall | None:
+        """See `Batches`, at the beginning of a pass."""
+        if self._kept:
+            return self._batches.shortfall_of(sum(self._batches.size(b.micro_batch) for b in self._kept), number)
+        return self._batches.shortfall(number)
 
     @property
     def next_step(self) -> WindowStep:

@@ -54,8 +54,9 @@ class Optimizer:
             fused=True,
         )
 
-    def update(self, step: int) -> tuple[float, float]:
+    def update(self, step: int, *, share: float = 1.0) -> tuple[float, float]:
         """Clip, update, zero the gradients. Returns the learning rate and the gradient's norm before clipping.
+        `share`: the part of the scheduled learning rate to use.
 
         Raises LossError if the gradient is not finite, before any weight changes.
         """
@@ -71,7 +72,7 @@ class Optimizer:
                 wanted="a finite gradient",
                 remedy="lower training.learning_rate, or train the weights in float32 (model.dtype)",
             )
-        rate = learning_rate(
+        rate = share * learning_rate(
             step,
             peak=config.learning_rate,
             schedule=config.lr_scheduler_type,

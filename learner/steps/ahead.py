@@ -1,19 +1,21 @@
-"""Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27).
+"""Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27, D11, D12).
 
-One producer per rank makes packs of its own sample stream while the learner learns. A Channel-B step takes
-`packs_per_step` of them, oldest first. A pack is one row of at most `samples_per_pack` samples, so such a step learns
-as many samples as any other step, or fewer if they do not fit a row.
+One producer per rank makes packs while the learner learns. Packs belong to shares of the epoch (`shares`): a share is
+what one step learns, over all ranks. A Channel-B step takes a share whose packs all ranks have ready, and lays them in
+as few rows as they need; a row holds one version only. A Channel-A step learns a share that the producers leave alone.
+So both channels serve one stream of samples, and each sample is learned once per epoch, also across a resume, on any
+number of ranks. A sample's seed follows from its share and its place in it, so calls and ranks do not change it.
 
-Weights are synced after every executed Channel-B step, before the next step. So a pack that is n versions old is n
-Channel-B steps behind, and with `version_window: 0` only packs made since the last sync are learned. Before a sync each
-rank stops calling, and waits for its call in flight.
+Weights are synced before the next step whenever the producers can use them: after an executed Channel-B step, and where
+those are so rare that no rollout with the served weights could be learned within `max_update_lag` updates. With
+`version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no pack older.
+Before a sync each rank stops calling, and waits for its call in flight.
 
-The stream of all ranks is epoch after epoch of a shuffled order; rank r of W takes every W-th sample of it, beginning
-with the r-th. So each rank can go at its own pace, and an epoch of the stream still holds each sample exactly once over
-all ranks.
+Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A. `max_starved_steps` such steps
+in a row end the run.
 
-Invariants: those of `protocol`; every rank enters a fence or none does; a step takes what `begin` found eligible,
-without waiting. The producer's thread shares nothing with the thread that learns: the stream's encoder is its own.
+Invariants: those of `shares`; every rank enters a fence or none does; all ranks learn the same share. The producer's
+thread shares nothing with the thread that learns: its encoder is its own.
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from learner.data.batches import DistributedSampler
-from learner.data.encoding import EncoderPool
-from learner.records import EncodedPrompt, PackedRow, Sample, Segment
+from learner.config.schedule import ChannelDecision, decide_channel
+from learner.data.batches import MicroBatch, ShareReader, Shortfall
+from learner.records import PackedRow, Segment
 from learner.run.log import PhaseClock
-from learner.steps.pipeline import CallSamples, CallTotals, Fence, ProducerStages, RolloutPipeline
-from learner.steps.protocol import Bounds, Counts, StreamState
+from learner.steps.pipeline import CallTotals, Fence
+from learner.steps.producer import CallStages, Producer
+from learner.steps.protocol import Bounds
+from learner.steps.shares import Call, Counts, Served, ShareQueue, Shares
 from learner.steps.stage2 import (
     CALLS_PER_STEP,
     CLOSE_S,
@@ -39,49 +44,26 @@ from learner.steps.stage2 import (
     Stage2Steps,
     call_metrics,
 )
-from shared.errors import CheckpointError
-from shared.seeds import base_seed
+from shared.errors import DeadlineError
 
 NO_MICRO_STEP = -1  # stands for the micro-step in seeds of what belongs to no step
+ASYNC = "stage2_ab.async_actor_learner"
 # Fields of `Counts` that are metrics of a step, summed over ranks.
-SUMMED_COUNTS = ("packs_made", "packs_learned", "packs_dropped_oldest", "packs_dropped_stale", "samples_returned")
+SUMMED_COUNTS = (
+    "packs_made",
+    "packs_learned",
+    "packs_dropped_oldest",
+    "packs_dropped_stale",
+    "packs_dropped_unwanted",
+    "samples_returned",
+)
+LOOK_AHEAD = 4  # shares of ground truth that are encoded ahead
 
 log = logging.getLogger("learner.stage2")
 
 
-class SampleStream:
-    """The samples that one rank rolls out. `pool` encodes prompts, and is closed with the stream."""
-
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        pool: EncoderPool,
-        *,
-        seed: int,
-        shuffle: bool,
-        rank: int,
-        num_ranks: int,
-    ) -> None:
-        self._samples, self._pool, self._rank, self._num_ranks = samples, pool, rank, num_ranks
-        order_seed = base_seed(seed, 0, NO_MICRO_STEP)  # another order than Channel-A's
-        self._sampler = DistributedSampler(
-            len(samples), num_ranks=1, rank=0, samples_per_rank=1, seed=order_seed, shuffle=shuffle
-        )
-
-    def sample(self, position: int) -> Sample:
-        """The sample at a position of this rank: a pure function, a position that comes back gives the same sample."""
-        epoch, place = divmod(position * self._num_ranks + self._rank, len(self._samples))
-        return self._samples[int(self._sampler.order(epoch)[place])]
-
-    def read(self, positions: Sequence[int]) -> tuple[list[Sample], list[EncodedPrompt]]:
-        """Samples and prompts, one each per position, in order. Raises DataError where a sample can't be encoded."""
-        samples = [self.sample(position) for position in positions]
-        size = self._pool.job_size
-        jobs = [self._pool.submit(samples[i : i + size]) for i in range(0, len(samples), size)]
-        return samples, [prompt for job in jobs for prompt in job.result()]
-
-    def close(self) -> None:
-        self._pool.close()
+class StarvedError(DeadlineError):
+    """Channel-B steps found no packs for too long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,164 +78,239 @@ class Sizes:
     def of(cls, bounds: Bounds, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
         """A call is one or more whole packs: as many as the servers decode at once (`capacity` samples), or a quarter
         of a step's packs if that is more, because within a call the servers are refilled as answers come. It is a
-        step's packs at most, because a sync waits for the call in flight, and never more than the queue can hold."""
+        step's packs at most, because a sync waits for the call in flight, and never more than the queue can hold. The
+        calls of a step are about equally long."""
         assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
         room = bounds.keep_at_most - bounds.start_below + 1
-        packs = min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step, room)
+        packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step, room))
+        calls = -(-packs_per_step // packs)
         return cls(
             samples_per_pack=samples_per_pack,
             packs_per_step=packs_per_step,
-            call_size=max(1, packs) * samples_per_pack,
+            call_size=-(-packs_per_step // calls) * samples_per_pack,
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepChoice:
+    """What rank 0 decided for a step."""
+
+    decision: ChannelDecision
+    share: int
+
+
 class Stage2Ahead(Stage2Steps):
-    """`capacity`: how many samples the servers decode at once for this rank. `deadline_s` bounds the wait for a call in
-    flight; shorter than what the ranks wait for each other."""
+    """`reader` reads shares for the producer. `capacity`: how many samples the servers decode at once for this rank.
+    `deadline_s` bounds the wait for a call in flight; shorter than what the ranks wait for each other."""
 
     def __init__(
         self,
         parts: Stage2Parts,
-        stream: SampleStream,
+        reader: ShareReader,
         *,
         bounds: Bounds,
         samples_per_pack: int,
         capacity: int,
+        total_steps: int,
+        max_starved_steps: int,
         deadline_s: float,
     ) -> None:
         super().__init__(parts)
-        self._stream, self._bounds, self._deadline_s = stream, bounds, deadline_s
+        self._reader, self._bounds, self._deadline_s = reader, bounds, deadline_s
+        self._max_starved_steps, self._starved = max_starved_steps, 0  # Channel-B steps without packs, in a row
         self._sizes = Sizes.of(
             bounds, samples_per_pack=samples_per_pack, packs_per_step=parts.packs_per_step, capacity=capacity
         )
-        self._pipeline: RolloutPipeline | None = None  # None: before the first sync
-        self._resume: StreamState | None = None
+        self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
+        self._producer: Producer | None = None  # None: before the first sync
+        self._synced_at = 0  # optimizer updates in the weights that the servers have
+        self._next_step = 0
+        self._share_of_step = 0
         self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
         self._depth = 0  # packs queued when the step's channel was chosen
         self._reported = (Counts(), CallTotals())  # what earlier steps' metrics hold
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
-        """After every executed Channel-B step, whatever comes next: the producer goes on with the new weights."""
-        return self._learned_since_sync
+        """Whether the producers can use the present weights, and those that they have are used up."""
+        next_b = self._shares.next_b(global_step)
+        if next_b is None or self._too_far(next_b, global_step):
+            return False
+        return self._learned_since_sync or self._too_far(next_b, self._synced_at)
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
         """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
-        pipeline = self._pipeline
+        producer, counts = self._producer, self._learned_since_sync
         with ExitStack() as stack:
             fences = [Fence()]
-            if pipeline is not None:
+            if producer is not None:
                 with self._clock.phase("wait"):
-                    enter = pipeline.fence(self._deadline_s)
+                    enter = producer.fence(self._deadline_s, counts=counts)
                     self._ranks.all_succeed(lambda: fences.append(stack.enter_context(enter)))
             fence = fences[-1]
             yield fence
         if fence.ver is None:
             return
-        self._learned_since_sync = False
-        if pipeline is None:
-            self._pipeline = self._make_pipeline(fence.ver).start()
+        self._learned_since_sync, self._synced_at = False, fence.updates
+        if producer is None:
+            self._producer = self._make_producer(Served(ver=fence.ver, updates=fence.updates))
+        self._want(fence.updates)
 
-    def state(self) -> dict[str, Any]:
-        """With every rank's place in its stream."""
-        state = super().state()
-        own = self._resume or StreamState() if self._pipeline is None else self._pipeline.stream_state()
-        state["stage2"]["streams"] = [asdict(stream) for stream in self._ranks.all_gather_object(own)]
-        return state
+    def shortfall(self) -> Shortfall | None:
+        batches = self._parts.batches
+        return batches.shortfall_of(batches.size(self._share_of_step), 1)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`. Raises CheckpointError where it is of another number of ranks."""
-        assert self._pipeline is None, "restored after the producer had started"
+        assert self._producer is None, "restored after the producer had started"
         super().restore(state)
-        streams = state.get("stage2", {}).get("streams")
-        if not streams:
-            return
-        if len(streams) != self._ranks.world_size:
-            raise CheckpointError(
-                "the checkpoint's rollouts ahead of learning are of another number of ranks",
-                found=f"{len(streams)} sample streams in the checkpoint, {self._ranks.world_size} ranks",
-                wanted="as many ranks, since each has a stream of its own",
-                remedy=f"resume on {len(streams)} ranks, or once with stage2_ab.async_actor_learner.enabled: false",
-            )
-        own = streams[self._ranks.rank]
-        self._resume = StreamState(**{**own, "unlearned": tuple(own["unlearned"])})
 
     def stop(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.stop()
+        if self._producer is not None:
+            self._producer.stop()
 
     def close(self) -> None:
         """See `StepSource`. Raises DeadlineError if the producer does not end."""
         try:
-            if self._pipeline is not None:
-                self._pipeline.close()
+            if self._producer is not None:
+                self._producer.close()
         finally:
-            self._stream.close()
+            self._reader.close()
 
-    # ---- Channel-B -------------------------------------------------------------------------------------------------
+    # ---- which share, in which channel -----------------------------------------------------------------------------
 
-    def _eligible(self) -> int:
-        """Fresh packs that wait; none before the first sync. Raises what ended the producer."""
-        self._depth = self._pipeline.eligible() if self._pipeline else 0
-        return self._depth
+    @property
+    def _epoch(self) -> int:
+        """Of the share that comes next."""
+        return self._parts.batches.num_taken // self._parts.batches.per_epoch
+
+    def _too_far(self, step: int, updates: int) -> bool:
+        """Whether a rollout by weights of so many updates would be too old in `step`."""
+        lag = self._bounds.max_update_lag
+        return lag is not None and step - updates > lag
+
+    def _decide(self, global_step: int) -> ChannelDecision:
+        ready = self._ranks.all_succeed(lambda: self._ready(global_step))
+        choice = self._ranks.broadcast_object(self._choose(global_step, ready) if self._ranks.is_main else None)
+        self._share_of_step, self._next_step = choice.share, global_step + 1
+        if choice.decision.wanted == "B":
+            self._starved = self._starved + 1 if choice.decision.skipped_due_to_queue else 0
+        if self._starved >= self._max_starved_steps:
+            self._raise_starved()
+        return choice.decision
+
+    def _ready(self, global_step: int) -> dict[int, int]:
+        """Shares of this epoch that this rank could learn as rollouts; see `ShareQueue.complete`."""
+        if self._producer is None:
+            return {}
+        self._want(global_step)
+        complete = self._producer.complete(global_step)
+        self._depth = self._producer.stats().queued
+        left = set(self._parts.batches.left(self._epoch))
+        return {share: syncs for share, syncs in complete.items() if share in left}
+
+    def _choose(self, global_step: int, ready: Sequence[Mapping[int, int]]) -> StepChoice:
+        """Of the shares that are ready on all ranks the one with the oldest packs, else ground truth."""
+        common = set(ready[0]).intersection(*ready[1:])
+        decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(common))
+        if decision.channel == "A":
+            return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
+        share = min(common, key=lambda share: (min(part[share] for part in ready), share))
+        return StepChoice(decision=decision, share=share)
+
+    def _want(self, step: int) -> None:
+        """Tell the producer what to make for Channel-B steps from `step` on, which comes next."""
+        assert self._producer is not None
+        bounds = self._bounds
+        through = None if bounds.max_update_lag is None else self._synced_at + bounds.max_update_lag
+        self._producer.want(self._shares.of_b(step, self._epoch, through=through, most=bounds.keep_at_most))
+
+    def _raise_starved(self) -> None:
+        found = self._ranks.all_gather_object(self._producer.describe() if self._producer else "no sync yet")
+        raise StarvedError(
+            f"{self._starved} Channel-B steps in a row found no packs",
+            found="; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found)),
+            wanted=f"packs within {ASYNC}.max_starved_steps ({self._max_starved_steps}) of them",
+            remedy=f"look at the rollout servers' /status/ and logs; if rollouts are only slow, lower "
+            f"stage2_ab.schedule.b_ratio, raise {ASYNC}.max_update_lag ({self._bounds.max_update_lag}) so that packs "
+            f"stay fresh for longer, add servers, or raise {ASYNC}.max_starved_steps",
+        )
+
+    # ---- both channels ---------------------------------------------------------------------------------------------
+
+    def _next_batch(self) -> MicroBatch:
+        """The share that Channel-A learns; the ones that it will probably learn next are encoded meanwhile."""
+        share, batches = self._share_of_step, self._parts.batches
+        behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]
+        batch = batches.take(share, then=behind)
+        if self._producer is not None:
+            self._want(self._next_step)
+        return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """A step's packs, oldest first. They were found eligible, so the clock's phase `wait` is short."""
-        pipeline, number = self._pipeline, self._sizes.packs_per_step
-        assert pipeline is not None, "Channel-B before the first sync"
-        for left in range(number, 0, -1):
-            # The sync after this step waits for the call in flight, so begin none whose packs would become stale.
-            if pipeline.eligible() >= left + number * self._bounds.version_window:
-                pipeline.request_fence()
-            with self._clock.phase("wait"):
-                row = pipeline.next_pack(self._deadline_s)
-            assert row is not None, "an endless stream ended"
-            yield row
+        """The rows of a share that was found ready, so the clock's phase `wait` is short."""
+        producer = self._producer
+        assert producer is not None, "Channel-B before the first sync"
+        with self._clock.phase("wait"):
+            packs = producer.take(self._share_of_step, self._global_step)
+        self._parts.batches.skip(self._share_of_step)
         self._learned_since_sync = True
+        self._want(self._next_step)
+        with self._clock.phase("pack"):
+            rows = self._rows(packs)
+        for row in rows:
+            # The sync after this step waits for the call in flight, so begin none whose packs would become stale.
+            if producer.stats().queued >= self._sizes.packs_per_step * self._bounds.version_window:
+                producer.request_fence()
+            yield row
+
+    def _rows(self, packs: Sequence[Sequence[Segment]]) -> list[PackedRow]:
+        """As few rows as the packs of each version need (R25: no row mixes versions)."""
+        by_ver = sorted(packs, key=lambda pack: pack[0].ver or 0)
+        versions = groupby(by_ver, key=lambda pack: pack[0].ver)
+        return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]
 
     def _rank_metrics(self) -> RankMetrics:
         """What was queued, how old it was, what was dropped, how long calls took."""
-        if self._pipeline is None:
+        if self._producer is None:
             return RankMetrics()
-        stats, (counts, calls) = self._pipeline.stats(), self._reported
+        stats, (counts, calls) = self._producer.stats(), self._reported
         self._reported = (stats.counts, stats.calls)
 
         def since(name: str) -> float:
             """What was added to a count since the last step."""
             return float(getattr(stats.counts, name) - getattr(counts, name))
 
-        means = {"stage2_ab/async/queue_depth": float(self._depth), **call_metrics(stats.calls, calls)}
+        means = {
+            "stage2_ab/async/queue_depth": float(self._depth),
+            "stage2_ab/async/starved_steps": float(self._starved),
+            **call_metrics(stats.calls, calls),
+        }
         if learned := since("packs_learned"):
-            means["stage2_ab/async/age_versions"] = since("age_versions") / learned
+            for name in ("age_versions", "age_updates"):
+                means[f"stage2_ab/async/{name}"] = since(name) / learned
         return RankMetrics(means=means, sums={f"stage2_ab/async/{name}": since(name) for name in SUMMED_COUNTS})
 
     # ---- the producer's part ---------------------------------------------------------------------------------------
 
-    def _make_pipeline(self, ver: int) -> RolloutPipeline:
-        return RolloutPipeline(
-            ProducerStages(load=self._stream.read, make_segments=self._make_segments, pack=self._pack),
+    def _make_producer(self, served: Served) -> Producer:
+        queue = ShareQueue(
             self._bounds,
-            ver=ver,
+            served=served,
+            size=self._reader.size,
+            samples_per_pack=self._sizes.samples_per_pack,
             call_size=self._sizes.call_size,
-            end=None,
-            deadline_key=DEADLINE_KEY,
-            close_deadline_s=CLOSE_S,
-            resume=self._resume,
         )
+        stages = CallStages(read=self._reader.read, roll_out=self._roll_out)
+        return Producer(queue, stages, deadline_key=DEADLINE_KEY, close_s=CLOSE_S)
 
-    def _make_segments(self, asked: CallSamples) -> list[Segment]:
-        """Seeds follow from the number of the rank's call, so a sample that is rolled out again is sampled anew."""
+    def _roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
+        """A sample's seed follows from its share, which no other step learns, and its place among all ranks' in it."""
         return self._parts.rollouts.segments(
-            asked.samples,
-            asked.prompts,
-            global_step=asked.call.index,
+            part.samples,
+            part.prompts,
+            global_step=call.share,
             micro_step_idx=NO_MICRO_STEP,
-            first_req_idx=self._ranks.rank * self._sizes.call_size,
+            first_req_idx=part.first_req_idx,
             clock=PhaseClock(),  # the trainer's own belongs to the thread that learns
         )
-
-    def _pack(self, segments: list[Segment]) -> list[PackedRow]:
-        size = self._sizes.samples_per_pack
-        groups = (segments[i : i + size] for i in range(0, len(segments), size))
-        return [row for group in groups for row in self._parts.row_maker.rows(group)]

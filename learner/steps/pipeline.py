@@ -132,10 +132,11 @@ class Fence:
     """In the hands of whoever holds a closed fence, to say what happened behind it."""
 
     ver: int | None = None
+    updates = 0  # optimizer updates in the weights that were synced
 
-    def synced(self, ver: int) -> None:
+    def synced(self, ver: int, *, updates: int = 0) -> None:
         """A sync completed, and `ver` is what every server serves now. Unsaid: no weights moved."""
-        self.ver = ver
+        self.ver, self.updates = ver, updates
 
 
 class RolloutPipeline:

@@ -44,6 +44,7 @@ class Bounds:
     start_below: int  # a call may start while fewer packs than this are queued
     keep_at_most: int | None  # beyond it the oldest are dropped; None: nothing is dropped, the producer stops instead
     version_window: int  # a pack may be learned while `pack.ver >= ver - version_window`
+    max_update_lag: int | None = None  # updates between a rollout's weights and the step that learns it; None: any
 
     @classmethod
     def in_step(cls, queue_limit: int = 1) -> Bounds:
@@ -68,6 +69,7 @@ class Bounds:
             start_below=max(config.prefetch_target_packs, packs_per_step),
             keep_at_most=config.queue_limit,
             version_window=config.version_window,
+            max_update_lag=config.max_update_lag,
         )
 
 

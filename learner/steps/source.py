@@ -2,7 +2,7 @@
 
 The trainer asks, once per optimizer step, in this order:
 
-    wants_sync -> [fence, around a sync] -> begin -> micro_steps, each learned to its last row -> metrics
+    wants_sync -> [fence, around a sync] -> begin -> shortfall -> micro_steps, each learned to its last row -> metrics
 
 Five sources answer: `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`),
 `buffered.BufferedSteps`, which learns a window's rows several times, and for `stage2_ab_training`
@@ -20,7 +20,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from learner.data.batches import Batches, MicroBatch, Upcoming, WindowRepeater
+from learner.data.batches import Batches, MicroBatch, Shortfall, Upcoming, WindowRepeater
 from learner.data.prompt import PromptEncoder
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample
@@ -45,6 +45,10 @@ class StepSource(Protocol):
     def begin(self, global_step: int) -> Channel:
         """Begin a step, and say what it runs. Collective."""
         ...
+
+    def shortfall(self) -> Shortfall | None:
+        """Of the step that began, before its micro-steps: None if it learns as many samples as others."""
+        return None
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
         """This rank's rows of the step that began, one micro-step after the other. Nothing of a micro-step is read or
@@ -119,6 +123,9 @@ class FreshSteps(StepSource):
         self._num_batches = len(window)
         self._begin_window(window)
         return self._source.channel
+
+    def shortfall(self) -> Shortfall | None:
+        return self._batches.shortfall(self._gradient_accumulation_steps)
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
         for micro_step_idx in range(self._num_batches):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 from learner.config.schedule import ChannelDecision, decide_channel, scheduled_channel
-from learner.data.batches import Batches
+from learner.data.batches import Batches, MicroBatch, Shortfall
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow
 from learner.run.log import PhaseClock
@@ -69,9 +70,13 @@ class Stage2Steps(StepSource):
         """This rank's rows of a Channel-B step, as they become ready."""
         raise NotImplementedError
 
-    def _eligible(self) -> int | None:
-        """Packs that this rank could learn now; None where a step makes its own. Raises what ended the producer."""
-        return None
+    def _decide(self, global_step: int) -> ChannelDecision:
+        """What the step runs: equal on all ranks, so collective. Raises what ended the producer, on every rank."""
+        return self._ranks.broadcast_object(decide_channel(global_step, self._parts.b_ratio))
+
+    def _next_batch(self) -> MicroBatch:
+        """This rank's samples of the step."""
+        return next(self._parts.batches)
 
     def _rank_metrics(self) -> RankMetrics:
         """What the last step's rollouts took on this rank."""
@@ -80,18 +85,12 @@ class Stage2Steps(StepSource):
     # ---- as the trainer asks ---------------------------------------------------------------------------------------
 
     def begin(self, global_step: int) -> Channel:
-        parts, decision = self._parts, None
-        eligible = [packs for packs in self._ranks.all_succeed(self._eligible) if packs is not None]
-        if self._ranks.is_main:
-            decision = decide_channel(
-                global_step,
-                parts.b_ratio,
-                gradient_accumulation_steps=parts.packs_per_step,
-                min_eligible_packs=min(eligible, default=None),
-            )
-        self._decision, self._global_step = self._ranks.broadcast_object(decision), global_step
+        self._decision, self._global_step = self._decide(global_step), global_step
         self._executed_b += self._decision.channel == "B"
         return self._decision.channel
+
+    def shortfall(self) -> Shortfall | None:
+        return self._parts.batches.shortfall(1)
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
         assert self._decision is not None, "micro_steps() before begin()"
@@ -100,7 +99,7 @@ class Stage2Steps(StepSource):
     def metrics(self) -> Mapping[str, float]:
         assert self._decision is not None, "metrics() before begin()"
         parts = self._ranks.all_gather_object(self._rank_metrics())
-        means = {name: sum(part.means[name] for part in parts) / len(parts) for name in parts[0].means}
+        means = {name: fmean(p.means[name] for p in parts if name in p.means) for part in parts for name in part.means}
         sums = {name: sum(part.sums[name] for part in parts) for name in parts[0].sums}
         share = self._executed_b / (self._global_step + 1)
         return {**self._decision.metrics(), "stage2_ab/executed_b_share": share, **means, **sums}
@@ -109,7 +108,7 @@ class Stage2Steps(StepSource):
         return own_share(self._carried, self._ranks)
 
     def state(self) -> dict[str, Any]:
-        stage2 = {"executed_b": self._executed_b, "streams": []}
+        stage2 = {"executed_b": self._executed_b}
         return {"batches": self._parts.batches.state(), "carried": [self._carried], "stage2": stage2}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +122,7 @@ class Stage2Steps(StepSource):
     def _share(self, source: SegmentSource) -> Generator[PackedRow]:
         """The rank's whole share at once: read, made into segments, packed to completion, then learned row by row."""
         with self._clock.phase("data"):
-            batch = next(self._parts.batches)
+            batch = self._next_batch()
         segments = source.segments(
             batch.samples,
             batch.prompts,

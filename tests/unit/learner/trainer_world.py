@@ -323,8 +323,8 @@ def _told(made: Trainer, seen: Seen) -> Callable[[PackedRow], RowLoss]:
 def _tell_gradients(made: Trainer, seen: Seen) -> None:
     update = made.optimizer.update
 
-    def told(step: int) -> tuple[float, float]:
+    def told(step: int, *, share: float = 1.0) -> tuple[float, float]:
         seen.gradients.append({name: p.grad.clone() for name, p in made.policy.trainable if p.grad is not None})
-        return update(step)
+        return update(step, share=share)
 
     made.optimizer.update = told  # type: ignore[method-assign]

@@ -55,6 +55,8 @@ def test_defaults_as_the_documents_give_them() -> None:
     assert section.async_actor_learner.model_dump() == {
         "enabled": False,
         "version_window": 1,
+        "max_update_lag": 4,  # D12
+        "max_starved_steps": 20,  # D16
         "queue_limit": 8,
         "prefetch_target_packs": 4,
     }
@@ -113,6 +115,8 @@ def test_the_ranges_that_the_documents_give_are_among_them() -> None:
         (f"{vllm}.gpu_memory_utilization", 0.0),
         (f"{vllm}.server.timeout_s", 0.0),  # R05
         ("stage2_ab.async_actor_learner.version_window", -1),  # R25
+        ("stage2_ab.async_actor_learner.max_update_lag", 0),  # D12
+        ("stage2_ab.async_actor_learner.max_starved_steps", 0),  # D16
         ("stage2_ab.async_actor_learner.queue_limit", 0),
         ("stage2_ab.async_actor_learner.prefetch_target_packs", 0),
         ("training.packing_buffer", 0),  # D6

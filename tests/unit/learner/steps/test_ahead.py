@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
@@ -19,13 +18,12 @@ from hypothesis import strategies as st
 from learner.config.load import config_of
 from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.config.schema import RunConfig
-from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
-from learner.steps.ahead import NO_MICRO_STEP, SampleStream, Sizes, Stage2Ahead
-from learner.steps.protocol import Bounds, StreamState
+from learner.steps.ahead import NO_MICRO_STEP, Sizes, Stage2Ahead
+from learner.steps.protocol import Bounds
 from learner.steps.stage2 import CALLS_PER_STEP
-from shared.errors import CheckpointError, RolloutError
+from shared.errors import RolloutError
 from tests.unit.learner import trainer_world
 from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
 from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run, trainer
@@ -99,16 +97,18 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a channel waits for the producer, so that what is scheduled is what runs."""
-    hasty = Stage2Ahead._eligible
+    hasty = Stage2Ahead._ready
 
-    def eligible(self: Stage2Ahead) -> int:
+    def ready(self: Stage2Ahead, step: int) -> dict[int, int]:
+        if scheduled_channel(step, self._parts.b_ratio) == "A":
+            return hasty(self, step)
         deadline = time.monotonic() + DEADLINE_S
-        while hasty(self) < self._sizes.packs_per_step:
+        while not (found := hasty(self, step)):
             assert time.monotonic() < deadline, "the producer makes nothing"
             time.sleep(0.005)
-        return hasty(self)
+        return found
 
-    monkeypatch.setattr(Stage2Ahead, "_eligible", eligible)
+    monkeypatch.setattr(Stage2Ahead, "_ready", ready)
 
 
 def ahead_config(model: Path, folder: Path, *, queue: dict[str, int] | None = None, **settings: Any) -> RunConfig:
@@ -125,24 +125,6 @@ def learned_ahead(rank: Seen) -> list[str]:
     return [i for row, versions in rows if versions and versions[0] is not None for i in row]
 
 
-def unlearned(folder: Path, step: int) -> list[StreamState]:
-    """Every rank's place in its stream, as the checkpoint has it."""
-    state = json.loads((folder / "run" / f"checkpoint-{step}" / "trainer_state.json").read_text())
-    return [StreamState(**stream) for stream in state["cursor"]["stage2"]["streams"]]
-
-
-def stream_of(config: RunConfig, rank: int, world_size: int) -> SampleStream:
-    samples = [
-        Sample(sample_id=f"s{i}", messages=(), images=(), objects=(), width=1, height=1) for i in range(NUM_SAMPLES)
-    ]
-    return SampleStream(samples, LocalPool(Echo()), seed=3, shuffle=True, rank=rank, num_ranks=world_size)
-
-
-class Echo:
-    def encode(self, sample: Sample) -> Any:
-        return sample.sample_id
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_both_channels_of_a_run_ahead(
     world_size: int,
@@ -154,23 +136,23 @@ def test_both_channels_of_a_run_ahead(
 ) -> None:
     """R25, R26: the schedule runs; packs are whole, of one version, fresh; weights move after each Channel-B step and
     never under a call (the servers would say); evaluations have the servers to themselves."""
-    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=6, eval_steps=3)
+    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=5, eval_steps=3)
     seen = run(config, monkeypatch, world_size)
     steps = steps_of(tmp_path)
-    assert [step["channel"] for step in steps] == [scheduled_channel(i, 0.5) for i in range(6)] == list("ABABAB")
-    assert [step["num_segments"] for step in steps] == [8] * 6
+    assert [step["channel"] for step in steps] == [scheduled_channel(i, 0.5) for i in range(5)] == list("ABABA")
+    assert [step["num_segments"] for step in steps] == [8] * 5
     for rank in seen:
-        assert rank.events.count("sync") == 1 + 2 + 2, "at the start, after two Channel-B steps, and to evaluate"
+        assert rank.events.count("sync") == 1 + 1 + 1, "at the start, after a Channel-B step, and to evaluate"
         ahead = [versions for versions in rank.versions if versions and versions[0] is not None]
-        assert [len(versions) for versions in ahead] == [2] * (3 * 4 // world_size)
+        assert sum(len(versions) for versions in ahead) == 2 * 8 // world_size
         assert all(len(set(versions)) == 1 for versions in ahead)
-        _assert_fresh(rank, window=1)
-    learned = Counter(i for rank in seen for i in learned_ahead(rank))
-    assert sum(learned.values()) == 24 == len(learned), "the stream's first epoch has each sample once"
-    for metric in ("queue_depth", "packs_made", "packs_dropped_stale", "packs_dropped_oldest"):
+    learned = Counter(i for rank in seen for i in rank.learned)
+    assert learned == {f"s{i}": 1 for i in range(NUM_SAMPLES)}, "five steps are an epoch, which has each sample once"
+    for metric in ("queue_depth", "packs_made", "packs_dropped_stale", "packs_dropped_oldest", "starved_steps"):
         assert all(f"stage2_ab/async/{metric}" in step["metrics"] for step in steps)
-    assert sum(step["metrics"]["stage2_ab/async/packs_learned"] for step in steps) == 12
+    assert sum(step["metrics"]["stage2_ab/async/packs_learned"] for step in steps) == 8
     assert all(0 <= step["metrics"]["stage2_ab/async/age_versions"] <= 1 for step in steps[1::2])
+    assert all(0 <= step["metrics"]["stage2_ab/async/age_updates"] <= 4 for step in steps[1::2])
     assert all(step["metrics"][B_STEP_SKIPPED] == 0 for step in steps)
 
 
@@ -184,8 +166,34 @@ def _assert_fresh(rank: Seen, *, window: int) -> None:
             assert all(v is None or ver - window <= v <= ver for v in made), f"ver {made} learned at {ver}"
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+def test_a_resume_goes_on_exactly_once(
+    before: int,
+    after: int,
+    servers: Servers,
+    patient: None,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D11, R12: an epoch of five steps, interrupted after three, also on another number of ranks."""
+
+    def part(world_size: int, **settings: Any) -> list[Seen]:
+        servers.everyone = threading.Barrier(world_size, timeout=DEADLINE_S)
+        settings |= {"b_ratio": 0.5, "save_on_end": True, "lr_scheduler_type": "constant"}
+        settings["per_device_train_batch_size"] = 2 // world_size
+        return run(ahead_config(tiny_text, tmp_path, **settings), monkeypatch, world_size)
+
+    first = part(before, max_steps=3)
+    second = part(after, max_steps=5, resume_from_checkpoint="latest")
+    assert Counter(i for rank in (*first, *second) for i in rank.learned) == {f"s{i}": 1 for i in range(NUM_SAMPLES)}
+    assert [step["global_step"] for step in steps_of(tmp_path)] == list(range(1, 6))
+    assert [step["channel"] for step in steps_of(tmp_path)] == list("ABABA")
+    assert steps_of(tmp_path)[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.4
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resume_goes_on_in_the_stream_exactly_once(
+def test_an_epoch_s_short_step_makes_a_part_of_an_update(
     world_size: int,
     servers: Servers,
     patient: None,
@@ -193,30 +201,15 @@ def test_a_resume_goes_on_in_the_stream_exactly_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """R12, R25: over a checkpoint, every position of each rank's stream is learned once, or still to be learned."""
-    settings: dict[str, Any] = {"b_ratio": 0.5, "save_on_end": True, "lr_scheduler_type": "constant"}
-    config = ahead_config(tiny_text, tmp_path, max_steps=3, **settings)
-    first = run(config, monkeypatch, world_size)
-    settings["resume_from_checkpoint"] = "latest"
-    second = run(ahead_config(tiny_text, tmp_path, max_steps=6, **settings), monkeypatch, world_size)
-    for rank, state in enumerate(unlearned(tmp_path, 6)):
-        stream = stream_of(config, rank, world_size)
-        taken = set(range(state.next_position)) - set(state.unlearned)
-        learned = learned_ahead(first[rank]) + learned_ahead(second[rank])
-        assert Counter(learned) == Counter(stream.sample(p).sample_id for p in taken)
-    assert [step["global_step"] for step in steps_of(tmp_path)] == list(range(1, 7))
-    assert steps_of(tmp_path)[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.5
-
-
-def test_a_resume_on_other_ranks_is_refused(
-    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R25: streams belong to ranks."""
-    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=2, save_on_end=True)
-    run(config, monkeypatch)
-    again = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=3, resume_from_checkpoint="latest")
-    with pytest.raises(CheckpointError, match=r"1 sample streams in the checkpoint, 2 ranks.*resume on 1 ranks"):
-        run(again, monkeypatch, 2)
+    """D11: 17 samples in steps of 8: the epoch has a step of one. Its gradient and its learning rate are an eighth."""
+    settings: dict[str, Any] = {"b_ratio": 1.0, "num_samples": 17, "max_steps": 3, "lr_scheduler_type": "constant"}
+    run(ahead_config(tiny_text, tmp_path, **settings), monkeypatch, world_size)
+    steps = steps_of(tmp_path)
+    assert sorted(step["num_segments"] for step in steps) == [1, 8, 8]
+    for step in steps:
+        share = step["num_segments"] / 8
+        assert step["learning_rate"] == pytest.approx(1e-3 * share)
+        assert step["metrics"].get("batch_share", 1.0) == share
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -241,10 +234,10 @@ def test_without_packs_channel_a_runs(
 def test_one_rank_without_packs_holds_all_back(
     servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R27: rank 1 alone has too few; both ranks run A."""
+    """R27: rank 1 alone has none ready; both ranks run A."""
     servers.everyone = threading.Barrier(2, timeout=DEADLINE_S)
-    hasty = Stage2Ahead._eligible
-    monkeypatch.setattr(Stage2Ahead, "_eligible", lambda self: 1 if self._ranks.rank == 1 else 4 + 0 * hasty(self))
+    hasty = Stage2Ahead._ready
+    monkeypatch.setattr(Stage2Ahead, "_ready", lambda self, step: {} if self._ranks.rank == 1 else hasty(self, step))
     config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=2)
     seen = run(config, monkeypatch, 2)
     assert [step["channel"] for step in steps_of(tmp_path)] == ["A", "A"]
@@ -263,10 +256,7 @@ def test_stale_packs_are_dropped_counted_and_made_again(
     assert [step["channel"] for step in steps] == ["B"] * 4
     _assert_fresh(seen, window=0)
     assert [step["metrics"]["stage2_ab/async/age_versions"] for step in steps] == [0.0] * 4
-    (state,) = unlearned(tmp_path, 4)
-    stream = stream_of(config, 0, 1)
-    taken = [p for p in range(state.next_position) if p not in state.unlearned]
-    assert Counter(learned_ahead(seen)) == Counter(stream.sample(p).sample_id for p in taken)
+    assert max(Counter(learned_ahead(seen)).values()) == 1
     dropped = sum(step["metrics"]["stage2_ab/async/packs_dropped_stale"] for step in steps)
     returned = sum(step["metrics"]["stage2_ab/async/samples_returned"] for step in steps)
     rolled_out = [i for call in seen.calls if call.micro_step_idx == NO_MICRO_STEP for i in call.sample_ids]
@@ -282,7 +272,7 @@ def test_a_failed_producer_ends_the_run(
     generate = trainer_world.FakeBackend.generate
 
     def fail_third(self: FakeBackend, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
-        if place["global_step"] == 2 and bool(place["first_req_idx"]) == (world_size == 2):  # of the last rank
+        if place["global_step"] == 5 and bool(place["first_req_idx"]) == (world_size == 2):  # of the last rank
             raise RolloutError("the third call broke", found="", wanted="", remedy="")
         return generate(self, samples, **place)
 
@@ -345,30 +335,6 @@ def test_all_ranks_raise_what_one_of_them_met() -> None:
 
     assert outcomes(set()) == [[0, 1, 2]] * 3
     assert outcomes({1, 2}) == ["rank 1 failed"] * 3
-
-
-@given(world_size=st.integers(1, 5), num_samples=st.integers(1, 30), shuffle=st.booleans())
-def test_an_epoch_of_the_stream_has_each_sample_once(world_size: int, num_samples: int, shuffle: bool) -> None:
-    """R25, R12: over all ranks, whatever their pace; and a position always gives the same sample."""
-    samples = [
-        Sample(sample_id=str(i), messages=(), images=(), objects=(), width=1, height=1) for i in range(num_samples)
-    ]
-    streams = [
-        SampleStream(samples, LocalPool(Echo()), seed=3, shuffle=shuffle, rank=rank, num_ranks=world_size)
-        for rank in range(world_size)
-    ]
-    length = 2 * num_samples  # two epochs
-    found: list[Sample] = [streams[g % world_size].sample(g // world_size) for g in range(length)]
-    for epoch in (found[:num_samples], found[num_samples:]):
-        assert sorted(int(sample.sample_id) for sample in epoch) == list(range(num_samples))
-    for rank, stream in enumerate(streams):
-        positions = range(len(range(rank, length, world_size)))
-        read, prompts = stream.read(list(reversed(positions)))
-        assert (
-            [s.sample_id for s in read]
-            == prompts
-            == [found[p * world_size + rank].sample_id for p in reversed(positions)]
-        )
 
 
 @given(

@@ -1,0 +1,279 @@
+"""The thread that rolls out ahead of learning: `shares.ShareQueue` with calls, segments and waits (R24, R25).
+
+    producer.want([7, 9])                                    # which shares may be made
+    if 7 in producer.complete(step):
+        packs = producer.take(7, step)                       # each pack: its segments, in the order of their places
+    with producer.fence(deadline_s) as fence:                # on every rank; this rank has no call in flight now
+        ranks.barrier()                                      # and now none has
+        fence.synced(sync_and_broadcast_ver(), updates=step)
+
+The producer makes one generation call after another. It never waits. It works while it is permitted to and then leaves
+its thread; whoever makes room (a share taken, a fence opened) starts it again.
+
+Invariants: those of `ShareQueue`, of which this is the thread-safe shell; a call's segments are those of its samples,
+in order, made by the served version, or the call fails with a RolloutError; the first error of either side is what
+every later call raises; every wait has a deadline and names itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from learner.data.batches import MicroBatch
+from learner.records import Segment
+from learner.steps.pipeline import CallTotals, Fence
+from learner.steps.shares import Call, Counts, Drop, Served, ShareQueue
+from shared.errors import DeadlineError, RolloutError
+
+log = logging.getLogger("learner.pipeline")
+
+_WHY = {
+    "oldest": "too many wait; made again later",
+    "stale": "too old; made again",
+    "unwanted": "no Channel-B step is left for it; learned as ground truth",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProducerStats:
+    """One rank's producer at one moment; totals since its start."""
+
+    queued: int  # packs
+    counts: Counts
+    calls: CallTotals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallStages:
+    """How a call becomes segments. Both run in the producer's thread, never two at once.
+
+    `read(share, places)`: this rank's samples and prompts, the same at every reading. `roll_out(call, part)`: one
+    segment per sample of `part`, in order.
+    """
+
+    read: Callable[[int, range], MicroBatch]
+    roll_out: Callable[[Call, MicroBatch], list[Segment]]
+
+    def run(self, call: Call) -> list[Segment]:
+        """Raises RolloutError where samples or versions do not add up."""
+        part = self.read(call.share, call.places)
+        segments = self.roll_out(call, part)
+        check_segments(call, [sample.sample_id for sample in part.samples], segments)
+        return segments
+
+
+def check_segments(call: Call, wanted_ids: Sequence[str], segments: Sequence[Segment]) -> None:
+    """One segment per sample, in order, all of the version that the call was permitted under; else RolloutError."""
+    found_ids = [segment.sample_id for segment in segments]
+    if found_ids != wanted_ids or len(wanted_ids) != len(call.places):
+        raise RolloutError(
+            "a call's segments are not those of its samples",
+            found=f"{found_ids} for {len(call.places)} places",
+            wanted=f"{wanted_ids}",
+            remedy="no sample may be skipped; this is a bug of the segment source",
+        )
+    versions = {segment.ver for segment in segments}
+    if versions != {call.by.ver}:
+        raise RolloutError(
+            "a call was answered by other weights than it was sent to",
+            found=f"ver {sorted(versions, key=str)} for samples {', '.join(found_ids)}",
+            wanted=f"ver {call.by.ver} throughout, because no sync may run while a call is in flight",
+            remedy="is another learner syncing the same servers? every learner needs servers of its own",
+        )
+
+
+class Producer:
+    """One rank's producer. `deadline_key`: the configuration key that deadlines of waits come from. `close_s`: how long
+    the thread is waited for at the end, a constant."""
+
+    def __init__(
+        self,
+        queue: ShareQueue,
+        stages: CallStages,
+        *,
+        deadline_key: str,
+        close_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue, self._stages = queue, stages
+        self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
+        self._changed = threading.Condition()  # guards everything below and the queue
+        self._segments: dict[int, list[Segment]] = {}  # by pack index
+        self._thread: threading.Thread | None = None  # None: nobody is producing
+        self._call_started_s = 0.0
+        self._calls = CallTotals()
+
+    # ---- the consumer's side ---------------------------------------------------------------------------------------
+
+    def want(self, shares: Sequence[int]) -> None:
+        """See `ShareQueue.want`."""
+        with self._changed:
+            self._forget(self._queue.want(shares))
+            self._wake()
+
+    def complete(self, step: int) -> dict[int, int]:
+        """See `ShareQueue.complete`, for `step`, which comes next. Raises what ended the producer."""
+        with self._changed:
+            self._queue.check()
+            self._forget(self._queue.expire(step))
+            self._wake()
+            return self._queue.complete()
+
+    def take(self, share: int, step: int) -> list[list[Segment]]:
+        """The packs of a complete share, to be learned in `step`."""
+        with self._changed:
+            packs = self._queue.take(share, step)
+            self._wake()
+            return [self._segments.pop(pack.index) for pack in packs]
+
+    def request_fence(self) -> None:
+        """Start no further call, so that `fence()`, which must follow, has less to wait for. Waits for nothing."""
+        with self._changed:
+            self._queue.request_fence()
+
+    @contextmanager
+    def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
+        """No call of this rank is in flight inside, and none starts. Waits up to `deadline_s` seconds for one that is.
+        `counts`: a sync inside is one of those that make packs older.
+
+        Raises DeadlineError, the producer's own error, or PipelineStoppedError. An exception inside ends the producer:
+        what the servers serve is not known any more.
+        """
+        with self._changed:
+            queue = self._queue
+            queue.request_fence()
+            self._changed.wait_for(lambda: queue.ended or queue.quiet, timeout=deadline_s)
+            queue.check()
+            if not queue.quiet:
+                what, remedy = "waiting for the call in flight before a weight sync", f"raise {self._deadline_key}"
+                error = self._deadline_error(what, deadline_s, remedy)
+                self._end(error)
+                raise error
+        fence = Fence()
+        try:
+            yield fence
+        except BaseException as error:
+            with self._changed:
+                self._end(error)
+            raise
+        with self._changed:
+            served = None
+            if fence.ver is not None:
+                syncs = queue.served.syncs + counts
+                served = Served(ver=fence.ver, updates=fence.updates, syncs=syncs)
+            self._forget(queue.complete_fence(served))
+            self._wake()
+
+    def stats(self) -> ProducerStats:
+        with self._changed:
+            return ProducerStats(queued=len(self._queue.queue), counts=self._queue.counts, calls=self._calls)
+
+    def describe(self) -> str:
+        """What it is doing, for an error."""
+        with self._changed:
+            queue, call = self._queue, self._queue.in_flight
+            flying = "no call in flight"
+            if call is not None:
+                age_s = self._clock() - self._call_started_s
+                flying = f"a call of {len(call.places)} samples of share {call.share} in flight for {age_s:.1f} s"
+            return f"{flying}, {len(queue.queue)} packs queued, ver {queue.served.ver}"
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Start nothing more and wait for nothing: to be called before the backend under a call in flight is closed."""
+        with self._changed:
+            self._queue.stop()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop, and wait for the thread to leave. Raises DeadlineError after `close_s` seconds."""
+        self.stop()
+        thread = self._thread
+        if thread is not None:
+            thread.join(self._close_s)
+            if thread.is_alive():
+                what = "waiting for the rollout producer's thread to end"
+                raise self._deadline_error(what, self._close_s, "report it: this limit is not configured")
+
+    # ---- the producer's side ---------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        """Make calls while they are permitted. The body of the producer's thread."""
+        while (call := self._begin_call()) is not None:
+            try:
+                segments = self._stages.run(call)
+            except BaseException as error:  # the thread's edge: the consumer raises it, with its type
+                self._fail_call(error)
+            else:
+                self._finish_call(call, segments)
+
+    def _begin_call(self) -> Call | None:
+        """A permission, or None: the thread leaves, and will be started again."""
+        with self._changed:
+            if not self._queue.may_start:
+                self._thread = None
+                return None
+            self._call_started_s = self._clock()
+            return self._queue.start_call()
+
+    def _finish_call(self, call: Call, segments: Sequence[Segment]) -> None:
+        with self._changed:
+            self._count_call()
+            packs, drops = self._queue.finish_call()
+            for pack in packs:
+                self._segments[pack.index] = [segments[place - call.start] for place in pack.places]
+            self._forget(drops)
+            self._changed.notify_all()
+
+    def _fail_call(self, error: BaseException) -> None:
+        with self._changed:
+            self._count_call()
+            self._queue.abandon_call()
+            self._end(error)
+
+    # ---- under the lock --------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Start a producer if there is something to do and nobody is doing it."""
+        if self._thread is None and self._queue.may_start:
+            # daemon: an interpreter that is leaving because of an error must not wait for an answer
+            self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
+            self._thread.start()
+
+    def _end(self, error: BaseException) -> None:
+        if not self._queue.fail(error):
+            log.warning("after the producer had ended: %s: %s", type(error).__name__, error)
+        self._changed.notify_all()
+
+    def _forget(self, drops: Sequence[Drop]) -> None:
+        for drop in drops:
+            pack, ids = drop.pack, [segment.sample_id for segment in self._segments.pop(drop.pack.index)]
+            served = self._queue.served
+            log.info(
+                "dropped a pack (%s: %s), made at ver %d after %d updates, now ver %d after %d: %s",
+                drop.reason,
+                _WHY[drop.reason],
+                pack.by.ver,
+                pack.by.updates,
+                served.ver,
+                served.updates,
+                ", ".join(ids),
+            )
+
+    def _count_call(self) -> None:
+        calls, seconds = self._calls, self._clock() - self._call_started_s
+        self._calls = CallTotals(number=calls.number + 1, seconds=calls.seconds + seconds)
+
+    def _deadline_error(self, what: str, deadline_s: float, remedy: str) -> DeadlineError:
+        return DeadlineError(
+            f"{what} passed its deadline",
+            found=self.describe(),
+            wanted=f"at most {deadline_s:g} s",
+            remedy=f"look at the rollout servers' /status/, or {remedy}",
+        )
