@@ -303,7 +303,7 @@ def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:
             found=f"mean gap {mean:.4f} nats per token over {len(gaps)} tokens; worst at token {j} of item {i}: "
             f"learner {expected.logprobs[i][j]:.4f}, server {scores.logprobs[i][j]:.4f}",
             wanted=f"at most {expected.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
-            remedy="check that both sides run the same model configuration, in a precision that fits the tolerance",
+            remedy=CanaryError.LIKELY_CAUSES,
         )
 
 

@@ -134,7 +134,14 @@ class CoverageError(SyncError):
 
 
 class CanaryError(SyncError):
-    pass
+    """The bytes arrived as they were sent, so what is left are these causes, the likely ones first."""
+
+    LIKELY_CAUSES = (
+        "likely causes, in order: 1. the server computes in another precision: set its dtype to the learner's "
+        "model.dtype, without quantization or an 8-bit KV cache; 2. it has another model configuration (rope, image "
+        "processor): serve the folder of model.path; 3. vLLM loads this architecture wrongly: report it. If the gap is "
+        "as large at every sync and below twice the tolerance, kernels differ: raise canary_tolerance"
+    )
 
 
 class PromptMismatchError(ProjectError):

@@ -99,8 +99,7 @@ class Canary:
             found=f"mean gap {gaps.mean():.4f} nats per token over {len(gaps)} tokens; worst at token {position} of "
             f"sample {sample_id!r}: learner {here:.4f}, server {there:.4f}",
             wanted=f"at most {self.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
-            remedy="check that both sides run the same model configuration and a precision that fits the tolerance; do "
-            "not train on this server's rollouts",
+            remedy=CanaryError.LIKELY_CAUSES,
         )
 
 

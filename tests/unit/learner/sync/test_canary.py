@@ -45,6 +45,8 @@ def test_above_the_tolerance_the_worst_token_is_named(worst: float) -> None:
         canary(0.4).compare([[-1, -1], [-1, -1]], reply([[-1, -1], [-1, worst]]), "http://u")
     assert "http://u" in caught.value.what
     assert "token 1 of sample 's1'" in caught.value.found
+    causes = caught.value.remedy
+    assert causes.index("dtype") < causes.index("model configuration") < causes.index("canary_tolerance")
 
 
 @pytest.mark.parametrize(("logprobs", "prompts"), [([[-1.0, -1.0]], 2), ([[-1.0], [-1.0, -1.0]], 2),
