@@ -129,11 +129,6 @@ class MicroBatch:
         """Epoch, micro-batch and sample ids: equal where the same micro-batch is handed out again."""
         return self.epoch, self.micro_batch, tuple(sample.sample_id for sample in self.samples)
 
-    def with_samples(self, samples: Sequence[Sample], encoder: PromptEncoder) -> MicroBatch:
-        """This batch and more samples behind its own, whose request indices, and so seeds, stay as they are."""
-        prompts = tuple(encoder.encode(sample) for sample in samples)
-        return replace(self, samples=(*self.samples, *samples), prompts=(*self.prompts, *prompts))
-
 
 class Shortfall(NamedTuple):
     """An epoch's last step, if fewer samples were left for it than other steps learn. Counted over all ranks."""

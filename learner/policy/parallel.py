@@ -13,8 +13,10 @@ zeros. After `broadcast_parameters` and equal updates all ranks hold equal weigh
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -112,12 +114,48 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # gloo's timeout, or a peer that is gone
+            absent = _absent(self.rank, self.world_size)
+            who = f"{_ranks_named(absent)} did not come to" if absent else "a rank was late at"
+            logs = ", ".join(f"learner_rank{rank}.log" for rank in absent) or "each learner_rank*.log"
             raise CollectiveError(
-                f"collective {name} did not complete on rank {self.rank} of {self.world_size}",
-                found=str(error).splitlines()[0],
+                f"{who} collective {name}",
+                found=f"{str(error).splitlines()[0]} (on rank {self.rank} of {self.world_size}, which waited)",
                 wanted=f"every rank there within training.collective_timeout_s = {self.timeout_s:g} s",
-                remedy="the log of the rank that stopped first says why; a slow rank needs a longer timeout",
+                remedy=f"{logs} says what it did last: it hangs, or it ended; a slow rank needs a longer timeout",
             ) from error
+
+
+_ROLL_CALL_S = 2.0  # a healthy rank notices the same failure at the same time, or as soon as its peer has gone
+
+
+def _absent(rank: int, world_size: int) -> list[int]:
+    """After a collective failed: the ranks that do not report the failure as well, so hang or are gone. Empty if that
+    cannot be found out."""
+    missing: list[int] = []
+
+    def call_the_roll() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"roll call/{rank}", "here")
+        missing.extend(other for other in range(world_size) if other != rank)
+        deadline = time.monotonic() + _ROLL_CALL_S
+        while missing and time.monotonic() < deadline:
+            time.sleep(0.05)
+            missing[:] = [other for other in missing if not store.check([f"roll call/{other}"])]
+
+    # On a thread of its own: the store answers to nobody if its process hangs.
+    thread = threading.Thread(target=_quietly, args=(call_the_roll,), name="roll call", daemon=True)
+    thread.start()
+    thread.join(2 * _ROLL_CALL_S)
+    return list(missing)
+
+
+def _quietly(work: Callable[[], None]) -> None:
+    with suppress(RuntimeError, ValueError):  # no group yet, or its store is gone
+        work()
+
+
+def _ranks_named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:

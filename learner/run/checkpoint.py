@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import shutil
 from collections.abc import Mapping
@@ -136,19 +137,19 @@ class CheckpointStore:
         return path
 
     def load(self, where: str, policy: Policy, optimizer: Optimizer) -> TrainerState:
-        """Restore weights, moments and this rank's generators from a path, or from "latest".
+        """Restore weights, moments and this rank's generators from a path, or from "latest", which rank 0 decides.
 
-        Raises CheckpointError where there is none, or it is damaged or of another model.
+        Raises CheckpointError, on every rank, where one of them does not have it, or it is damaged or of another model.
         """
-        path = self.latest() if where == "latest" else Path(where)
-        if path is None:
+        path = self._agreed(where)
+        manifests = self.ranks.all_succeed(lambda: self._check_own(path))
+        if other := [rank for rank, manifest in enumerate(manifests) if manifest != manifests[0]]:
             raise CheckpointError(
-                "there is no checkpoint to resume from",
-                found=f"training.resume_from_checkpoint: latest, and no checkpoint-STEP under {self.root}",
-                wanted="a complete checkpoint",
-                remedy="unset training.resume_from_checkpoint to start at the beginning, or name a path",
+                f"rank {other[0]} sees another checkpoint of that name than rank 0",
+                found=f"another manifest at {path}",
+                wanted="the same complete checkpoint on every node",
+                remedy="put training.output_dir on a file system that all nodes share, or copy rank 0's folder",
             )
-        verify(path)
         load_weights(path, policy)
         optimizer.load_state(load_file(path / OPTIMIZER))
         stored = json.loads((path / STATE).read_text())
@@ -156,6 +157,33 @@ class CheckpointStore:
             logger.warning("%s was written under another configuration; going on under the present one", path)
         self._load_generators(path)
         return TrainerState(global_step=stored["global_step"], ver=stored["ver"], cursor=stored["cursor"])
+
+    def _agreed(self, where: str) -> Path:
+        """The checkpoint that all ranks load: rank 0 decides which one is the latest."""
+        latest = self.latest() if where == "latest" and self.ranks.is_main else None
+        (name,) = self.ranks.broadcast_object((latest.name if latest else None,))
+        if where != "latest":
+            return Path(where)
+        if name is None:
+            raise CheckpointError(
+                "there is no checkpoint to resume from",
+                found=f"training.resume_from_checkpoint: latest, and no checkpoint-STEP under {self.root}",
+                wanted="a complete checkpoint",
+                remedy="unset training.resume_from_checkpoint to start at the beginning, or name a path",
+            )
+        return self.root / name
+
+    def _check_own(self, path: Path) -> str:
+        """Raises CheckpointError where this rank does not see the checkpoint, whole."""
+        if not (path / MANIFEST).is_file():
+            raise CheckpointError(
+                f"rank {self.ranks.rank} on {platform.node()} does not see the checkpoint that rank 0 resumes from",
+                found=f"no {path / MANIFEST}",
+                wanted="the same complete checkpoint on every node",
+                remedy="put training.output_dir on a file system that all nodes share, or copy the folder to this node",
+            )
+        verify(path)
+        return (path / MANIFEST).read_text()
 
     def latest(self) -> Path | None:
         """The complete checkpoint of the highest step."""

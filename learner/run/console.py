@@ -88,13 +88,14 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """If rollouts run ahead: waiting packs per rank, the age of learned packs, and how many were dropped."""
+    """If rollouts run ahead: waiting packs per rank, the age of learned packs in versions and updates, and how many were
+    dropped."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]
     if f"{_ASYNC}age_versions" in m:
-        parts.append(f"age {m[f'{_ASYNC}age_versions']:.2g}")
-    if dropped := m[f"{_ASYNC}packs_dropped_stale"] + m[f"{_ASYNC}packs_dropped_oldest"]:
+        parts.append(f"age {m[f'{_ASYNC}age_versions']:.2g} ({m[f'{_ASYNC}age_updates']:.2g} updates)")
+    if dropped := sum(m[f"{_ASYNC}packs_dropped_{why}"] for why in ("stale", "oldest", "unwanted")):
         parts.append(f"dropped {dropped:.0f}")
     return [" ".join(parts)]
 

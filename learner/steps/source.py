@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from learner.data.batches import Batches, MicroBatch, Shortfall, Upcoming, WindowRepeater
 from learner.data.prompt import PromptEncoder
 from learner.policy.parallel import Ranks
-from learner.records import Channel, PackedRow, Sample
+from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
 from learner.rollout.backend import MicroStep
 from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
@@ -109,7 +109,8 @@ class FreshSteps(StepSource):
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._samples_by_id = {sample.sample_id: sample for sample in samples}
         self._encoder, self._clock = encoder, clock
-        self._owed: list[str] = []  # what a resume owes: joins the next micro-batch
+        self._owed: list[str] = []  # what a resume owes: joins the first micro-batch
+        self._first_owed = 0  # place of the first of them among all ranks' owed samples
         self._global_step = 0  # of the step that began last
         self._num_batches = 0  # micro-batches of that step
 
@@ -143,38 +144,49 @@ class FreshSteps(StepSource):
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `StepSource`. What was carried is shared out anew, so that the number of ranks may have changed."""
         self._batches.restore(state["batches"])
-        self._owed = own_share([sample_id for part in state["carried"] for sample_id in part], self._ranks)
+        carried, ranks = [sample_id for part in state["carried"] for sample_id in part], self._ranks
+        self._owed = own_share(carried, ranks)
+        self._first_owed = sum(len(carried[rank :: ranks.world_size]) for rank in range(ranks.rank))
 
     # ---- a step's parts, which `BufferedSteps` does in its own way -------------------------------------------------
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
-        owed = tuple(self._samples_by_id[i] for i in self._owed)  # joins the first micro-batch, as in `_rows`
         steps = [
-            MicroStep(
-                samples=samples if micro_step_idx else (*samples, *owed),
-                micro_step_idx=micro_step_idx,
-                first_req_idx=first_req_idx,
-            )
+            MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)
             for micro_step_idx, (samples, first_req_idx) in enumerate(window)
         ]
+        if self._owed:
+            owed = tuple(self._samples_by_id[i] for i in self._owed)
+            place = {"micro_step_idx": self._gradient_accumulation_steps, "first_req_idx": self._first_owed}
+            steps.append(MicroStep(samples=owed, **place))
         self._source.begin_window(steps, global_step=self._global_step, clock=self._clock)
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
         """The rows to learn in this micro-step. Raises DataError for a segment that is longer than a row."""
+        segments = self._segments(batch.samples, batch.prompts, micro_step_idx, batch.first_req_idx)
         if self._owed:
-            with self._clock.phase("data"):
-                batch = batch.with_samples([self._samples_by_id[i] for i in self._owed], self._encoder)
-            self._owed = []
-        segments = self._source.segments(
-            batch.samples,
-            batch.prompts,
-            global_step=self._global_step,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=batch.first_req_idx,
-            clock=self._clock,
-        )
+            segments += self._owed_segments()
         with self._clock.phase("pack"):
             return self._row_maker.rows(segments)
+
+    def _owed_segments(self) -> list[Segment]:
+        """Their requests have a micro-step of their own, so that no two of all ranks' requests share a seed (R11)."""
+        samples, self._owed = [self._samples_by_id[i] for i in self._owed], []
+        with self._clock.phase("data"):
+            prompts = [self._encoder.encode(sample) for sample in samples]
+        return self._segments(samples, prompts, self._gradient_accumulation_steps, self._first_owed)
+
+    def _segments(
+        self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], micro_step_idx: int, first_req_idx: int
+    ) -> list[Segment]:
+        return self._source.segments(
+            samples,
+            prompts,
+            global_step=self._global_step,
+            micro_step_idx=micro_step_idx,
+            first_req_idx=first_req_idx,
+            clock=self._clock,
+        )
 
     def _due_on_resume(self) -> list[str]:
         """Samples that a run resumed from here must make segments of, besides those that its data hands out."""

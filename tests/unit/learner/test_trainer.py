@@ -15,6 +15,7 @@ from learner.data.batches import DistributedSampler
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout
+from learner.trainer import StepTotals
 from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer
@@ -92,6 +93,32 @@ def test_carried_segments_survive_a_resume(
     second = run(config(after, max_steps=2, resume_from_checkpoint="latest"), monkeypatch, after)
     left = carried_at_end(tmp_path)[len(waiting) :]
     assert all_learned(first) + all_learned(second) + Counter(left) == everyone(24)
+    places = Counter(
+        (call.global_step, call.micro_step_idx, call.first_req_idx + i)
+        for one in second
+        for call in one.calls
+        for i in range(len(call.sample_ids))
+    )
+    assert set(places.values()) == {1}, "R11: two requests share a seed"
+
+
+def test_an_epoch_s_short_step_makes_a_part_of_an_update(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D11: five samples in steps of four. The second step's gradient and learning rate are a quarter of what a whole
+    step's would be."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 2, "lr_scheduler_type": "constant"}
+    found = []
+    for name in ("weighted", "whole"):
+        (tmp_path / name).mkdir()
+        (seen,) = run(make_config(tiny_text, tmp_path / name, num_samples=5, **settings), monkeypatch)
+        found.append((seen.gradients[1], events_of(tmp_path / name, "step")[1]))
+        monkeypatch.setattr(StepTotals, "share_of", lambda *_: 1.0)
+    (gradient, step), (whole_gradient, whole_step) = found
+    assert step["metrics"]["batch_share"] == 0.25
+    assert step["learning_rate"] == pytest.approx(whole_step["learning_rate"] / 4)
+    for name, tensor in whole_gradient.items():
+        torch.testing.assert_close(gradient[name], tensor / 4)
 
 
 def test_a_save_before_the_first_resumed_step_keeps_what_was_carried(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -126,14 +127,30 @@ def test_prompts_belong_to_their_samples() -> None:
             assert same_prompt(prompt, CountingEncoder().encode(sample))
 
 
-def test_added_samples_stand_behind_the_batch_own() -> None:
-    """A resume hands in what packing had carried: the fresh samples keep their request indices, and so their seeds."""
-    batch = next(make_batches(9))
-    more = make_samples(9)[7:]
-    longer = batch.with_samples(more, CountingEncoder())
-    assert longer.samples == (*batch.samples, *more)
-    assert [prompt.token_ids for prompt in longer.prompts[2:]] == [(7, 7), (8, 8)]
-    assert longer.first_req_idx == batch.first_req_idx
+@given(count=st.integers(1, 30), samples_per_rank=st.integers(1, 4), order=st.randoms(use_true_random=False))
+def test_micro_batches_are_handed_out_in_any_order(count: int, samples_per_rank: int, order: random.Random) -> None:
+    """D11: taken or skipped, each once, and the state says what is left, also to another number of ranks."""
+    one = {"count": count, "samples_per_rank": 2 * samples_per_rank}
+    batches, in_order = make_batches(**one), make_batches(**one)
+    wanted = take(in_order, batches.per_epoch)
+    shuffled = order.sample(range(batches.per_epoch), batches.per_epoch)
+    for number, position in enumerate(shuffled):
+        assert batches.num_taken == number
+        assert batches.left(0) == sorted(shuffled[number:])
+        if order.random() < 0.3:
+            state = json.loads(json.dumps(batches.state()))
+            halves = [make_batches(count, samples_per_rank=samples_per_rank, ranks=2, rank=rank) for rank in (0, 1)]
+            for half in halves:
+                half.restore(state)
+            found = [half.take(position) for half in halves]
+            assert [s for half in found for s in half.samples] == list(wanted[position].samples)
+            batches.restore(state)
+        if order.random() < 0.3:
+            batches.skip(position)
+        else:
+            batch = batches.take(position, then=order.sample(shuffled[number:], 1))
+            assert batch.fingerprint == wanted[position].fingerprint
+    assert batches.state() == in_order.state()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from learner.policy.parallel import init_ranks
-from shared.errors import ConfigError
+from shared.errors import CollectiveError, ConfigError
+from tests import ranks
 
 
 @pytest.fixture
@@ -36,3 +40,33 @@ def test_threads_that_the_user_asked_for_stay(two_gpus: None) -> None:
 def test_more_processes_than_gpus_are_told(two_gpus: None) -> None:
     with pytest.raises(ConfigError, match="local rank 2, 2 visible GPUs"):
         init_ranks({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "3"}, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("hung", [0, 2])
+def test_the_rank_that_hangs_is_named_by_those_that_wait(hung: int) -> None:
+    """R24: of three ranks one sleeps; the healthy ones name it first, and not themselves."""
+    ended = ranks.launch(__name__, 3, str(hung))
+    healthy = [process.stdout for rank, process in enumerate(ended) if rank != hung]
+    assert len(healthy) == 2
+    for said in healthy:
+        assert said.startswith(f"rank {hung} did not come"), ended
+        assert f"learner_rank{hung}.log" in said
+
+
+def main(hung: int) -> None:
+    """One of the ranks above."""
+    here = init_ranks(os.environ, timeout_s=5.0)
+    here.barrier()
+    if here.rank == hung:
+        time.sleep(15.0)
+        os._exit(0)
+    try:
+        here.barrier()
+    except CollectiveError as error:
+        print(error, flush=True)
+    time.sleep(3.0)  # the store may live in this process
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import peft
 import pytest
@@ -21,7 +25,9 @@ from learner.run import checkpoint
 from learner.run.checkpoint import CheckpointStore, TrainerState, write_atomically
 from shared.errors import CheckpointError, ConfigError
 from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
+from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
+T = TypeVar("T")
 LORA = LoraConfig(type="dora", r=4, dropout=0.2)  # dropout: the generators must be restored too
 
 
@@ -197,3 +203,47 @@ def test_a_killed_writer_never_leaves_half_a_file(tmp_path: Path) -> None:
     writer.kill()
     writer.join(10)
     assert len(set(json.loads(path.read_text()))) == 1
+
+
+@pytest.mark.parametrize("fault", ["missing", "damaged", "another"])
+def test_ranks_resume_from_the_checkpoint_that_rank_0_sees(
+    tiny_vlm: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R24: two nodes whose folders differ. Rank 1 has a later step too, which is not taken. If it lacks rank 0's step,
+    both ranks fail, and rank 1 is named."""
+    monkeypatch.setattr(checkpoint, "load_weights", lambda *_: None)  # transformers loads one model at a time
+    meeting = Meeting(2)
+    stores = [
+        CheckpointStore(root=tmp_path / str(rank), ranks=ThreadRanks(rank=rank, world_size=2, meeting=meeting))
+        for rank in range(2)
+    ]
+    for rank, steps in ((0, [2]), (1, [2, 3])):
+        alone = CheckpointStore(root=tmp_path / str(rank), ranks=Ranks())
+        for step in steps:
+            alone.save(*start(tiny_vlm), TrainerState(global_step=step, ver=1, cursor={}))
+
+    def load(rank: int) -> TrainerState | CheckpointError:
+        try:
+            return stores[rank].load("latest", *made[rank])
+        except CheckpointError as error:
+            return error
+
+    made = [start(tiny_vlm) for _ in range(2)]
+    folder = tmp_path / "1" / "checkpoint-2"
+    if fault == "another":
+        found = on_two_threads(load)
+        assert [state.global_step for state in found if isinstance(state, TrainerState)] == [2, 2]
+        CheckpointStore(root=tmp_path / "1", ranks=Ranks()).save(*made[1], TrainerState(global_step=2, ver=7))
+    elif fault == "missing":
+        shutil.rmtree(folder)
+    else:
+        (folder / "config.json").write_text("{}")
+    for error in on_two_threads(load):
+        assert isinstance(error, CheckpointError)
+        assert ("damaged" if fault == "damaged" else "rank 1") in error.what
+        assert str(folder) in error.found or str(tmp_path / "0" / "checkpoint-2") in error.found
+
+
+def on_two_threads(work: Callable[[int], T]) -> list[T]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, range(2)))

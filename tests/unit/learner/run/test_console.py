@@ -53,10 +53,11 @@ def test_a_step_on_ground_truth_claims_no_matches() -> None:
 def test_a_step_ahead_of_which_rollouts_run() -> None:
     """R25, R27: packs waiting, their age, what was dropped; and why Channel-B did not run."""
     queue = {"stage2_ab/async/queue_depth": 3.5, "stage2_ab/async/packs_dropped_oldest": 0.0}
+    queue |= {"stage2_ab/async/packs_dropped_unwanted": 1.0}
+    ages = {"stage2_ab/async/age_versions": 0.75, "stage2_ab/async/age_updates": 1.5}
     ahead = {**METRICS, **queue, "stage2_ab/async/packs_dropped_stale": 2.0}
-    assert "  queue 3.5 age 0.75 dropped 2  " in step_line(
-        result(metrics={**ahead, "stage2_ab/async/age_versions": 0.75}), None, 9
-    )
+    line = step_line(result(metrics={**ahead, **ages}), None, 9)
+    assert "  queue 3.5 age 0.75 (1.5 updates) dropped 3  " in line
     skipped = {**ahead, "stage2_ab/async/b_step_skipped_due_to_queue": 1.0}
     line = step_line(result(channel="A", metrics=skipped), None, 9)
     assert "  A (no packs for B)  " in line

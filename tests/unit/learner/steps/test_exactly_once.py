@@ -29,6 +29,7 @@ from learner.steps.packing import CompleteRows
 from learner.steps.protocol import Bounds
 from learner.steps.segments import SegmentSource
 from learner.steps.stage2 import Stage2Parts
+from shared.errors import DeadlineError
 from shared.seeds import request_seed
 from tests.unit.learner.data.fakes import CountingEncoder, make_run, make_samples
 from tests.unit.learner.steps.fakes import segment
@@ -49,6 +50,7 @@ class Case:
     chaos: int  # seed of delays and evaluations
     slow_s: float  # longest call
     pause_s: float = 0.002  # longest step
+    deadline_s: float = 30.0
     evaluated: float = 0.2  # share of steps before which weights are synced for an evaluation
 
 
@@ -74,6 +76,7 @@ class World:
     metrics: list[dict[str, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     in_flight: int = 0
+    errors: list[BaseException] = field(default_factory=list)  # of the ranks
 
 
 class Rollouts(SegmentSource):
@@ -83,7 +86,7 @@ class Rollouts(SegmentSource):
     needs_rollouts = True
 
     def __init__(self, world: World, rank: int) -> None:
-        self.world, self.chance = world, random.Random(f"{world.case.chaos} {rank}")
+        self.world, self.rank, self.chance = world, rank, random.Random(f"{world.case.chaos} {rank}")
 
     def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
         world = self.world
@@ -139,7 +142,7 @@ def make_source(world: World, ranks: Ranks, *, total_steps: int, samples_per_ste
         capacity=3,
         total_steps=total_steps,
         max_starved_steps=10_000,
-        deadline_s=30.0,
+        deadline_s=case.deadline_s,
     )
     stack.callback(source.close)
     stack.callback(source.stop)
@@ -200,8 +203,8 @@ def run_all(world: World, world_size: int, **settings: Any) -> Any:
 
     with ThreadPoolExecutor(world_size) as pool:
         ended = [pool.submit(one, rank) for rank in range(world_size)]
-    errors = [error for future in ended if (error := future.exception()) is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+    world.errors = [error for future in ended if (error := future.exception()) is not None]
+    for error in sorted(world.errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
     return ended[0].result()
 
@@ -359,3 +362,24 @@ def test_too_many_channel_b_steps_without_packs_end_the_run(world_size: int, mon
     with pytest.raises(StarvedError, match=r"3 Channel-B steps.*in flight.*max_starved_steps.*max_update_lag"):
         run_all(world, world_size, start=0, stop=20, total=20, step_size=16, state=None)
     assert [m["stage2_ab/async/starved_steps"] for m in world.metrics] == [0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_fence_that_one_rank_cannot_close_is_entered_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R24: rank 1's call does not end in time. Rank 0, whose fence is closed, must not go on into the sync and wait
+    there for rank 1: both raise rank 1's error, and no weights move."""
+    world = World(case_of(b_ratio=0.5, num_samples=160, deadline_s=0.5, evaluated=1.0))
+    held, honest = threading.Event(), Rollouts.segments
+
+    def hang(self: Rollouts, *args: Any, **place: Any) -> list[Segment]:
+        if self.rank == 1:
+            assert held.wait(30.0)
+        return honest(self, *args, **place)
+
+    stop = Stage2Ahead.stop
+    monkeypatch.setattr(Rollouts, "segments", hang)
+    monkeypatch.setattr(Stage2Ahead, "stop", lambda self: (held.set(), stop(self))[1])
+    with pytest.raises(DeadlineError):
+        run_all(world, 2, start=0, stop=20, total=20, step_size=16, state=None)
+    assert [type(error) for error in world.errors] == [DeadlineError] * 2, world.errors
+    assert all("call in flight before a weight sync" in str(error) for error in world.errors)
+    assert world.ver == 1, "weights moved"
