@@ -90,8 +90,7 @@ class WeightUpdates:
             self._gate.close_group()
             try:
                 await self._engine.on_workers("sync_join", call.model_dump_json(), self._config.group_host)
-                while not _all_done(replies := await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
-                    self.totals.num_strangers = sum(reply.num_strangers for reply in replies)
+                while not _all_done(await self._look_at_join()):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
                 await self._leave("the group could not be joined")
@@ -170,6 +169,11 @@ class WeightUpdates:
             async with self._alone():
                 self._gate.close_group()
                 await self._leave("the learner closed the group")
+
+    async def _look_at_join(self) -> list[WorkerReply]:
+        replies = await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)
+        self.totals.num_strangers = sum(reply.num_strangers for reply in replies)
+        return replies
 
     def _check_ranks(self, call: InitCommunicatorCall) -> None:
         num_workers = self._config.world_size

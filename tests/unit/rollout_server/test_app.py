@@ -622,6 +622,9 @@ def test_score() -> None:
 
 def test_metrics_count() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.replies["sync_poll_join"] = lambda: WorkerReply(num_strangers=3)
+        await open_group(http)
+        assert "rollout_group_strangers 3.0" in (await http.get("/metrics/")).text
         await http.post("/infer/", json={"infer_requests": [request("a"), request("b")]})
         await http.post("/infer/", json={"infer_requests": [request("fail")]})
         text = (await http.get("/metrics/")).text
