@@ -10,7 +10,8 @@ Invariants:
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
 - nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
-- caches are empty, and nothing else runs, when the canary is scored.
+- caches are empty, and nothing else runs, when the canary is scored;
+- no weights answer with NaN that others have left in the KV cache.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import WaitingGate
 from shared.aio import gather
-from shared.errors import CanaryError, CommunicatorError, DeadlineError, ProjectError, RequestError, SyncError
+from shared.errors import (
+    CanaryError,
+    CommunicatorError,
+    DeadlineError,
+    NotFiniteError,
+    ProjectError,
+    RequestError,
+    SyncError,
+)
 from shared.sync.buckets import num_bucket_bytes
 from shared.wire import (
     BUCKETS,
@@ -81,8 +90,7 @@ class WeightUpdates:
             self._gate.close_group()
             try:
                 await self._engine.on_workers("sync_join", call.model_dump_json(), self._config.group_host)
-                while not _all_done(replies := await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)):
-                    self.totals.num_strangers = sum(reply.num_strangers for reply in replies)
+                while not _all_done(await self._look_at_join()):
                     await asyncio.sleep(_JOIN_PAUSE_S)
             except BaseException:
                 await self._leave("the group could not be joined")
@@ -105,13 +113,15 @@ class WeightUpdates:
             )
         async with self._alone():
             start = time.monotonic()
+            # What was served before was not checked by any canary.
+            clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
             try:
                 async with self._waiting_gate.update(
                     call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
                 ) as outcome:
                     drained = time.monotonic()
                     try:
-                        loaded, scores = await update_weights(self._engine, call)
+                        loaded, scores = await update_weights(self._engine, call, clear_cache=clear_cache)
                         outcome.weights = self._weights(call, loaded)
                         if not call.base_of_adapter:
                             check_canary(await self._expectation(call, drained + call.timeout_s), scores)
@@ -159,6 +169,11 @@ class WeightUpdates:
             async with self._alone():
                 self._gate.close_group()
                 await self._leave("the learner closed the group")
+
+    async def _look_at_join(self) -> list[WorkerReply]:
+        replies = await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)
+        self.totals.num_strangers = sum(reply.num_strangers for reply in replies)
+        return replies
 
     def _check_ranks(self, call: InitCommunicatorCall) -> None:
         num_workers = self._config.world_size
@@ -218,22 +233,31 @@ class WeightUpdates:
             self._under_way.cancel(because)
 
 
-async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply]:
-    """Receive, load and score: a worker's last reply, and the canary's scores. The caller holds the
-    gate, and leaves the group if this raises. Raises what the workers, the media rules and the engine raise.
+async def update_weights(
+    engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
+) -> tuple[WorkerReply, ScoreReply]:
+    """Receive, load and score: a worker's last reply, and the canary's scores.
+
+    The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
+    engine raise.
 
     The engine does one thing after the other, so the next call is made before the last one has answered. Caches are
     reset right after the receiving has begun. If the model can run while it is loaded, the canary's requests are
     already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
     answers belong to some weights in between: they are thrown away and made again.
+
+    Weights that are not finite leave NaN in the KV cache. There it spoils answers of later weights, because attention
+    also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
+    cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
     """
     rest = call.model_copy(update={"buckets": [], "canary": []})
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     calls: list[Coroutine[Any, Any, Any]] = [
         engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
         engine.reset_caches(),
+        *([engine.on_workers("sync_clear_cache")] if clear_cache else []),
     ]
-    started, _ = await gather(calls)
+    started, *_ = await gather(calls)
     if all(reply.runs_meanwhile for reply in started):
         quick = await _load_and_score(engine, call)
         if quick is not None:
@@ -241,14 +265,23 @@ async def update_weights(engine: Engine, call: UpdateWeightsCall) -> tuple[Worke
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
     await engine.reset_caches()
-    return replies[0], await score(engine, call.canary, call.ver)
+    return replies[0], await _score(engine, call)
+
+
+async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
+    """The canary's scores. Raises NotFiniteError if it is the weights that are not finite."""
+    try:
+        return await score(engine, call.canary, call.ver)
+    except NotFiniteError:
+        await gather([engine.on_workers("sync_clear_cache"), engine.reset_caches()])
+        return await score(engine, call.canary, call.ver)
 
 
 async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
     """None if loading takes longer than a slice."""
     loading = asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S))
     await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
-    scoring = asyncio.create_task(score(engine, call.canary, call.ver))
+    scoring = asyncio.create_task(_score(engine, call))
     try:
         replies = await loading
         return (replies[0], await scoring) if _all_done(replies) else None

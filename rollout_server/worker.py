@@ -111,6 +111,12 @@ class SyncWorker:
         return self._sync_receiving.advance(slice_s)
 
     @_answering
+    def sync_clear_cache(self) -> WorkerReply:
+        """Empty the KV cache's memory, while nothing is generated."""
+        _clear(self.model_runner.kv_caches)
+        return WorkerReply()
+
+    @_answering
     def sync_ping(self) -> WorkerReply:
         """Whether anybody is there."""
         return WorkerReply()
@@ -149,6 +155,16 @@ class SyncWorker:
                 operation.result().abort()
             except ProjectError:  # the group was never whole
                 return
+
+
+def _clear(kept: Any) -> None:
+    if isinstance(kept, torch.Tensor):
+        # Without a GPU most of it was never touched, and takes no memory until it is written.
+        if kept.is_cuda or not torch.isfinite(kept.sum(dtype=torch.float32)):
+            kept.zero_()
+    else:
+        for one in kept:
+            _clear(one)
 
 
 @functools.lru_cache(maxsize=2)

@@ -88,8 +88,8 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """If rollouts run ahead: waiting packs per rank, the age of learned packs in versions and updates, and how many were
-    dropped."""
+    """If rollouts run ahead: waiting packs per rank, how many versions and updates old the learned ones were, and how
+    many were dropped."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]

@@ -180,6 +180,7 @@ class _Door:
         try:
             link, _ = self._listener.accept()
         except OSError:  # gone already, or no descriptor is left
+            time.sleep(_POLL_S)
             return
         link.setblocking(False)
         guest = _Guest(link, secrets.token_bytes(_RANDOM_BYTES), time.monotonic() + HELLO_S)

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ import httpx
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from deploy.demo import model as demo_model
@@ -465,6 +467,34 @@ def test_a_stopped_engine_is_noticed(folder: Path, tmp_path: Path) -> None:
             assert time.monotonic() - begin < 20
             time.sleep(0.1)
         assert http.post("/infer/", json=body).status_code == 200
+
+
+def test_an_honest_sync_heals_whatever_nan_weights_have_left(folder: Path, tmp_path: Path) -> None:
+    """They leave NaN in the KV cache, whose unused places attention reads too: nothing times NaN is NaN."""
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / "model", broken)
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
+    save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file, metadata={"format": "pt"})
+    with running_server({"model": str(broken), "max_model_len": 512, "max_num_seqs": 8}, tmp_path) as server:
+        learner = Learner(folder / "model", server)
+        for weights_are_nan in ("at the start", "in a sync"):
+            if weights_are_nan == "in a sync":
+                nan = learner.tensors() | {name: torch.full_like(tensors[name], float("nan"))}
+                assert learner.join().status_code == 200
+                assert learner.sync(nan).json()["error"] == "NotFiniteError"
+                assert learner.infer([{"messages": TEXT}]).status_code == 503
+            else:
+                assert learner.infer([{"messages": TEXT}] * 30, max_tokens=100).status_code == 200
+            assert learner.join().status_code == 200
+            healed = learner.sync(learner.tensors())
+            assert healed.status_code == 200, healed.text
+            assert all(learner.ids(TEXT) == learner.generate(TEXT) for _ in range(3))
+            many = learner.infer([{"messages": TEXT}] * 30, max_tokens=100)
+            assert len({tuple(output["response_token_ids"]) for output in many.json()}) == 1
+        learner.leave()
+        learner.http.close()
 
 
 def test_calls_and_updates_take_turns(learner: Learner) -> None:

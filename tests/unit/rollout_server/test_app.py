@@ -413,7 +413,7 @@ def test_one_call_is_one_update() -> None:
         assert (joined.incarnation, joined.group_port, joined.first_rank, joined.world_size) == ("a", 1234, 0, 5)
         reply = await push(http, update(ver=4))
         assert (reply.status_code, reply.json()["ver"], engine.num_resets) == (200, 4, 1)
-        assert engine.called()[-2:] == ["sync_start", "sync_poll"]
+        assert engine.called()[-3:] == ["sync_start", "sync_clear_cache", "sync_poll"]
         status = (await http.get("/status/")).json()
         assert (status["gate"], status["ver"], status["incarnation"]) == ("serving", 4, "a")
         assert error(await push(http, update("b", 5))) == (500, "SyncError")
@@ -675,6 +675,33 @@ def test_weights_that_give_no_finite_probabilities_poison_by_themselves() -> Non
     serve(check)
 
 
+def test_nan_that_other_weights_have_left_in_the_cache_is_no_verdict() -> None:
+    """The cache is cleared after weights that nobody had checked, and where a canary says NaN, once."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        def clear() -> WorkerReply:
+            engine.logprob = -0.5
+            return WorkerReply()
+
+        async def cleared(ver: int, logprob: float) -> tuple[int, int]:
+            engine.logprob = logprob
+            before = engine.called().count("sync_clear_cache")
+            status = (await push(http, update(ver=ver))).status_code
+            return status, engine.called().count("sync_clear_cache") - before
+
+        await open_group(http)
+        engine.replies["sync_clear_cache"] = clear
+        assert await cleared(1, float("nan")) == (200, 1)  # the checkpoint's may be anything
+        assert await cleared(2, -0.5) == (200, 0)
+        assert await cleared(3, float("nan")) == (200, 1)
+        del engine.replies["sync_clear_cache"]
+        assert await cleared(4, float("nan")) == (502, 1)  # it is the weights
+        await open_group(http)
+        assert await cleared(4, -0.5) == (200, 1)
+
+    serve(check)
+
+
 def test_a_new_learner_ends_what_the_old_one_had_under_way() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
@@ -715,6 +742,9 @@ def test_score() -> None:
 
 def test_metrics_count() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.replies["sync_poll_join"] = lambda: WorkerReply(num_strangers=3)
+        await open_group(http)
+        assert "rollout_group_strangers 3.0" in (await http.get("/metrics/")).text
         await http.post("/infer/", json={"infer_requests": [request("a"), request("b")]})
         await http.post("/infer/", json={"infer_requests": [request("fail")]})
         text = (await http.get("/metrics/")).text
