@@ -50,18 +50,18 @@ def _steps(metrics: Path) -> int:
 
 def claim_output_dir(config: RunConfig, ranks: Ranks) -> None:
     """The two below, before any rank writes: rank 0 looks and removes, and all ranks fail alike. Collective."""
-    found: list[str] | ConfigError = []
+    outcome: tuple[list[str], ConfigError | None] = ([], None)
     if ranks.is_main:
         try:
             check_output_dir(config)
-            found = clear_output_dir(config)
+            outcome = (clear_output_dir(config), None)
         except ConfigError as error:
-            found = error
-    found = ranks.broadcast_object(found)
-    if isinstance(found, ConfigError):
-        raise found
-    if found and ranks.is_main:
-        print(f"training.overwrite: removed from {config.training.output_dir}: {', '.join(found)}", flush=True)
+            outcome = ([], error)
+    removed, failure = ranks.broadcast_object(outcome)
+    if failure is not None:
+        raise failure
+    if removed and ranks.is_main:
+        print(f"training.overwrite: removed from {config.training.output_dir}: {', '.join(removed)}", flush=True)
 
 
 def check_output_dir(config: RunConfig) -> None:
