@@ -198,7 +198,12 @@ def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None
 def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RunData:
     """Training samples, and those to evaluate on: `data.test`, else `data.val`. Raises DataError with file and line."""
     data, training, geometry = config.data, config.training, config.task.geometry
-    limit = RowLimit(encoder=encoder, task=task, max_tokens=config.global_max_length)
+    limit = RowLimit(
+        encoder=encoder,
+        task=task,
+        max_tokens=config.global_max_length,
+        max_new_tokens=config.rollout_matching.decoding.max_new_tokens if learns_rollouts(config) else 0,
+    )
     train = load_split(data, data.train, task, geometry=geometry, too_long=limit)
     bad = {"train": train.bad.summary()}
     path = data.test or data.val

@@ -69,7 +69,7 @@ IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
 AHEAD: Mapping[str, Any] = {**IN_STEP, "async_actor_learner": {"enabled": True}}
 COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "recall")
 PROBE_STEPS = 60
-EVALUATIONS, EVALUATION_S = 5, 10.0  # in stage 1: how many, and what one takes at most
+EVALUATIONS, EVALUATION_S = 4, 10.0  # in stage 1: how many, and what one takes at most
 REPORT_S = 8.0  # for stopping what runs, and for the report
 
 
@@ -150,7 +150,7 @@ def main(
     stage1_steps: Annotated[int | None, typer.Option(min=1, help="Default: as many as fit the minutes.")] = None,
     stage1_batch: Annotated[int, typer.Option(min=1)] = 64,
     stage1_minutes: Annotated[float, typer.Option(help="Stage 1 ends then, with the best that it has.")] = 6.0,
-    augmented: Annotated[int, typer.Option(min=1, help="Augmented images for stage 1.")] = 16_000,
+    augmented: Annotated[int, typer.Option(min=1, help="Augmented images for stage 1.")] = 12_000,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a method.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Photographs of a step.")] = 32,
     learning_rate: Annotated[float, typer.Option(help="Peak, of the methods.")] = 1e-4,

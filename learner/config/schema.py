@@ -83,7 +83,10 @@ class BadRecordConfig(Section):
         "an image of another size than the annotation says (upright, by its EXIF orientation)", "error", req="R41"
     )
     too_long: Literal["error", "drop"] = key(
-        "a training sample whose prompt and labels are longer than `global_max_length`", "error", req="R41"
+        "a training sample that may become longer than `global_max_length`: prompt, labels and, where rollouts are "
+        "learned, `max_new_tokens`",
+        "error",
+        req="R41",
     )
 
 

@@ -11,7 +11,7 @@ it. `BadRecords` keeps the first errors and counts all of them, so that a user s
     unknown_class    an object whose class the annotations do not name
     image_missing    an image that is missing or can't be read
     image_size       an image of another size than the annotation says
-    too_long         prompt and labels do not fit a packed row
+    too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
 """
 
@@ -270,7 +270,7 @@ class SampleMaker:
         found = self.too_long(sample) if self.too_long else None
         if found is None:
             return True
-        remedy = "raise global_max_length, or lower model.max_pixels"
+        remedy = "raise global_max_length, or lower model.max_pixels or max_new_tokens"
         error = place.error("too long for a packed row", found=found, wanted="at most global_max_length", remedy=remedy)
         self.bad.meet("too_long", error)
         return False

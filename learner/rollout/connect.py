@@ -7,7 +7,7 @@ reported before the first step. Whoever calls closes them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -96,7 +96,8 @@ def connect_sync(
     if isinstance(backend, ColocateBackend):
         delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
     else:
-        check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=items[0], ranks=ranks)
+        for probe in (items[0], *(_probe(sample, policy) for sample in extremes(samples))):
+            check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=probe, ranks=ranks)
         sync_ranks: SyncRanks = ranks
         if policy.is_sharded:  # all ranks do what rank 0 needs of the weights
             sync_ranks = sharded = ShardedRanks(ranks, bucket_bytes=vllm.sync.bucket_bytes)
@@ -130,6 +131,22 @@ def _colocate(
 
 def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:
     return policy.adapter_weights() if sync_mode(config) == "adapter" else None
+
+
+def extremes(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with the fewest and the most pixels. Their prompts differ if the two sides have other limits
+    (`min_pixels`, `max_pixels`) that any sample meets."""
+    pictured = [sample for sample in samples if sample.images]
+    if not pictured:
+        return []
+    return [choose(pictured, key=lambda sample: sample.width * sample.height) for choose in (min, max)]
+
+
+def _probe(sample: Sample, policy: Policy) -> CanaryItem:
+    """A sample's prompt, with the shortest answer."""
+    return CanaryItem(
+        sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=(policy.tokenizer.eos_token_id,)
+    )
 
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:

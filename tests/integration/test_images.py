@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +19,11 @@ from PIL import Image
 
 from learner.data.prompt import PromptEncoder
 from learner.records import Sample
+from shared.addresses import free_port
+from shared.config.parse import dump_yaml
 from shared.wire import RolloutInferRequest
 from tests.models import build_qwen3_vl
+from tests.runs import events, steps
 from tests.servers import RunningServer, running_server
 
 LIMITS = {"min_pixels": 48 * 48, "max_pixels": 64 * 64}
@@ -79,3 +85,35 @@ def test_prompts_are_equal_under_limits_of_pixels(server: RunningServer, folder:
         lengths[name] = (len(ours.encode(one).token_ids), len(without.encode(one).token_ids))
     assert lengths["large"][0] < lengths["large"][1]
     assert lengths["tiny"][0] < lengths["tiny"][1]
+
+
+def test_other_limits_on_the_two_sides_are_found_before_the_first_step(server: RunningServer, folder: Path) -> None:
+    """The samples that the canary scores do not meet the limits: the largest image shows them."""
+    objects = [{"desc": "one", "bbox_2d": [1, 1, 30, 30]}]
+    rows = []
+    for side in (64, 64, 128):
+        Image.new("RGB", (side, side)).save(folder / f"{side}.png")
+        turn = {"role": "user", "content": "<image>name every digit"}
+        row = {"messages": [turn], "images": [f"{side}.png"], "objects": objects, "width": side, "height": side}
+        rows.append(json.dumps(row) + "\n")
+    (folder / "train.jsonl").write_text("".join(rows))
+    entry = {"base_url": server.base_url, "group_port": free_port()}
+    vllm = {"mode": "server", "server": {"servers": [entry]}, "sync": {"canary_samples": 1}}
+    config = {
+        "model": {"path": str(folder / "model")},
+        "data": {"train": str(folder / "train.jsonl")},
+        "training": {"output_dir": str(folder / "run"), "max_steps": 1},
+        "custom": {
+            "trainer_variant": "rollout_matching_sft",
+            "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 8}}},
+        },
+        "global_max_length": 1024,
+    }
+    (folder / "run.yaml").write_text(dump_yaml(config))
+    command = [sys.executable, "-m", "learner", "--config", str(folder / "run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0
+    assert "PromptMismatchError" in done.stderr
+    assert "model.max_pixels" in done.stderr
+    assert steps(folder / "run") == []
+    assert events(folder / "run", "sync") == []

@@ -243,7 +243,7 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
             "logging": {"tensorboard": False, "progress_bar": False},
             "custom": {
                 "trainer_variant": variant,
-                "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 64}, **rollouts}},
+                "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 16}, **rollouts}},
             },
             "global_max_length": length,
         }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from learner.build import load_data
-from learner.config.schema import TaskConfig
+from learner.config.schema import RunConfig, TaskConfig
 from learner.data.lengths import RowLimit
 from learner.data.prompt import PromptEncoder
 from learner.records import DetectionObject
@@ -78,3 +78,35 @@ def test_a_run_is_refused_before_its_first_step_or_leaves_out_what_is_too_long(t
     strict = short.model_copy(update={"data": config.data.model_copy(update={"on_bad_record": "error"})})
     with pytest.raises(DataError, match=r"train\.jsonl, line 2: too long.*20 objects.*global_max_length"):
         load_data(strict, task, encoder)
+
+
+def test_a_rollout_with_all_objects_appended_is_counted_where_rollouts_are_learned(tiny_vlm: Path) -> None:
+    """The worst case of a step: nothing of the longest answer was right, and it is kept whole."""
+    encoder = PromptEncoder.load(str(tiny_vlm))
+    task = DetectionTask(TaskConfig(), encoder.tokenizer)
+    objects = tuple(DetectionObject(desc="cat", kind="bbox_2d", bins=(i, i, 900, 999)) for i in range(3))
+    one = replace(sample([image(128, 128)]), objects=objects)
+    length = encoder.num_tokens(one) + len(ground_truth_target(one, task, encoder.tokenizer).token_ids) + 100
+    assert RowLimit(encoder=encoder, task=task, max_tokens=length, max_new_tokens=100)(one) is None
+    told = RowLimit(encoder=encoder, task=task, max_tokens=length - 1, max_new_tokens=100)(one)
+    assert told is not None
+    assert f"{length} tokens" in told
+    assert "max_new_tokens" in told
+
+
+def test_only_runs_that_learn_rollouts_count_them(tiny_vlm: Path, tmp_path: Path) -> None:
+    draw(tmp_path, "1.png", size=(128, 128))
+    row = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["1.png"], "width": 128, "height": 128}
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps({**row, "objects": [{"desc": "cat", "bbox_2d": [1, 1, 99, 99]}]}) + "\n")
+    config, _ = make_run(train=str(file))
+    encoder = PromptEncoder.load(str(tiny_vlm))
+    task = DetectionTask(config.task, encoder.tokenizer)
+
+    def run(variant: str) -> RunConfig:
+        custom = config.custom.model_copy(update={"trainer_variant": variant})
+        return config.model_copy(update={"custom": custom, "global_max_length": 513})
+
+    assert len(load_data(run("sft"), task, encoder).train) == 1
+    with pytest.raises(DataError, match="max_new_tokens"):
+        load_data(run("rollout_matching_sft"), task, encoder)
