@@ -178,7 +178,7 @@ def faulty_learner(config: Path, num_syncs: int, out: Path, head_flag: Path, lor
 @app.command("server", hidden=True)
 def faulty_server(config: Path, head_flag: Path) -> None:
     """The server itself. While `head_flag` exists, its engine keeps the output head's packed copy as it was."""
-    from rollout_server.__main__ import main as server
+    from rollout_server.__main__ import serve
 
     close = WeightLoad.close
 
@@ -198,7 +198,7 @@ def faulty_server(config: Path, head_flag: Path) -> None:
                 head.quant_method.process_weights_after_loading = process
 
     WeightLoad.close = close_without_head  # type: ignore[method-assign]
-    server(config, False)
+    serve(config)
 
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
