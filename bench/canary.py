@@ -49,7 +49,7 @@ from shared.sync.loading import WeightLoad
 
 Change = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]  # name, as trained, as it was at the first sync
 HEAD_FAULT = "tied head stale"
-RUN_TIMEOUT_S = 560.0
+RUN_TIMEOUT_S = 1800.0
 _THE_FIRST = "everything stale"
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -178,7 +178,7 @@ def faulty_learner(config: Path, num_syncs: int, out: Path, head_flag: Path, lor
 @app.command("server", hidden=True)
 def faulty_server(config: Path, head_flag: Path) -> None:
     """The server itself. While `head_flag` exists, its engine keeps the output head's packed copy as it was."""
-    from rollout_server.__main__ import main as server
+    from rollout_server.__main__ import serve
 
     close = WeightLoad.close
 
@@ -198,7 +198,7 @@ def faulty_server(config: Path, head_flag: Path) -> None:
                 head.quant_method.process_weights_after_loading = process
 
     WeightLoad.close = close_without_head  # type: ignore[assignment, method-assign]
-    server(config, False)
+    serve(config)
 
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------------

@@ -27,14 +27,18 @@ INTRO = """\
 
 Made by `make docs` from the schema, so do not edit it. A test compares the two.
 
-One YAML file describes a run. `python -m learner --config FILE --check [--world-size W] [--probe]` finds
+One YAML file describes a run. `rollout-learner check --config FILE [--world-size W] [--probe]` finds
 every mistake without a GPU, a model or a server, and prints the resolved plan as JSON.
-`python -m rollout_server --config FILE --check` does the same for a server. Both exit with 2 if something is wrong.
+`rollout-server --config FILE --check` does the same for a server. Both exit with 2 if something is wrong. In a clone,
+`python -m learner` and `python -m rollout_server` are the same programs.
 
 - **Composition.** `base: other.yaml` (or a list) at the top names other files, relative to this one. Later files win,
   and the file itself wins over its bases. Mappings merge key by key; everything else is replaced.
 - **Environment.** `${NAME}` inside a string is that variable's text, and stays a string; `$${` is a literal `${`.
   The variable's value is written into the run directory, so do not use it for secrets.
+- **Command line.** `rollout-learner train --config FILE training.learning_rate=1e-5 data.shuffle=false` sets keys over
+  the file: the whole path (`a.b`, `list[0].c`), then a value in YAML. It is checked like the file, and is part of the
+  resolved `config.yaml` in the run directory. `rollout-server` takes its keys in the same way.
 - **Paths** are relative to the working directory (those of `base:` to the file).
 - **Types** are strict: `true` and `false` are the only booleans, `3.0` is not an integer, `1e-4` is a number. A key
   may occur once, and unknown keys are refused.

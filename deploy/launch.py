@@ -1,4 +1,5 @@
-"""Start rollout servers and the learner together, each on its devices: `python -m deploy.launch --config launch.yaml`.
+"""Start rollout servers and the learner together, each on its devices: `rollout-launch --config launch.yaml`, or
+`python -m deploy.launch`, which is the same.
 
     servers:                                   # all must be ready before the learner starts
       - {config: server.yaml, devices: [0, 1, 2]}
@@ -12,7 +13,6 @@ server ends while the learner runs, the run ends. Whatever happens, no started p
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -26,9 +26,10 @@ from types import FrameType
 from typing import Annotated
 
 import httpx
+import typer
 from pydantic import Field
 
-from deploy.torchrun import exit_code
+from deploy.torchrun import exit_code, without_working_directory
 from learner.config.load import load_config
 from rollout_server.config import ServerConfig, load_server_config
 from shared.config.model import ConfigErrors, Mistake, Section, key
@@ -99,7 +100,7 @@ class Processes:
     def start(
         self, name: str, argv: Sequence[str], *, devices: Sequence[int | str] = (), log: Path | None = None
     ) -> Process:
-        env = dict(os.environ)
+        env = os.environ | without_working_directory(os.environ)
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         else:
@@ -282,12 +283,23 @@ def launch(config: LaunchConfig) -> int:
         return exit_code(code)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Start rollout servers and the learner together.")
-    parser.add_argument("--config", required=True, help="launch.yaml")
-    args = parser.parse_args(argv)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="rollout-launch")
+
+
+@app.command(epilog="Other programs: rollout-server, rollout-learner.")
+def start(config: Annotated[str, typer.Option(help="launch.yaml")]) -> None:
+    """Start rollout servers and the learner together, each on its devices, and stop them at the end."""
+    raise typer.Exit(_run(config))
+
+
+def _run(config_path: str) -> int:
     try:
-        return launch(load_launch_config(args.config))
+        return launch(load_launch_config(config_path))
     except KeyboardInterrupt as stopped:
         signum = stopped.args[0] if stopped.args else signal.SIGINT
         print(f"[launch] stopped by {signal.Signals(signum).name}", file=sys.stderr)
@@ -301,4 +313,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,32 +11,40 @@ This is `torch.distributed.run --standalone` in this process. For several nodes 
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 # Longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of `deploy.launch`,
 # whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
 SHUTDOWN_TIMEOUT_S = 28
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ranks to their end; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="deploy.torchrun", description="Run the ranks of one machine.")
-    parser.add_argument("--nproc", type=int, default=1, help="number of ranks")
-    parser.add_argument("command", nargs="+", help="after `--`: -m MODULE or SCRIPT, and its arguments")
-    args = parser.parse_args(argv)
-    if args.nproc < 1:
-        parser.error(f"--nproc: found {args.nproc}, wanted 1 or more")
-    return run_ranks(args.nproc, args.command)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def main(
+    command: Annotated[list[str], typer.Argument(help="After `--`: -m MODULE or SCRIPT, and its arguments.")],
+    nproc: Annotated[int, typer.Option(help="Number of ranks.")] = 1,
+) -> None:
+    """Run the ranks of one machine to their end."""
+    if nproc < 1:
+        raise typer.BadParameter(f"found {nproc}, wanted 1 or more", param_hint="--nproc")
+    raise typer.Exit(run_ranks(nproc, command))
 
 
 def run_ranks(nproc: int, command: Sequence[str]) -> int:
     """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    if command[:1] == ["-m"]:
+        os.environ |= without_working_directory(os.environ)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -54,6 +62,20 @@ def run_ranks(nproc: int, command: Sequence[str]) -> int:
     return 0
 
 
+def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables for a Python process that runs one of our modules with `-m`.
+
+    Without them Python looks for modules in the working directory first, and a folder `shared`, `deploy` or `learner`
+    there hides ours. In a clone, the clone is named instead, because its packages may not be installed.
+    """
+    root = Path(__file__).resolve().parents[1]
+    safe = {"PYTHONSAFEPATH": "1"}
+    if not (root / "pyproject.toml").exists():
+        return safe
+    others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(root)]
+    return safe | {"PYTHONPATH": os.pathsep.join([str(root), *others])}
+
+
 def exit_code(returncode: int) -> int:
     """A shell's exit code for a `Popen.returncode`: 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode
@@ -67,4 +89,4 @@ def describe(returncode: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app(prog_name="deploy.torchrun")

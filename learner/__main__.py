@@ -1,87 +1,201 @@
-"""The learner's command line.
+"""The learner's command line: `rollout-learner`, and `python -m learner`, which is the same.
 
-    torchrun -m learner --config run.yaml                        train
-    python -m learner --config run.yaml                          train, one rank
-    python -m learner --config run.yaml --check [--probe]        validate; print the resolved plan as JSON
-    python -m learner doctor --config run.yaml [--launch F]      check what usually goes wrong before a run
-    python -m learner export --checkpoint DIR --out DIR          write a checkpoint's merged weights, ready to serve
+    rollout-learner train --config run.yaml [KEY=VALUE ...]      train, one rank
+    torchrun --no-python rollout-learner train --config run.yaml train, torchrun's ranks
+    rollout-learner check --config run.yaml [--probe]            validate; print the resolved plan as JSON
+    rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
+    rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
+    rollout-learner report RUN_DIR                               write a run's report as one HTML page
+
+`train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
 Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. A user error is one message
-without a traceback; a bug keeps its traceback. `--check` imports neither torch nor transformers.
+without a traceback; a bug keeps its traceback. `--help` and `check` import neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
 from shared.errors import CollectiveError, ProjectError
+from shared.packages import missing_package
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
+PROGRAM = "rollout-learner"
+COMMANDS = ("train", "check", "doctor", "export", "report")
+OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
+GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+
+ConfigOption = Annotated[str, typer.Option("--config", help="The run's YAML file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys to set over the file, such as training.learning_rate=1e-5."),
+]
+Probe = Annotated[bool, typer.Option("--probe", help="Ask the rollout servers too.")]
+WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of learner ranks.")]
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments and arguments[0].startswith("-") and arguments[0].split("=")[0] not in GROUP_OPTIONS:
+        arguments.insert(0, "train")
     try:
-        if arguments[:1] == ["export"]:
-            return _export(arguments[1:])
-        if arguments[:1] == ["doctor"]:
-            from learner.doctor.command import doctor
-
-            return doctor(arguments[1:], os.environ)
-        return _train_or_check(arguments)
-    except ProjectError as error:
-        rank = os.environ.get("RANK")
-        print(f"error{f' (rank {rank})' if rank else ''}: {type(error).__name__}: {error}", file=sys.stderr)
-        if isinstance(error, CollectiveError):
-            time.sleep(CAUSE_GRACE_S)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        app(arguments, prog_name=PROGRAM)
+    except SystemExit as ended:  # how typer ends, also after a wrong option
+        return int(ended.code or 0)
+    return 0
 
 
-def _train_or_check(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="learner", description="Train on the policy's own rollouts.")
-    parser.add_argument("--config", required=True, help="run.yaml")
-    parser.add_argument("--check", action="store_true", help="validate, print the resolved plan as JSON, and stop")
-    parser.add_argument("--probe", action="store_true", help="with --check: ask the rollout servers too")
-    parser.add_argument("--world-size", type=int, help="with --check: number of learner ranks")
-    args = parser.parse_args(arguments)
-    if args.check:
-        from learner.config.check import run_check
+@app.callback()
+def _group() -> None:
+    """Post-train vision-language models on their own rollouts. Other programs: rollout-server, rollout-launch."""
 
-        return run_check(args.config, world_size=args.world_size, probe=args.probe, read_data=True)
-    if args.probe or args.world_size is not None:
-        parser.error("--probe and --world-size go with --check")
+
+@app.command(epilog=OTHERS)
+def train(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    check: Annotated[bool, typer.Option("--check", help="The same as the command `check`.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="With --check: ask the rollout servers too.")] = False,
+    world_size: Annotated[int | None, typer.Option("--world-size", help="With --check: number of ranks.")] = None,
+) -> None:
+    """Train. This process is one rank; torchrun starts several."""
+    if not check and (probe or world_size is not None):
+        raise typer.BadParameter("--probe and --world-size go with --check")
+    if check:
+        _end(lambda: _check(config, overrides or (), probe, world_size))
+    _end(lambda: _train(config, overrides or ()))
+
+
+@app.command(epilog=OTHERS)
+def check(
+    config: ConfigOption, overrides: Overrides = None, probe: Probe = False, world_size: WorldSize = None
+) -> None:
+    """Check a configuration and its data.
+
+    Prints every mistake, or the resolved plan as JSON. Starts nothing.
+    """
+    _end(lambda: _check(config, overrides or (), probe, world_size))
+
+
+@app.command(epilog=OTHERS)
+def doctor(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    launch: Annotated[str | None, typer.Option(help="launch.yaml: check the devices of servers and learner.")] = None,
+    world_size: Annotated[int, typer.Option(help="Number of learner ranks.")] = 1,
+) -> None:
+    """Check what usually goes wrong before a run.
+
+    Libraries, devices, ports, disk, annotations, servers: one line per check. Exit code 1 if one failed.
+    """
+
+    def work() -> int:
+        from learner.doctor.command import doctor
+
+        return doctor(config, overrides or (), launch=launch, world_size=world_size, environment=os.environ)
+
+    _end(work)
+
+
+@app.command(epilog=OTHERS)
+def export(
+    checkpoint: Annotated[str, typer.Option(help="A checkpoint-STEP folder.")],
+    out: Annotated[str, typer.Option(help="The folder to write.")],
+    dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
+) -> None:
+    """Make a checkpoint a model to serve, its adapters merged."""
+
+    def work() -> int:
+        from learner.build import export
+
+        return export(checkpoint, out, dtype.value)
+
+    _end(work)
+
+
+@app.command(epilog=OTHERS)
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="A run, or a folder of runs.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write; default: RUN_DIR/report.html.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Another run, shown beside it.")] = None,
+) -> None:
+    """Write a run's report as one HTML page."""
+
+    def work() -> int:
+        from learner.report.__main__ import write_report
+
+        print(write_report(run_dir, out=out, compare=compare))
+        return 0
+
+    _end(work)
+
+
+def _check(config: str, overrides: Sequence[str], probe: bool, world_size: int | None) -> int:
+    from learner.config.check import run_check
+
+    return run_check(config, world_size=world_size, probe=probe, read_data=True, overrides=overrides)
+
+
+def _train(config_path: str, overrides: Sequence[str]) -> int:
     from learner.config.load import load_config
     from learner.config.rules import colocates
 
     # A wrong configuration is reported before torch is loaded.
-    config = load_config(args.config, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
         prepare_for_vllm(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
     from learner.build import train
 
-    return train(args.config, environment=os.environ)
+    return train(config, environment=os.environ)
 
 
-def _export(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="learner export", description="Write a checkpoint's merged weights.")
-    parser.add_argument("--checkpoint", required=True, help="a checkpoint-STEP folder")
-    parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    args = parser.parse_args(arguments)
-    from learner.build import export
+def _end(work: Callable[[], int]) -> None:
+    """Do the work of a command and end with its exit code. Nothing else is raised: typer would say "Aborted" for some
+    errors, and hide where they come from."""
+    try:
+        code = work()
+    except ProjectError as error:
+        code = _tell(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    except Exception as error:
+        if isinstance(error, ImportError) and (known := missing_package(error)):
+            code = _tell(known)
+        else:
+            traceback.print_exc()
+            code = 1
+    raise typer.Exit(code)
 
-    return export(args.checkpoint, args.out, args.dtype)
+
+def _tell(error: ProjectError) -> int:
+    rank = os.environ.get("RANK")
+    print(f"error{f' (rank {rank})' if rank else ''}: {type(error).__name__}: {error}", file=sys.stderr)
+    if isinstance(error, CollectiveError):
+        time.sleep(CAUSE_GRACE_S)
+    return error.exit_code
 
 
 if __name__ == "__main__":

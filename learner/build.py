@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from learner.config.load import load_config, write_resolved
+from learner.config.load import write_resolved
 from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
@@ -58,11 +58,9 @@ def step_plan(plan: Plan) -> Plan:
     return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
 
 
-def train(config_path: str, *, environment: Mapping[str, str]) -> int:
-    """Run the training that `config_path` describes, as one of torchrun's processes or alone. Returns the exit code."""
-    world_size = int(environment.get("WORLD_SIZE", 1))
-    config = load_config(config_path, world_size=world_size, env=environment)
-    plan = resolve(config, world_size)
+def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
+    """Run the training that `config` describes, as one of torchrun's processes or alone. Returns the exit code."""
+    plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)

@@ -1,4 +1,5 @@
-"""`python -m rollout_server --config server.yaml [--check]`: serve until SIGTERM or Ctrl-C.
+"""`rollout-server --config server.yaml [--check] [KEY=VALUE ...]`: serve until SIGTERM or Ctrl-C. The same as
+`python -m rollout_server`.
 
 Exit codes: 0 after a clean stop, 1 if the engine died, 2 for a user's mistake. `--check` prints the resolved
 configuration as one JSON object, and imports neither vLLM nor torch. Only this module reads the environment
@@ -15,37 +16,57 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
+from shared.packages import missing_package
 from shared.wire import TOKEN_VARIABLE
 
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
-def main(
+
+def main() -> None:
+    """The console script."""
+    app(prog_name="rollout-server")
+
+
+@app.command(epilog="Other programs: rollout-learner, rollout-launch.")
+def serve(
     config_path: Annotated[Path, typer.Option("--config", help="The server's YAML file.")],
     check: Annotated[
         bool, typer.Option("--check", help="Check the file, print the resolved configuration as JSON.")
     ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to set over the file, such as port=8001.")
+    ] = None,
 ) -> None:
     """Serve rollouts of one model, and take weight syncs."""
     try:
         token = os.environ.get(TOKEN_VARIABLE) or None
-        config = load_server_config(config_path, has_token=token is not None)
+        config = load_server_config(config_path, has_token=token is not None, overrides=overrides or ())
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
             return
         code = _serve(config, token)
     except ProjectError as error:
-        typer.echo(str(error), err=True)
-        sys.exit(error.exit_code)
+        _fail(error)
+    except ImportError as error:
+        _fail(missing_package(error) or error)
     # The engine's processes are gone. vLLM's threads would keep this one for many seconds more.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _fail(error: Exception) -> NoReturn:
+    if not isinstance(error, ProjectError):
+        raise error
+    typer.echo(str(error), err=True)
+    sys.exit(error.exit_code)
 
 
 def resolved(config: ServerConfig) -> dict[str, Any]:
@@ -62,13 +83,13 @@ def _serve(config: ServerConfig, token: str | None) -> int:
     # Until uvicorn takes over. SystemExit lets vLLM clean up.
     signal.signal(signal.SIGTERM, _exit_on_signal)
 
+    from rollout_server import serving
     from rollout_server.engine import VllmEngine
-    from rollout_server.serving import serve
 
     print(f"[rollout_server] loading {config.model}", file=console, flush=True)
     engine = VllmEngine(config)
     try:
-        return asyncio.run(serve(engine, config, token, listener, console))
+        return asyncio.run(serving.serve(engine, config, token, listener, console))
     finally:
         engine.shutdown()
 
@@ -123,4 +144,4 @@ def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

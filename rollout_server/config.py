@@ -5,7 +5,7 @@ The bearer token is not part of it: secrets do not belong in files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -163,11 +163,13 @@ class ServerConfig(Section):
         return not (is_loopback(self.host) and is_loopback(self.group_host))
 
 
-def load_server_config(path: str | Path, *, has_token: bool = True) -> ServerConfig:
+def load_server_config(path: str | Path, *, has_token: bool = True, overrides: Sequence[str] = ()) -> ServerConfig:
     """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
     that other machines can reach is one of them."""
     rules = (_check_hosts, _check_engine_args, _check_roots)
-    return parse(ServerConfig, load_yaml(path), rules=rules if has_token else (*rules, _check_token))
+    return parse(
+        ServerConfig, load_yaml(path, overrides=overrides), rules=rules if has_token else (*rules, _check_token)
+    )
 
 
 def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:

@@ -1,4 +1,4 @@
-"""`python -m learner --config F --check`: every mistake at once, or the resolved plan as one JSON object.
+"""`rollout-learner check --config F`: every mistake at once, or the resolved plan as one JSON object.
 
 A check needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. On the command line
 it also reads the annotation files. With `--probe` it asks each rollout server once, at `/ready/` and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,12 @@ def run_check(
     env: Mapping[str, str] = os.environ,
     *,
     read_data: bool = False,
+    overrides: Sequence[str] = (),
 ) -> int:
     """Print the plan for `world_size` ranks (default 1) to stdout and return 0. If something is wrong, print one line
     per mistake to stderr and return 2. With `read_data` the plan has the number of samples in each split."""
     try:
-        report = _report(path, 1 if world_size is None else world_size, probe, env, read_data)
+        report = _report(path, 1 if world_size is None else world_size, probe, env, read_data, overrides)
     except ConfigErrors as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
@@ -49,13 +50,15 @@ def run_check(
     return 0
 
 
-def _report(path: str, world_size: int, probe: bool, env: Mapping[str, str], read_data: bool) -> dict[str, Any]:
+def _report(
+    path: str, world_size: int, probe: bool, env: Mapping[str, str], read_data: bool, overrides: Sequence[str]
+) -> dict[str, Any]:
     """Raises ConfigErrors: the file's mistakes, or if it has none, those of the data and servers that it names."""
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
-    config = load_config(path, world_size=world_size, env=env)
+    config = load_config(path, world_size=world_size, env=env, overrides=overrides)
     plan = resolve(config, world_size)
     report = plan.to_json()
     mistakes = _output_dir(config)

@@ -9,7 +9,7 @@ are relative to the working directory, those of `base:` to the file that names t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,19 @@ RETIRED: dict[str, tuple[str, str]] = {
 RESOLVED_NAME = "config.yaml"
 
 
-def load_config(path: str | Path, *, world_size: int | None = None, env: Mapping[str, str] = os.environ) -> RunConfig:
-    """The configuration in `path`. With `world_size`, what depends on the number of ranks is checked and derived too.
+def load_config(
+    path: str | Path,
+    *,
+    world_size: int | None = None,
+    env: Mapping[str, str] = os.environ,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """The configuration in `path`, with the command line's `path.to.key=VALUE` laid over it. With `world_size`, what
+    depends on the number of ranks is checked and derived too.
 
     Raises ConfigErrors.
     """
-    return config_of(load_yaml(path, env), world_size=world_size)
+    return config_of(load_yaml(path, env, overrides), world_size=world_size)
 
 
 def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunConfig:

@@ -20,6 +20,7 @@ from learner.records import EncodedPrompt, Sample, VisionInputs
 from shared.errors import ConfigError, DataError, MediaError, PromptMismatchError, RequestError
 from shared.generation import Prompt, limit_pixels, render_messages
 from shared.images import ImageRules, Images
+from shared.packages import missing_package
 
 CONTEXT = 8  # tokens shown around a difference
 
@@ -43,7 +44,8 @@ class PromptEncoder:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
-            raise _load_error(path, str(error).splitlines()[0]) from error
+            missing = missing_package(error) if isinstance(error, ImportError) else None
+            raise missing or _load_error(path, str(error).strip().partition("\n")[0]) from error
         if not (processor or tokenizer).chat_template:
             raise _load_error(path, "no chat template")
         pixels = limit_pixels(processor, min_pixels=min_pixels, max_pixels=max_pixels, keys="model.")

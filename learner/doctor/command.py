@@ -1,4 +1,4 @@
-"""`python -m learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints one line each.
+"""`rollout-learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints one line each.
 
 Works without a running server, and says what it could not check. The exit code is 0 if nothing failed, else 1. If the
 configuration cannot be read, the output is that of `--check`, and the exit code is 2.
@@ -6,7 +6,6 @@ configuration cannot be read, the output is that of `--check`, and the exit code
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,18 +56,19 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 )
 
 
-def doctor(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run all checks and return the exit code. Raises ConfigErrors if the configuration is wrong."""
-    parser = argparse.ArgumentParser(prog="learner doctor", description="Check what usually goes wrong before a run.")
-    parser.add_argument("--config", required=True, help="run.yaml")
-    parser.add_argument("--launch", help="launch.yaml, to check which devices servers and learner get")
-    parser.add_argument("--world-size", type=int, default=1, help="number of learner ranks")
-    args = parser.parse_args(arguments)
+def doctor(
+    config_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    launch: str | None,
+    world_size: int,
+    environment: Mapping[str, str],
+) -> int:
+    """Run all checks for `world_size` ranks and return the exit code. `launch`: the path of launch.yaml, to check the
+    devices of servers and learner too. Raises ConfigErrors if the configuration is wrong."""
     logging.disable(logging.WARNING)  # only the findings are printed, not what libraries log
-    config = load_config(args.config, world_size=args.world_size, env=environment)
-    situation = Situation(
-        config=config, plan=resolve(config, args.world_size), environment=environment, launch_path=args.launch
-    )
+    config = load_config(config_path, world_size=world_size, env=environment, overrides=overrides)
+    situation = Situation(config=config, plan=resolve(config, world_size), environment=environment, launch_path=launch)
     try:
         situation = replace(situation, probe=first_sample(config))
     except ProjectError as error:

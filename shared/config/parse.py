@@ -1,6 +1,7 @@
 """Configuration files of both programs: YAML in, a frozen pydantic model out, or every mistake at once.
 
     document = load_yaml("run.yaml")                       # a dict that knows the line of each key
+    document = load_yaml("run.yaml", overrides=["a.b=1"])  # values of the command line win
     config = parse(RunConfig, document)                    # raises ConfigErrors
     print(dump_yaml(config.model_dump(mode="json")))       # reads back as the same configuration
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,9 +43,12 @@ class Document(dict[str, Any]):
         self.source = source
 
 
-def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ) -> Document:
-    """The file with its bases and variables. Raises ConfigErrors if it is not a YAML mapping at all."""
-    return Document(read_composed(Path(path), env), str(path))
+def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: Sequence[str] = ()) -> Document:
+    """The file with its bases and variables, and `path.to.key=VALUE` overrides laid over it.
+
+    Raises ConfigErrors if it is not a YAML mapping at all.
+    """
+    return Document(read_composed(Path(path), env, overrides), str(path))
 
 
 def parse(

@@ -8,13 +8,16 @@ a configuration can be (this also stops recursive aliases and alias bombs). Noth
 `base: other.yaml` (or a list) names files relative to the file that contains it. They are read first. Later ones win,
 mappings merge key by key, everything else is replaced. `${VAR}` inside a string value becomes the environment
 variable's text and stays a string; `$${` is a literal `${`.
+
+An override is `path.to.key=VALUE` from the command line, VALUE in YAML. It is one more layer over the file: a mapping
+is merged, everything else is replaced. Its place in messages is `COMMAND_LINE`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,10 +198,13 @@ _DOLLAR = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def read_composed(path: Path, env: Mapping[str, str]) -> Parsed:
-    """`path` merged over its bases, with variables filled in. Raises ConfigErrors if a file cannot be read at all."""
+def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] = ()) -> Parsed:
+    """`path` merged over its bases, then the overrides, with variables filled in. Raises ConfigErrors if a file cannot
+    be read at all."""
     reader = _Reader(env)
     merged = reader.read(path, ())
+    for override in overrides:
+        _override(merged, override)
     merged.value = reader.fill(merged.value, (), merged)  # last, because a replaced value needs no variable
     return merged
 
@@ -301,3 +307,63 @@ def _merge(below: Any, above: Any) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: _merge(below.get(key), item) for key, item in above.items()}
     return above
+
+
+# ---- overrides -----------------------------------------------------------------------------------------------------
+
+COMMAND_LINE = "command line"
+_KEY_PATH = re.compile(r"[\w-]+(?:\.[\w-]+|\[[0-9]{1,4}\])*", re.ASCII)
+_KEY_PART = re.compile(r"[\w-]+|\[[0-9]+\]", re.ASCII)
+
+
+class _ValueBuilder(_Builder):
+    """Builds the value of an override."""
+
+    def _place(self, node: yaml.Node) -> str:
+        return COMMAND_LINE
+
+
+def _override(merged: Parsed, text: str) -> None:
+    """Lay `path.to.key=VALUE` over `merged`, in place."""
+    name, equals, value = text.partition("=")
+    if not equals or not _KEY_PATH.fullmatch(name):
+        wanted, remedy = "KEY=VALUE", "write it as training.learning_rate=1e-5, with the key's whole path"
+        merged.mistakes.append(Mistake(path=text, found=show(text), wanted=wanted, remedy=remedy, at=COMMAND_LINE))
+        return
+    path = tuple(int(part[1:-1]) if part.startswith("[") else part for part in _KEY_PART.findall(name))
+    builder = _ValueBuilder(COMMAND_LINE)
+    builder.parsed.lines[dotted(path)] = COMMAND_LINE
+    try:
+        node = _compose(value.encode(errors="surrogateescape"), COMMAND_LINE)
+        above = builder.build(node, path) if node is not None else None
+    except ConfigErrors as error:
+        merged.mistakes += [replace(mistake, path=name, at=COMMAND_LINE) for mistake in error.mistakes]
+        merged.bad.add(path)
+        return
+    try:
+        merged.value = _with_value(merged.value, path, above)
+    except LookupError as error:
+        wanted, remedy = (
+            "an item of the list",
+            f"use an index that exists, or set the whole list: {name.split('[')[0]}=[...]",
+        )
+        found = f"no item {error}"
+        merged.mistakes.append(Mistake(path=name, found=found, wanted=wanted, remedy=remedy, at=COMMAND_LINE))
+        return
+    merged.lines |= builder.parsed.lines
+    merged.mistakes += builder.parsed.mistakes
+    merged.bad |= builder.parsed.bad
+
+
+def _with_value(below: Any, path: KeyPath, value: Any) -> Any:
+    """`below` with `value` merged in at `path`; sections that are missing are made. Raises LookupError with the index
+    if a list has no such item."""
+    if not path:
+        return _merge(below, value)
+    head, *rest = path
+    if isinstance(head, str):
+        section = below if isinstance(below, dict) else {}
+        return section | {head: _with_value(section.get(head), tuple(rest), value)}
+    if not isinstance(below, list) or head >= len(below):
+        raise LookupError(head)
+    return [*below[:head], _with_value(below[head], tuple(rest), value), *below[head + 1 :]]

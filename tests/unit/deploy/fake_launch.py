@@ -69,17 +69,17 @@ def run_fake(name: str, path: str) -> None:
         learner(Path(config["model"]["path"]).name)
 
 
-def main() -> int:
+def main() -> None:
     from deploy import launch
 
     launch.STOP_TIMEOUT_S = 1.0
     launch.server_argv = lambda config: [sys.executable, __file__, "server", config]
     launch.learner_argv = lambda config, nproc: [sys.executable, __file__, "learner", config]
-    return launch.main()
+    launch.main()
 
 
 if __name__ == "__main__":
     if sys.argv[1] in ("server", "learner"):
         run_fake(*sys.argv[1:])
     else:
-        sys.exit(main())
+        main()

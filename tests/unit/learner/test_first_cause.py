@@ -19,11 +19,11 @@ from shared.errors import CollectiveError, DataError, DeadlineError, ProjectErro
 def test_only_a_rank_that_lost_another_waits(
     error: ProjectError, waits: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(arguments: object) -> int:
+    def fail(*arguments: object) -> int:
         raise error
 
     waited: list[float] = []
-    monkeypatch.setattr(command, "_train_or_check", fail)
+    monkeypatch.setattr(command, "_train", fail)
     monkeypatch.setattr(command.time, "sleep", waited.append)
     monkeypatch.setenv("RANK", "0")
     assert command.main(["--config", "run.yaml"]) == error.exit_code

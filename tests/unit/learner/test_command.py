@@ -1,0 +1,124 @@
+"""The learner's command line: commands, the forms without one, overrides, exit codes, missing packages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from learner import __main__ as command
+from learner.__main__ import COMMANDS, main
+from learner.config.load import load_config, write_resolved
+from shared.config.parse import load_yaml, write_yaml
+from shared.packages import INSTALL
+from tests.unit.learner.config.examples import stage2
+
+HEAVY = {"torch", "transformers", "vllm", "numpy", "jinja2"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    write_yaml(tmp_path / "run.yaml", stage2())
+    return str(tmp_path / "run.yaml")
+
+
+def test_every_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], *([name] for name in COMMANDS)):
+        assert main([*arguments, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert [name for name in (*COMMANDS, "rollout-server", "rollout-launch") if name not in shown] == []
+
+
+def test_all_commands_are_listed() -> None:
+    assert {found.name or found.callback.__name__ for found in command.app.registered_commands} == set(COMMANDS)
+
+
+def test_a_mistyped_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"]])
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = f"import sys; from learner.__main__ import main; main({arguments}); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert HEAVY & set(done.stderr.split()) == set()
+
+
+@pytest.mark.parametrize("form", [["check"], ["train", "--check"], ["--check"]])
+def test_a_value_of_the_command_line_is_checked_as_the_files(
+    form: list[str], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from learner.config import check
+
+    monkeypatch.setattr(check, "_samples", lambda config: {})
+    assert main([*form, "--config", config, "training.effective_batch_size=24"]) == 0
+    assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 24
+    assert main([*form, "--config", config, "training.learning_rat=1e-5"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("training.learning_rat: ")
+    assert "(command line)" in shown
+    assert "did you mean training.learning_rate?" in shown
+
+
+def test_a_value_of_the_command_line_is_in_the_resolved_file(config: str, tmp_path: Path) -> None:
+    found = load_config(config, world_size=1, overrides=["training.learning_rate=3e-6"])
+    resolved = load_yaml(write_resolved(found, tmp_path / "run"))
+    assert resolved["training"]["learning_rate"] == 3e-6
+    assert load_config(config, world_size=1).training.learning_rate != 3e-6
+
+
+def test_training_gets_the_values_of_the_command_line(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from learner import build
+
+    got = []
+    monkeypatch.setattr(build, "train", lambda config, *, environment: got.append(config.training.learning_rate) or 7)
+    assert main(["--config", config, "training.learning_rate=3e-6"]) == 7
+    assert got == [3e-6]
+
+
+@pytest.mark.parametrize("package", INSTALL)
+def test_a_missing_package_is_named_with_its_install_line(
+    package: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise ModuleNotFoundError(f"No module named '{package}.part'", name=f"{package}.part")
+
+    monkeypatch.setattr(command, "_train", fail)
+    assert main(["--config", config]) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    assert f"the package {package} is missing" in shown
+    assert "pip install" in shown
+
+
+@pytest.mark.parametrize("error", [EOFError("a pipe"), BrokenPipeError(32, "a pipe"), ImportError("no such name")])
+def test_a_bug_keeps_its_traceback(
+    error: Exception, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(command, "_train", fail)
+    assert main(["--config", config]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_processor_without_torchvision_names_the_package(tmp_path: Path) -> None:
+    """transformers' own message begins with an empty line."""
+    code = (
+        "import importlib.util as util, sys\n"
+        "found = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'torchvision' else found(name, *rest)\n"
+        "from learner.data.prompt import PromptEncoder\n"
+        "from shared.errors import ConfigError\n"
+        "try: PromptEncoder.load('deploy/demo/checkpoint')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert "torchvision is missing" in done.stdout, done.stderr
+    assert INSTALL["torchvision"] in done.stdout
