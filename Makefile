@@ -18,10 +18,10 @@ demo: setup  ## the main job end to end on this machine: serve, learn, sync, com
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
-	@$(PYTEST) tests/test_imports.py tests/unit && $(PYTEST) tests/integration tests/gpu
+	@$(PYTEST) tests/test_*.py tests/unit && $(PYTEST) tests/integration tests/gpu
 
 test-fast: setup  ## unit tests only
-	@$(PYTEST) tests/test_imports.py tests/unit
+	@$(PYTEST) tests/test_*.py tests/unit
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

@@ -348,7 +348,7 @@ def test_a_sync_waits_for_generation_and_not_for_a_slow_reader() -> None:
         requests = [RolloutInferRequest.model_validate(request(text)) for text in "abc"]
         answers = service.answers(InferCall(infer_requests=requests))
         assert (await anext(answers))[0] == 0  # and now nobody reads
-        updating = asyncio.create_task(http.post("/update_weights/", json=update()))
+        updating = asyncio.create_task(push(http, update()))
         await asyncio.sleep(0.05)
         assert (service.gate.state, service.gate.ver) == ("draining", 0)
         engine.holds["b"].set()

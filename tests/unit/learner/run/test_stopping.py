@@ -84,7 +84,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
     code, said = ending_of(child)
     assert code == 130
-    assert "SIGINT: saving and stopping, 3600 s at most" in said
+    assert "SIGINT: saving and stopping" in said
     assert "ended at once; the newest checkpoint is whole" in said
 
 

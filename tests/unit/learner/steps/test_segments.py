@@ -109,7 +109,7 @@ def test_another_prompt_than_the_learner_s_is_refused() -> None:
     """R03: sample and place are named."""
     other = [PROMPTS[0], EncodedPrompt(token_ids=(5, 9, 8), vision=None), PROMPTS[2]]
     backend = Answers([truth(one) for one in SAMPLES], other)
-    with pytest.raises(PromptMismatchError, match="sample 's1' differently, from token 1 on"):
+    with pytest.raises(PromptMismatchError, match=r"sample 's1'.*token 1\b"):
         segments(rollout_source(backend))
 
 
