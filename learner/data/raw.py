@@ -88,7 +88,7 @@ class BadRecords:
 
     def meet(self, kind: Kind, error: DataError) -> Action:
         """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`."""
-        action: Action = "error" if kind == "malformed" else getattr(self.policy, kind)
+        action = self._action(kind)
         if action == "error":
             self.num_errors += 1
             if len(self.errors) < MAX_SHOWN:
@@ -97,6 +97,19 @@ class BadRecords:
             self.counts[kind, action] += 1
             self.examples.setdefault(kind, f"{error.what}; found {error.found}")
         return action
+
+    def _action(self, kind: Kind) -> Action:
+        policy = self.policy
+        actions: Mapping[Kind, Action] = {
+            "no_area": policy.no_area,
+            "outside_image": policy.outside_image,
+            "unknown_class": policy.unknown_class,
+            "image_missing": policy.image_missing,
+            "image_size": policy.image_size,
+            "too_long": policy.too_long,
+            "malformed": "error",
+        }
+        return actions[kind]
 
     def malformed(self, place: Place, error: ValidationError) -> None:
         """All mistakes that pydantic found in one record."""

@@ -192,7 +192,11 @@ def _bad_records(run: Run) -> list[str]:
         ]
         for split, kinds in (run.data.bad_records.items() if run.data else ())
     }
-    return [f"Bad records of the {split} data: {', '.join(counts)}." for split, counts in told.items() if counts]
+    return [
+        f"Bad records of the {'training' if split == 'train' else split} data: {', '.join(counts)}."
+        for split, counts in told.items()
+        if counts
+    ]
 
 
 def _disagreement(progress: Progress) -> list[str]:

@@ -285,13 +285,14 @@ def test_bad_records_are_told(tmp_path: Path) -> None:
 
 def test_ignore_regions_are_drawn_and_explained_where_there_are_some(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2, quality=((0, 0.3), (2, 0.8)))
-    assert "ignore region" not in render(read_runs(run))
+    assert "in an ignore region" not in render(read_runs(run))
     for file in (run / "eval").iterdir():
         scenes = [json.loads(line) for line in file.read_text().splitlines()]
         for scene in scenes:
             scene["ignored"] = [{"desc": "", "bbox_2d": [0, 0, 999, 999]}]
         file.write_text("".join(json.dumps(scene) + "\n" for scene in scenes))
     page = render(read_runs(run))
+    assert "in an ignore region" in page
     assert "ignore region: any class" in page
     assert "prediction, false positive" in page  # in the legend
     assert "prediction, false positive:" not in page  # none is left
