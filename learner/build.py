@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,16 @@ from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
 from learner.config.schema import RunConfig
 from learner.data import prompt
-from learner.data.batches import Batches, ShareReader, WindowRepeater, encoder_pool, sampler_of, steps_per_epoch
-from learner.data.lengths import RowLimit
+from learner.data.batches import (
+    Batches,
+    ShareReader,
+    WindowRepeater,
+    encoder_pool,
+    fewest_micro_batches,
+    sampler_of,
+    steps_per_epoch,
+)
+from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.readers import load_split
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
@@ -80,6 +88,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     log = _open_run_dir(config, plan, ranks, stack)
     basis = _basis(config, plan, ranks)
     batches, total_steps = _batches(basis, stack)
+    check_packing_buffer(basis.data.train, basis.policy.encoder, config, plan, total_steps)
     console = _console(config, ranks, total_steps, stack)
     _tell_compilation(basis.policy, log, console)
     _tell_bad_records(basis.data, log, console)
@@ -236,6 +245,41 @@ def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:
     batches = Batches(basis.data.train, config=config, plan=plan, rank=basis.ranks.rank, encoder=basis.policy.encoder)
     stack.callback(batches.close)
     return batches, config.training.max_steps or _steps_of_epochs(config, plan, batches)
+
+
+def check_packing_buffer(
+    samples: Sequence[Sample], encoder: prompt.PromptEncoder, config: RunConfig, plan: Plan, total_steps: int
+) -> None:
+    """Raises ConfigError where the carry buffer must overflow during the run: better now than after hours (D6)."""
+    training = config.training
+    if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing:
+        return
+    if plan.per_device_train_batch_size == 1:
+        return  # every row takes at least one segment
+    sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
+    gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
+    fewest = [fewest_tokens(sample, encoder) for sample in samples]
+    overflow = carry_overflow(
+        fewest,
+        sampler,
+        row_tokens=config.global_max_length,
+        micro_steps=fewest_micro_batches(
+            total_steps, sampler.per_epoch, gradient_accumulation_steps=gas, m_steps=m_steps
+        ),
+        most_carried=training.packing_buffer,
+    )
+    if overflow is None:
+        return
+    mean = sum(fewest) / len(fewest)
+    raise ConfigError(
+        "training.packing_buffer must overflow: more segments arrive than packed rows can take",
+        found=f"at least {overflow.carried} segments left over on a rank after {overflow.micro_steps} micro-steps of "
+        f"{plan.per_device_train_batch_size} samples, which have {mean:.0f} tokens or more on average",
+        wanted=f"at most training.packing_buffer ({training.packing_buffer}); a micro-step learns one row of "
+        f"global_max_length ({config.global_max_length}) tokens",
+        remedy="lower training.per_device_train_batch_size, or raise global_max_length; a larger packing_buffer only "
+        "moves the end",
+    )
 
 
 def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack) -> Console:

@@ -31,7 +31,7 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── PipelineStoppedError    the pipeline between rollouts and learning was stopped (learner.steps.protocol)
     ├── DeadlineError           a wait passed its deadline
     │   ├── CollectiveError         another rank is gone or silent
-    │   └── StarvedError            Channel-B steps in a row had no rollouts
+    │   └── StarvedError            Channel-B steps found no rollouts for too long (learner.steps.ahead)
     └── CheckpointError         a checkpoint cannot be written or read
 """
 

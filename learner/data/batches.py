@@ -340,6 +340,13 @@ def _cost(share: Share) -> int:
     return max(1, len(share.indices))
 
 
+def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
+    """What `steps` optimizer steps learn at least of the data, in micro-batches, each counted once."""
+    whole = steps_per_epoch(per_epoch, gradient_accumulation_steps=gradient_accumulation_steps, m_steps=m_steps)
+    epochs, rest = divmod(steps, whole)
+    return epochs * per_epoch + min(rest // m_steps * gradient_accumulation_steps, per_epoch)
+
+
 def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
     """Optimizer steps that learn an epoch of `per_epoch` micro-batches."""
     whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)

@@ -1,21 +1,26 @@
-"""Whether a sample fits a packed row at any step: asked of all training samples before the first one.
+"""Whether a sample fits a packed row at any step, and whether all of them fit the run's rows. The training samples are
+checked before the first step.
 
-In: a sample. Out: what is too long, or None. What is learned from a rollout is part of an answer of at most
-`max_new_tokens`, with at most all objects appended: their sum is the longest that a step can meet. No pixels are
-decoded: the processor tells an image's tokens by its size. An answer is tokenized only where an upper bound of its
-tokens does not settle it.
+In: samples. Out: what is too long, or None; when the packing buffer must overflow, or None. What is learned from a
+rollout is part of an answer of at most `max_new_tokens`, with at most all objects appended: their sum is the longest
+that a step can meet. No pixels are decoded: the processor tells an image's tokens by its size. An answer is tokenized
+only where an upper bound of its tokens does not settle it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from learner.data.batches import DistributedSampler
 from learner.data.prompt import PromptEncoder
 from learner.records import DetectionObject, Sample
 from learner.target.target import ground_truth_target
 from learner.tasks.task import Task
 
+_FEWEST_COORDINATES = 4  # tokens: a box has four numbers, a polygon more
 _CONTAINER_BYTES = 16
 _OBJECT_BYTES = 64  # of the longest key, its quotes and brackets
 _NUMBER_BYTES = 16  # "<|coord_999|>, "
@@ -43,6 +48,40 @@ class RowLimit:
         rollout = f", up to {self.max_new_tokens} of a rollout (max_new_tokens)" if self.max_new_tokens else ""
         parts = f"a prompt of {prompt}{rollout}, and {answer} for {len(sample.objects)} objects"
         return f"{before + answer} tokens: {parts} (global_max_length: {self.max_tokens})"
+
+
+def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
+    """A lower bound of the sample's segment, whatever the rollout: its prompt, every object's coordinates, the end."""
+    return encoder.num_tokens(sample) + _FEWEST_COORDINATES * len(sample.objects) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overflow:
+    """More segments must wait than a rank may carry."""
+
+    micro_steps: int  # after so many at the latest
+    carried: int  # segments on some rank, at least
+
+
+def carry_overflow(
+    fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
+) -> Overflow | None:
+    """Whether one row per micro-step and rank is too little for what `sampler` hands out (D6). `fewest[i]`: a lower
+    bound of sample i's segment. It is looked for after 1, 2, 4, ... micro-steps and at the run's end.
+
+    Even if all ranks' rows held the shortest segments and were filled to the last token, so many would be left.
+    """
+    lengths = np.asarray(fewest)
+    points = [*(1 << i for i in range(micro_steps.bit_length()) if 1 << i < micro_steps), micro_steps]
+    for point in points:
+        epochs, rest = divmod(point, sampler.per_epoch)
+        handed_out = [lengths] * epochs + [lengths[sampler.order(epochs)[: rest * sampler.global_batch]]]
+        ascending = np.sort(np.concatenate(handed_out))
+        fit = int(np.searchsorted(np.cumsum(ascending), point * sampler.num_ranks * row_tokens, side="right"))
+        carried = -(-(len(ascending) - fit) // sampler.num_ranks)
+        if carried > most_carried:
+            return Overflow(micro_steps=point, carried=carried)
+    return None
 
 
 def _most_tokens(objects: Iterable[DetectionObject]) -> int:

@@ -7,16 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from learner.build import load_data
+from learner.build import check_packing_buffer, load_data
 from learner.config.schema import RunConfig, TaskConfig
-from learner.data.lengths import RowLimit
+from learner.data.batches import DistributedSampler
+from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.prompt import PromptEncoder
-from learner.records import DetectionObject
+from learner.records import DetectionObject, Segment
+from learner.steps.packing import CarriedRows
 from learner.target.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 from tests.unit.learner.data.fakes import draw, make_run
 from tests.unit.learner.policy.rows import image, sample
 
@@ -110,3 +115,60 @@ def test_only_runs_that_learn_rollouts_count_them(tiny_vlm: Path, tmp_path: Path
     assert len(load_data(run("sft"), task, encoder).train) == 1
     with pytest.raises(DataError, match="max_new_tokens"):
         load_data(run("rollout_matching_sft"), task, encoder)
+
+
+# ---- whether the packing buffer must overflow (D6) -----------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=40),
+    ranks=st.integers(1, 3),
+    samples_per_rank=st.integers(1, 5),
+    row_tokens=st.integers(20, 40),
+    micro_steps=st.integers(1, 60),
+    most_carried=st.integers(1, 8),
+)
+def test_what_must_overflow_does(
+    lengths: list[int], ranks: int, samples_per_rank: int, row_tokens: int, micro_steps: int, most_carried: int
+) -> None:
+    """Where it is said, some rank's real buffer overflows by then, though every segment is as short as it can be."""
+    settings = {"num_ranks": ranks, "samples_per_rank": samples_per_rank, "seed": 1}
+    samplers = [DistributedSampler(len(lengths), rank=rank, **settings) for rank in range(ranks)]
+    limits = {"row_tokens": row_tokens, "micro_steps": micro_steps, "most_carried": most_carried}
+    overflow = carry_overflow(lengths, samplers[0], **limits)
+    if overflow is None:
+        return
+    assert overflow.carried > most_carried
+    buffers = [CarriedRows(row_tokens, max_segments=most_carried) for _ in samplers]
+
+    def learn() -> None:
+        for position in range(overflow.micro_steps):
+            for sampler, buffer in zip(samplers, buffers, strict=True):
+                buffer.rows([segment_of(lengths[i]) for i in sampler.share(position).indices])
+
+    with pytest.raises(ConfigError, match="packing_buffer"):
+        learn()
+
+
+def segment_of(length: int) -> Segment:
+    ids = np.zeros(length, dtype=np.int64)
+    weights = ids.astype(np.float32)
+    return Segment(sample_id="s", input_ids=ids, labels=ids, loss_weights=weights, prompt_length=1)
+
+
+def test_a_buffer_that_must_overflow_is_refused_before_the_first_step(tiny_text: Path) -> None:
+    """D6: eight samples a micro-step, of which a row holds one; with rows that hold them all the run may begin."""
+    encoder = PromptEncoder.load(str(tiny_text))
+    samples = [replace(sample(text="Hello"), sample_id=str(i)) for i in range(100)]
+    config, plan = make_run(samples_per_rank=8)
+    custom = config.custom.model_copy(update={"trainer_variant": "rollout_matching_sft"})
+
+    def check(length: int, steps: int) -> None:
+        changed = config.model_copy(update={"custom": custom, "global_max_length": length})
+        check_packing_buffer(samples, encoder, changed, plan, steps)
+
+    tokens = fewest_tokens(samples[0], encoder)
+    with pytest.raises(ConfigError, match=r"packing_buffer must overflow.*per_device_train_batch_size"):
+        check(tokens, 100)
+    check(tokens, 2)
+    check(8 * tokens, 100)

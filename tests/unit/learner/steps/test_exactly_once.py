@@ -376,8 +376,13 @@ def test_a_fence_that_one_rank_cannot_close_is_entered_by_none(monkeypatch: pyte
         return honest(self, *args, **place)
 
     stop = Stage2Ahead.stop
+
+    def release(self: Stage2Ahead) -> None:
+        held.set()
+        stop(self)
+
     monkeypatch.setattr(Rollouts, "segments", hang)
-    monkeypatch.setattr(Stage2Ahead, "stop", lambda self: (held.set(), stop(self))[1])
+    monkeypatch.setattr(Stage2Ahead, "stop", release)
     with pytest.raises(DeadlineError):
         run_all(world, 2, start=0, stop=20, total=20, step_size=16, state=None)
     assert [type(error) for error in world.errors] == [DeadlineError] * 2, world.errors

@@ -1,0 +1,206 @@
+"""D11, D12, R25: which share a step learns, and one rank's queue, as pure machines under random orders of events."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.config.schedule import scheduled_channel
+from learner.steps.protocol import Bounds, PipelineStoppedError
+from learner.steps.shares import Served, ShareQueue, Shares
+from shared.errors import SyncError
+
+RATIOS = st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.5, 0.75, 1.0])
+RANDOM = st.randoms(use_true_random=False)
+SAMPLES_PER_PACK, PACKS_PER_STEP = 2, 3
+
+
+class Epochs:
+    """What is left of epoch after epoch."""
+
+    def __init__(self, per_epoch: int) -> None:
+        self.per_epoch, self.done = per_epoch, set[int]()
+
+    @property
+    def epoch(self) -> int:
+        return len(self.done) // self.per_epoch
+
+    def left(self, epoch: int) -> list[int]:
+        return [s for s in range(epoch * self.per_epoch, (epoch + 1) * self.per_epoch) if s not in self.done]
+
+
+@given(b_ratio=RATIOS, per_epoch=st.integers(1, 9), total=st.integers(1, 40), chance=RANDOM)
+def test_shares_for_rollouts_and_for_ground_truth_do_not_meet(
+    b_ratio: float, per_epoch: int, total: int, chance: random.Random
+) -> None:
+    """Whatever Channel-B steps are skipped: a scheduled Channel-A step takes nothing that is made for Channel-B, every
+    scheduled Channel-B step has a share to learn, and each share is learned once."""
+    epochs = Epochs(per_epoch)
+    shares = Shares(epochs.left, b_ratio=b_ratio, total_steps=total)
+    for step in range(total):
+        wanted = shares.of_b(step, epochs.epoch, through=None, most=None)
+        assert len(wanted) == sum(scheduled_channel(s, b_ratio) == "B" for s in range(step, total)) == len(set(wanted))
+        assert wanted[:2] == shares.of_b(step, epochs.epoch, through=None, most=2)
+        near = shares.of_b(step, epochs.epoch, through=step + 3, most=None)
+        assert near == wanted[: sum(scheduled_channel(s, b_ratio) == "B" for s in range(step, min(step + 4, total)))]
+        truth = shares.of_a(step, epochs.epoch)
+        assert truth in epochs.left(epochs.epoch)
+        share = truth
+        if scheduled_channel(step, b_ratio) == "A":
+            assert truth not in wanted
+        elif chance.random() < 0.6:
+            share = wanted[0]
+            assert share in epochs.left(epochs.epoch), "the most urgent share is of this epoch"
+        epochs.done.add(share)
+    assert len(epochs.done) == total
+    assert not any(epochs.left(epoch) for epoch in range(total // per_epoch)), "an epoch was begun before another ended"
+
+
+@given(b_ratio=RATIOS, step=st.integers(0, 300), total=st.integers(1, 300))
+def test_the_next_channel_b_step(b_ratio: float, step: int, total: int) -> None:
+    found = Shares(Epochs(1).left, b_ratio=b_ratio, total_steps=total).next_b(step)
+    assert found == next((s for s in range(step, total) if scheduled_channel(s, b_ratio) == "B"), None)
+
+
+@given(
+    world_size=st.integers(1, 3),
+    window=st.integers(0, 2),
+    lag=st.integers(1, 6),
+    more=st.integers(0, 4),
+    call_packs=st.integers(1, 3),
+    sizes=st.lists(st.integers(0, SAMPLES_PER_PACK * PACKS_PER_STEP), min_size=3, max_size=3),
+    chance=RANDOM,
+)
+def test_queues_of_several_ranks(
+    world_size: int, window: int, lag: int, more: int, call_packs: int, sizes: list[int], chance: random.Random
+) -> None:
+    """Every share is learned as rollouts or not at all, each place once; queues are bounded; all ranks come to have one
+    share complete, whatever each of them dropped before."""
+    bounds = Bounds(
+        start_below=PACKS_PER_STEP, keep_at_most=PACKS_PER_STEP + more, version_window=window, max_update_lag=lag
+    )
+    queues = [
+        ShareQueue(
+            bounds,
+            served=Served(ver=1, updates=0),
+            size=lambda share, rank=rank: sizes[rank] if share % 3 == 2 else SAMPLES_PER_PACK * PACKS_PER_STEP,  # type: ignore[misc]
+            samples_per_pack=SAMPLES_PER_PACK,
+            call_size=call_packs * SAMPLES_PER_PACK,
+        )
+        for rank in range(world_size)
+    ]
+    served, first = Served(ver=1, updates=0), 0
+    for step in range(12):
+        for queue in queues:
+            queue.want(range(first, first + 4))
+        for _ in range(chance.randrange(12)):
+            work(chance.choice(queues))
+        for queue in queues:
+            queue.expire(step)
+            if chance.random() < 0.2 and queue.queue:  # as if it had been dropped for want of room
+                queue._drop(chance.choice(queue.queue), "oldest")
+        if chance.random() < 0.3:
+            counts = chance.random() < 0.7
+            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + counts)
+            move(queues, served)
+        if step - served.updates >= lag:
+            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + 1)
+            move(queues, served)
+        if chance.random() < 0.5:
+            share = until_ready(queues)
+            for queue in queues:
+                check_taken(queue, share, step)
+            first += share == first
+    for queue in queues:
+        counts_of = queue.counts
+        dropped = counts_of.packs_dropped_oldest + counts_of.packs_dropped_stale + counts_of.packs_dropped_unwanted
+        assert counts_of.packs_made == counts_of.packs_learned + dropped + len(queue.queue)
+
+
+def work(queue: ShareQueue) -> None:
+    if queue.in_flight is not None:
+        queue.finish_call()
+    elif queue.may_start:
+        call = queue.start_call()
+        assert 1 <= len(call.places) <= queue.call_size
+    assert len(queue.queue) <= queue.keep_at_most
+    places = Counter((pack.share, place) for pack in queue.queue for place in pack.places)
+    assert not places or max(places.values()) == 1, "a place is queued twice"
+
+
+def move(queues: list[ShareQueue], served: Served) -> None:
+    for queue in queues:
+        queue.request_fence()
+        assert not queue.may_start
+        if queue.in_flight is not None:
+            assert not queue.quiet
+            queue.finish_call()
+        assert queue.quiet
+    for queue in queues:
+        queue.complete_fence(served)
+
+
+def until_ready(queues: list[ShareQueue]) -> int:
+    """With time, and nobody else's doing, all ranks have one share complete."""
+    for _ in range(100):
+        if common := set(queues[0].complete()).intersection(*(queue.complete() for queue in queues[1:])):
+            return min(common)
+        for queue in queues:
+            work(queue)
+    raise AssertionError("the ranks wait for each other for ever")
+
+
+def check_taken(queue: ShareQueue, share: int, step: int) -> None:
+    packs = queue.take(share, step)
+    assert [place for pack in packs for place in pack.places] == list(range(queue._size(share)))
+    for pack in packs:
+        assert queue.served.syncs - pack.by.syncs <= queue.bounds.version_window
+    assert share not in queue.complete()
+
+
+def one_queue() -> ShareQueue:
+    bounds = Bounds(start_below=2, keep_at_most=4, version_window=1, max_update_lag=3)
+    made = ShareQueue(bounds, served=Served(ver=5, updates=0), size=lambda _: 4, samples_per_pack=2, call_size=4)
+    made.want([0, 1])
+    return made
+
+
+def test_a_sync_without_a_new_version_is_an_error() -> None:
+    """R25."""
+    queue = one_queue()
+    queue.request_fence()
+    with pytest.raises(SyncError, match="ver 5 after ver 5"):
+        queue.complete_fence(Served(ver=5, updates=1, syncs=1))
+    with pytest.raises(SyncError):
+        queue.check()
+
+
+def test_an_end_is_seen_by_whoever_asks() -> None:
+    """The first cause stays."""
+    queue = one_queue()
+    queue.start_call()
+    queue.stop()
+    assert queue.finish_call() == ([], [])
+    assert not queue.may_start
+    with pytest.raises(PipelineStoppedError):
+        queue.request_fence()
+    other, cause = one_queue(), ZeroDivisionError()
+    assert other.fail(cause)
+    assert not other.fail(RuntimeError())
+    other.stop()
+    with pytest.raises(ZeroDivisionError):
+        other.check()
+
+
+def test_a_call_under_way_for_a_share_that_nobody_wants_is_not_queued() -> None:
+    """D11: the share is learned as ground truth meanwhile."""
+    queue = one_queue()
+    queue.start_call()
+    queue.want([1])
+    assert queue.finish_call() == ([], [])
+    assert queue.counts.samples_returned == 4
+    assert queue.complete() == {}
