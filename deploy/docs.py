@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -53,6 +54,7 @@ TABLE_HEAD = "| key | type | default | unit | meaning | requirement |\n| --- | -
 
 
 def main() -> None:
+    """Write CONFIG.md and the JSON Schemas into the working directory."""
     for name, text in documents().items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
@@ -137,4 +139,4 @@ def _retired() -> str:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

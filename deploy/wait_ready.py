@@ -8,12 +8,13 @@ folder.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 import httpx
+import typer
 
 from learner.config.load import load_config
 from learner.config.rules import uses_servers
@@ -24,20 +25,31 @@ POLL_S = 1.0
 ANSWER_S = 5.0
 
 
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="deploy.wait_ready", description="Wait for a learner's rollout servers.")
-    parser.add_argument("--config", required=True, help="the learner's configuration file")
-    parser.add_argument("--timeout-s", type=float, default=1800.0, help="how long the servers may take (default: 1800)")
-    args = parser.parse_args(argv)
+    """The command line; returns the exit code."""
     try:
-        urls = server_urls(args.config)
-        seconds = wait_all_ready(urls, args.timeout_s)
+        app(sys.argv[1:] if argv is None else list(argv), prog_name="deploy.wait_ready")
+    except SystemExit as ended:  # how typer ends
+        return int(ended.code or 0)
+    return 0
+
+
+@app.command()
+def wait(
+    config: Annotated[str, typer.Option(help="The learner's configuration file.")],
+    timeout_s: Annotated[float, typer.Option(help="How long the servers may take.")] = 1800.0,
+) -> None:
+    """Wait for a learner's rollout servers."""
+    try:
+        urls = server_urls(config)
+        seconds = wait_all_ready(urls, timeout_s)
     except ProjectError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
+        raise typer.Exit(error.exit_code) from error
     print(f"[wait_ready] {len(urls)} server(s) ready after {seconds:.0f} s", flush=True)
-    return 0
 
 
 def server_urls(config_path: str) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from deploy.demo.build_data import Build, build
 from deploy.demo.summary import show, summarize
@@ -133,5 +134,10 @@ def say(text: str) -> None:
     print(f"[demo] {text}", flush=True)
 
 
+def command() -> None:
+    """Serve, learn, sync and compare on this machine: the case that rollouts are for. Writes to runs/demo."""
+    raise typer.Exit(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(command)
