@@ -2,8 +2,9 @@
 
 The readers are found in the source (AST, nothing runs). A reader is an attribute access on the section that owns the
 key, `config.training.seed` or `training.seed` where `training` is known to be that section, so that an equal name
-elsewhere does not count. `getattr(section, name)` with a name that is a variable reads all keys of the section. Two kinds of code are no readers: the modules that define the schemas (a property there counts
-when something else reads the property), and rules, which only compare keys and yield mistakes.
+elsewhere does not count. `getattr(section, name)` with a name that is a variable reads all keys of the section. Two
+kinds of code are no readers: the modules that define the schemas (a property there counts when something else reads the
+property), and rules, which only compare keys and yield mistakes.
 """
 
 from __future__ import annotations
