@@ -50,7 +50,7 @@ class ServerConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "dtype of the served weights; `auto`: the checkpoint's", "auto"
     )
-    seed: int = key("the engine's own seed; requests bring theirs", 0)
+    seed: int = key("the engine's seed; requests have their own", 0)
     max_model_len: int | None = key("longest prompt plus answer; null: the model's limit", None, unit="tokens", ge=1)
     trust_remote_code: bool = key("run Python code from the checkpoint's folder", False)
 
@@ -104,7 +104,7 @@ class ServerConfig(Section):
     max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
     max_body_bytes: int = key("largest body of one HTTP call", 512 << 20, unit="bytes", ge=1)
     max_bodies_bytes: int = key(
-        "largest sum of the bodies of all calls under way; calls beyond it are answered 503",
+        "largest sum of the bodies of all running calls; further calls get 503",
         2 << 30,
         unit="bytes",
         ge=1,

@@ -73,14 +73,14 @@ class BadRecordConfig(Section):
 
     no_area: Literal["error", "drop"] = key("an object without area", "error", req="R41")
     outside_image: Literal["error", "drop", "clip"] = key(
-        "an object that reaches more than a pixel out of its image; `clip`: it is cut at the border", "error", req="R41"
+        "an object that extends more than a pixel beyond its image; `clip`: it is cut at the border", "error", req="R41"
     )
     unknown_class: Literal["error", "drop"] = key(
         "an object whose class the annotations do not name", "error", req="R41"
     )
-    image_missing: Literal["error", "drop"] = key("an image that is missing or can't be read", "error", req="R41")
+    image_missing: Literal["error", "drop"] = key("a missing or unreadable image", "error", req="R41")
     image_size: Literal["error", "drop"] = key(
-        "an image of another size than the annotation says (upright, by its EXIF orientation)", "error", req="R41"
+        "an image whose size differs from the annotation (upright, by its EXIF orientation)", "error", req="R41"
     )
     too_long: Literal["error", "drop"] = key(
         "a training sample that may become longer than `global_max_length`: prompt, labels and, where rollouts are "
@@ -94,15 +94,15 @@ class DataConfig(Section):
     """Annotations and images. Paths are relative to the working directory."""
 
     train: str = key(
-        "annotations that are trained on: a JSONL or COCO file, a folder of Pascal VOC XML (or a text file with the "
+        "training annotations: a JSONL or COCO file, a folder of Pascal VOC XML (or a text file with the "
         "names of some of them), a YOLO `data.yaml:SPLIT`, or a Hugging Face data set `FOLDER:SPLIT`",
         min_length=1,
         req="R12 R41",
     )
-    val: str | None = key("annotations to evaluate on, where `test` is not given", None)
+    val: str | None = key("annotations to evaluate on if `test` is not given", None)
     test: str | None = key("annotations to evaluate on", None)
     format: Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"] = key(
-        "`auto`: found out from the files. A data set by its name on the Hugging Face hub needs `datasets`",
+        "`auto`: detected from the files. A data set by its name on the Hugging Face hub needs `datasets`",
         "auto",
         req="R41",
     )
@@ -114,31 +114,31 @@ class DataConfig(Section):
         "`voc` with a list of names: the folder of the XML files; null: `Annotations` or `voc` near the list", None
     )
     prompt: str | None = key(
-        "the user's turn where the annotations hold none (all formats but `jsonl`), with `<image>` where the image "
-        "goes; null: `<image>Detect every object.`",
+        "the user's turn if the annotations have none (all formats but `jsonl`), with `<image>` at the image's place; "
+        "null: `<image>Detect every object.`",
         None,
     )
     box_format: Literal["xywh", "xyxy"] = key(
         "`datasets`: boxes as left, top, width, height, or as two corners; in pixels", "xywh"
     )
     on_bad_record: Literal["error", "drop", "clip"] | BadRecordConfig = key(
-        "what happens to bad records: one rule for all, or one per kind. `clip`: what reaches out of its image is cut "
-        "at the border, every other kind is dropped",
+        "what happens to bad records: one rule for all, or one per kind. `clip`: boxes that extend beyond the image are "
+        "cut at its border; other kinds are dropped",
         "error",
         req="R41",
     )
     shuffle: bool = key("a new order every epoch, derived from `training.seed`", True)
-    max_samples: int | None = key("use only the first so many of `train`", None, unit="samples", ge=1)
+    max_samples: int | None = key("use only the first N samples of `train`", None, unit="samples", ge=1)
     num_workers: int = key("processes per rank that read and encode images; 0: the learner itself", 0, ge=0)
     allowed_image_hosts: list[str] = key(
         "image URLs may be fetched from these hosts; empty: no URLs. Servers have a list of their own", [], req="D13"
     )
-    image_timeout_s: float = key("for fetching one image", 10.0, unit="s", gt=0.0)
+    image_timeout_s: float = key("time limit for fetching one image", 10.0, unit="s", gt=0.0)
     image_cache_bytes: int = key(
         "fetched images that each process keeps in memory; 0: none", 256 << 20, unit="bytes", ge=0
     )
-    max_image_bytes: int = key("size of one encoded image, at most", 32 << 20, unit="bytes", ge=1)
-    max_image_pixels: int = key("width x height of one image, at most", 64_000_000, unit="pixels", ge=1)
+    max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
+    max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
 
     @property
     def image_rules(self) -> ImageRules:
@@ -177,8 +177,8 @@ class TaskConfig(Section):
         "a predicted and a true object match only if their IoU is at least this", 0.5, unit="IoU", ge=0.0, le=1.0
     )
     geometry: Literal["bbox_2d", "poly"] = key(
-        "`poly`: objects are polygons where the annotations have an outline (COCO's segmentations, YOLO's segments); "
-        "`bbox_2d`: boxes. The project's JSONL says it itself, object by object",
+        "`poly`: objects are polygons if the annotations have an outline (COCO's segmentations, YOLO's segments); "
+        "`bbox_2d`: boxes. JSONL says it per object",
         "bbox_2d",
         req="R41",
     )
@@ -238,7 +238,7 @@ class TrainingConfig(Section):
         "checkpoints) are removed, others stay. No effect on a run that resumes",
         False,
     )
-    seed: int = key("every random choice of the run follows from this", 42, req="R11", ge=0)
+    seed: int = key("seed of all random choices", 42, req="R11", ge=0)
     max_steps: int | None = key(
         "length of the run; give this or `num_train_epochs`", None, unit="optimizer steps", ge=1
     )
@@ -303,11 +303,11 @@ class TrainingConfig(Section):
         True,
         req="D6",
     )
-    eval_steps: int | None = key("evaluate after every so many steps", None, unit="optimizer steps", ge=1)
+    eval_steps: int | None = key("evaluate every N steps", None, unit="optimizer steps", ge=1)
     eval_on_start: bool = key("evaluate before the first step", False)
     eval_on_end: bool = key("evaluate after the last step", False)
     eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
-    save_steps: int | None = key("write a checkpoint after every so many steps", None, unit="optimizer steps", ge=1)
+    save_steps: int | None = key("write a checkpoint every N steps", None, unit="optimizer steps", ge=1)
     save_total_limit: int | None = key(
         "number of checkpoints to keep, the newest ones; null: all", None, unit="checkpoints", ge=1
     )
@@ -316,7 +316,7 @@ class TrainingConfig(Section):
         "resume from this checkpoint folder, or from the `latest` one in `output_dir`", None, req="R18 R26"
     )
     stop_timeout_s: float = key(
-        "time to write a checkpoint and end after Ctrl-C or SIGTERM; torchrun kills after 30 s",
+        "time to write a checkpoint and end after Ctrl-C or SIGTERM; torchrun kills ranks after 30 s",
         25.0,
         unit="s",
         gt=0.0,
@@ -393,8 +393,8 @@ class ServerClientConfig(Section):
         gt=0.0,
     )
     infer_timeout_s: float | None = key(
-        "deadline of one `/infer/` call, which also holds while `/health/` answers; what passes it counts as a failed "
-        "call. null or <= 0: derived from `max_new_tokens` and the pace that the server has shown, at most 600 s",
+        "deadline of one `/infer/` call, which also holds while `/health/` answers; a call that exceeds it counts as "
+        "failed. null or <= 0: derived from `max_new_tokens` and the server's measured pace, at most 600 s",
         None,
         unit="s",
         req="R05 R30 D16",
@@ -435,7 +435,7 @@ class VllmConfig(Section):
         "`colocate`: on the training devices; `server`: on rollout servers", "colocate", req="R02"
     )
     enable_lora: bool = key(
-        "the rollout engine takes adapters; with `mode: server` set `enable_lora` of the servers, too", False, req="R08"
+        "the engine accepts adapters; with `mode: server` also set the servers' `enable_lora`", False, req="R08"
     )
     gpu_memory_utilization: float = key(
         "`colocate`: share of each device that vLLM may use", 0.45, unit="share", req="R04", gt=0.0, le=1.0
@@ -477,7 +477,7 @@ class OffloadConfig(Section):
     """Move training state to host memory while colocated vLLM generates; no effect elsewhere. The host memory is
     page-locked and kept between moves."""
 
-    enabled: bool = key("offload what the two keys below name", False, req="R20")
+    enabled: bool = key("offload what the next two keys select", False, req="R20")
     offload_model: bool = key("the trained model", False, req="R20")
     offload_optimizer: bool = key("the optimizer's moments", False, req="R20")
 
