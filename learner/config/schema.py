@@ -122,8 +122,8 @@ class DataConfig(Section):
         "`datasets`: boxes as left, top, width, height, or as two corners; in pixels", "xywh"
     )
     on_bad_record: Literal["error", "drop", "clip"] | BadRecordConfig = key(
-        "what happens to bad records: one rule for all, or one per kind. `clip`: boxes that extend beyond the image are "
-        "cut at its border; other kinds are dropped",
+        "what happens to bad records: one rule for all, or one per kind. `clip`: boxes that extend beyond the image "
+        "are cut at its border; other kinds are dropped",
         "error",
         req="R41",
     )
