@@ -40,6 +40,7 @@ CARD_BYTES = 256
 HELLO_S = 5.0  # from a connection to its proof
 MAX_GUESTS = 64  # connections that have not proved anything yet
 _POLL_S = 0.01
+_BACKLOG = 1024  # connections that the kernel holds
 _PORT_PATIENCE_S = 10.0  # for a port that another process has just left
 _RANDOM_BYTES = _PROOF_BYTES = 32
 _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{CARD_BYTES}s{_PROOF_BYTES}s")
@@ -177,11 +178,18 @@ class _Door:
         self._listener.close()
 
     def _let_in(self) -> None:
-        try:
-            link, _ = self._listener.accept()
-        except OSError:  # gone already, or no descriptor is left
-            time.sleep(_POLL_S)
-            return
+        """Whoever has connected since the last look; not for long, because others are there."""
+        for _ in range(MAX_GUESTS):
+            try:
+                link, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # gone already, or no descriptor is left
+                time.sleep(_POLL_S)
+                return
+            self._greet(link)
+
+    def _greet(self, link: socket.socket) -> None:
         link.setblocking(False)
         guest = _Guest(link, secrets.token_bytes(_RANDOM_BYTES), time.monotonic() + HELLO_S)
         self._guests[link] = guest
@@ -255,7 +263,7 @@ def _listen(member: Membership) -> socket.socket:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
                     raise _cannot_listen(member, error) from error
             time.sleep(_POLL_S)
-        listener.listen(MAX_GUESTS)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except BaseException:
         listener.close()
