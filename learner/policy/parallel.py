@@ -114,8 +114,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # gloo's timeout, or a peer that is gone
-            absent = _absent(self.rank, self.world_size)
-            who = f"{_ranks_named(absent)} did not come to" if absent else "a rank was late at"
+            absent = absent_ranks(self.rank, self.world_size)
+            who = f"{ranks_named(absent)} did not come to" if absent else "a rank was late at"
             logs = ", ".join(f"learner_rank{rank}.log" for rank in absent) or "each learner_rank*.log"
             raise CollectiveError(
                 f"{who} collective {name}",
@@ -128,7 +128,7 @@ class Ranks:
 _ROLL_CALL_S = 2.0  # a healthy rank notices the same failure at the same time, or as soon as its peer has gone
 
 
-def _absent(rank: int, world_size: int) -> list[int]:
+def absent_ranks(rank: int, world_size: int) -> list[int]:
     """After a collective failed: the ranks that do not report the failure as well, so hang or are gone. Empty if that
     cannot be found out."""
     missing: list[int] = []
@@ -154,7 +154,7 @@ def _quietly(work: Callable[[], None]) -> None:
         work()
 
 
-def _ranks_named(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 

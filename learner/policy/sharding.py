@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from learner.policy.parallel import Ranks
+from learner.policy.parallel import Ranks, absent_ranks, ranks_named
 from shared.errors import CollectiveError, ConfigError
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -142,8 +142,10 @@ def collective_errors() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
+        absent = absent_ranks(dist.get_rank(), dist.get_world_size())
+        who = f"{ranks_named(absent)} did not come: " if absent else ""
         raise CollectiveError(
-            "a collective of the sharded model did not complete",
+            f"{who}a collective of the sharded model did not complete",
             found=str(error).splitlines()[0],
             wanted="every rank there within training.collective_timeout_s",
             remedy="the log of the rank that stopped first says why; a slow rank needs a longer timeout",
