@@ -30,8 +30,7 @@ from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
 from learner.run.log import MetricsLog, PhaseClock, Timeline
 from learner.run.stopping import Stopped, StopRequest
-from learner.steps.pipeline import Fence
-from learner.steps.source import StepSource, in_lockstep, padded
+from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.sync.sync import Sync
 from learner.tasks.task import Task
 from shared.errors import CheckpointError, OutOfMemoryError

@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from learner.config.schedule import exact_ratio, scheduled_channel
-from learner.steps.protocol import Bounds, PipelineStoppedError
 from shared.errors import SyncError
 
 DropReason = Literal["oldest", "stale", "unwanted"]

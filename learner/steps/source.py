@@ -27,8 +27,18 @@ from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
 from learner.rollout.backend import MicroStep
 from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
-from learner.steps.pipeline import Fence
 from learner.steps.segments import SegmentSource
+
+
+class Fence:
+    """In the hands of whoever holds a closed fence, to say what happened behind it."""
+
+    ver: int | None = None
+    updates = 0  # optimizer updates in the weights that were synced
+
+    def synced(self, ver: int, *, updates: int = 0) -> None:
+        """A sync completed, and `ver` is what every server serves now. Unsaid: no weights moved."""
+        self.ver, self.updates = ver, updates
 
 
 class StepSource(Protocol):

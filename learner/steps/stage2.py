@@ -21,7 +21,6 @@ from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow
 from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
-from learner.steps.pipeline import CallTotals
 from learner.steps.segments import SegmentSource
 from learner.steps.source import StepSource, own_share
 
