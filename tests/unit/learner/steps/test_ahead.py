@@ -192,6 +192,17 @@ def test_a_resume_goes_on_exactly_once(
     assert steps_of(tmp_path)[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.4
 
 
+def test_a_run_within_the_step_goes_on_from_one_ahead(
+    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D11: what was learned out of order ahead of the steps is not learned again."""
+    settings: dict[str, Any] = {"b_ratio": 0.5, "save_on_end": True, "lr_scheduler_type": "constant"}
+    (first,) = run(ahead_config(tiny_text, tmp_path, **settings, max_steps=3), monkeypatch)
+    settings |= {"num_samples": NUM_SAMPLES, "max_length": 512, "max_steps": 5, "resume_from_checkpoint": "latest"}
+    (second,) = run(stage2_config(tiny_text, tmp_path, **settings), monkeypatch)
+    assert Counter(first.learned + second.learned) == {f"s{i}": 1 for i in range(NUM_SAMPLES)}
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_epoch_s_short_step_makes_a_part_of_an_update(
     world_size: int,
