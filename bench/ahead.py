@@ -39,8 +39,8 @@ from learner.run.log import PhaseClock
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CompleteRows
-from learner.steps.protocol import Bounds
 from learner.steps.segments import SegmentSource, SegmentStream, StreamingSource
+from learner.steps.shares import Bounds
 from learner.steps.source import StepSource
 from learner.steps.stage2 import Stage2Parts
 

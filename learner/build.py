@@ -48,8 +48,8 @@ from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
-from learner.steps.protocol import Bounds
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
+from learner.steps.shares import Bounds
 from learner.steps.source import FreshSteps, StepSource
 from learner.steps.stage2 import Stage2Parts
 from learner.sync.sync import Sync

@@ -28,7 +28,7 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── LossError               a supervised index outside the assistant span, or a loss that is not finite
     ├── OutOfMemoryError        a row of the learner does not fit the memory that is left
     ├── WindowMismatchError     a repeated accumulation window came with other samples than the first time
-    ├── PipelineStoppedError    the pipeline between rollouts and learning was stopped (learner.steps.protocol)
+    ├── PipelineStoppedError    the pipeline between rollouts and learning was stopped (learner.steps.shares)
     ├── DeadlineError           a wait passed its deadline
     │   ├── CollectiveError         another rank is gone or silent
     │   └── StarvedError            Channel-B steps found no rollouts for too long (learner.steps.ahead)

@@ -36,7 +36,7 @@ PURE = (
     "learner.steps.packing",
     "learner.rollout.distribution",
     "learner.config.schedule",
-    "learner.steps.protocol",
+    "learner.steps.shares",
     "rollout_server.gate",
     "shared.seeds",
     "shared.sync.calls",

@@ -31,14 +31,14 @@ from learner.config.schedule import ChannelDecision, decide_channel
 from learner.data.batches import MicroBatch, ShareReader, Shortfall
 from learner.records import PackedRow, Segment
 from learner.run.log import PhaseClock
-from learner.steps.pipeline import CallTotals, Fence
 from learner.steps.producer import CallStages, Producer
-from learner.steps.protocol import Bounds
-from learner.steps.shares import Call, Counts, Served, ShareQueue, Shares
+from learner.steps.shares import Bounds, Call, Counts, Served, ShareQueue, Shares
+from learner.steps.source import Fence
 from learner.steps.stage2 import (
     CALLS_PER_STEP,
     CLOSE_S,
     DEADLINE_KEY,
+    CallTotals,
     RankMetrics,
     Stage2Parts,
     Stage2Steps,

@@ -24,9 +24,9 @@ from typing import Self
 from learner.data.batches import MicroBatch
 from learner.records import PackedRow, Segment
 from learner.steps.packing import ArrivingRows
-from learner.steps.pipeline import CallTotals, Fence
 from learner.steps.segments import SegmentStream, StreamingSource
-from learner.steps.stage2 import CLOSE_S, DEADLINE_KEY, RankMetrics, Stage2Parts, Stage2Steps, call_metrics
+from learner.steps.source import Fence
+from learner.steps.stage2 import CLOSE_S, DEADLINE_KEY, CallTotals, RankMetrics, Stage2Parts, Stage2Steps, call_metrics
 from shared.errors import DeadlineError, RolloutError
 
 log = logging.getLogger("learner.stage2")

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 
 from learner.data.batches import MicroBatch
 from learner.records import Segment
-from learner.steps.pipeline import CallTotals, Fence
 from learner.steps.shares import Call, Counts, Drop, Served, ShareQueue
+from learner.steps.source import Fence
+from learner.steps.stage2 import CallTotals
 from shared.errors import DeadlineError, RolloutError
 
 log = logging.getLogger("learner.pipeline")

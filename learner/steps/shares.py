@@ -36,7 +36,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from learner.config.schedule import exact_ratio, scheduled_channel
-from shared.errors import SyncError
+from learner.config.schema import AsyncActorLearnerConfig
+from shared.errors import ConfigError, ProjectError, SyncError
 
 DropReason = Literal["oldest", "stale", "unwanted"]
 
@@ -82,6 +83,41 @@ class Shares:
 
 
 # ---- one rank's queue ----------------------------------------------------------------------------------------------
+
+
+class PipelineStoppedError(ProjectError):
+    """Something was asked of a pipeline that has been stopped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """How far the producer may run ahead."""
+
+    start_below: int  # a call may start while fewer packs than this are queued
+    keep_at_most: int  # packs; beyond it the oldest are dropped
+    version_window: int  # a pack may be learned while `pack.ver >= ver - version_window`
+    max_update_lag: int | None = None  # updates between a rollout's weights and the step that learns it; None: any
+
+    @classmethod
+    def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
+        """Asynchronous actor-learner (R25): prefetches what is asked for, and never less than a step takes (R27).
+
+        Raises ConfigError if prefetching would only produce packs to drop.
+        """
+        if config.prefetch_target_packs > config.queue_limit:
+            raise ConfigError(
+                "stage2_ab.async_actor_learner.prefetch_target_packs exceeds queue_limit",
+                found=f"prefetch_target_packs {config.prefetch_target_packs}, queue_limit {config.queue_limit}",
+                wanted="prefetch_target_packs <= queue_limit",
+                remedy="a producer that may never pause would make rollouts only to drop them; lower the first",
+            )
+        assert packs_per_step <= config.queue_limit, "refused by learner/config/plan.py"
+        return cls(
+            start_below=max(config.prefetch_target_packs, packs_per_step),
+            keep_at_most=config.queue_limit,
+            version_window=config.version_window,
+            max_update_lag=config.max_update_lag,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +184,6 @@ class ShareQueue:
     ) -> None:
         assert samples_per_pack >= 1, samples_per_pack
         assert call_size >= 1, call_size
-        assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
         self.bounds, self.served, self._size = bounds, served, size
         self.samples_per_pack, self.call_size, self.keep_at_most = samples_per_pack, call_size, bounds.keep_at_most
         self.phase: Literal["open", "fenced", "failed", "stopped"] = "open"

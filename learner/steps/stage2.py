@@ -32,6 +32,14 @@ CALLS_PER_STEP = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CallTotals:
+    """The generation calls that have ended since the start, failed ones too: from permission to rows."""
+
+    number: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankMetrics:
     """One rank's numbers of a step, by metric name: those that are averaged over ranks, and those that add up."""
 
@@ -135,7 +143,10 @@ class Stage2Steps(StepSource):
         yield from rows
 
 
-def call_metrics(ended: CallTotals, before: CallTotals = CallTotals()) -> Mapping[str, float]:  # noqa: B008 - frozen
+_NO_CALLS = CallTotals()
+
+
+def call_metrics(ended: CallTotals, before: CallTotals = _NO_CALLS) -> Mapping[str, float]:
     """How many generation calls ended since `before`, and the seconds that they took."""
     return {
         "stage2_ab/calls": float(ended.number - before.number),

@@ -1,22 +1,19 @@
-"""Small stand-ins for the pipeline's tests: samples, segments and a server that knows when it is misused."""
+"""Small stand-ins for the tests of steps: a segment, and a producer over a server that notices when it is misused."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from learner.records import EncodedPrompt, PackedRow, Sample, Segment
-from learner.steps.pipeline import CallSamples, ProducerStages, RolloutPipeline
-from learner.steps.protocol import Bounds
+from learner.data.batches import MicroBatch
+from learner.records import EncodedPrompt, Sample, Segment
+from learner.steps.producer import CallStages, Producer
+from learner.steps.shares import Bounds, Call, Served, ShareQueue
 
 DEADLINE_S = 10.0  # of waits that are expected to end
-
-
-def sample(position: int) -> Sample:
-    return Sample(sample_id=f"s{position}", messages=(), images=(), objects=(), width=8, height=8)
 
 
 def segment(sample_id: str, ver: int | None) -> Segment:
@@ -26,46 +23,45 @@ def segment(sample_id: str, ver: int | None) -> Segment:
     )
 
 
-def load(positions: Sequence[int]) -> tuple[list[Sample], list[EncodedPrompt]]:
-    return [sample(p) for p in positions], [EncodedPrompt(token_ids=(1,), vision=None) for _ in positions]
-
-
-def pack_by(size: int) -> Callable[[list[Segment]], list[PackedRow]]:
-    """A packer of `size` segments per row."""
-    return lambda segments: [
-        PackedRow(segments=tuple(segments[i : i + size]), capacity=64) for i in range(0, len(segments), size)
-    ]
+def read(share: int, places: range) -> MicroBatch:
+    """Sample `share.place`."""
+    samples = [Sample(sample_id=f"{share}.{i}", messages=(), images=(), objects=(), width=8, height=8) for i in places]
+    prompts = [EncodedPrompt(token_ids=(1,), vision=None) for _ in places]
+    return MicroBatch(
+        samples=tuple(samples),
+        prompts=tuple(prompts),
+        epoch=0,
+        micro_batch=share,
+        first_req_idx=places.start,
+        ends_epoch=False,
+    )
 
 
 class FakeServer:
-    """Rollouts for any number of ranks. Refuses to move weights under a call, and notes every call that it served.
+    """Rollouts for one rank. It refuses to move weights under a call, and notes every call that it served.
 
-    `before(item)` runs in the middle of each call: to wait, to fail, to look around.
+    `before(call)` runs in the middle of each call: to wait, to fail, to look around.
     """
 
-    def __init__(self, ver: int = 1, before: Callable[[CallSamples], None] = lambda item: None) -> None:
-        self.ver, self._before = ver, before
-        self.calls: list[CallSamples] = []
+    def __init__(self, before: Callable[[Call], None] = lambda call: None) -> None:
+        self.ver, self._before = 1, before
+        self.calls: list[Call] = []
         self._in_flight = 0
-        self._lock = threading.Lock()
 
-    def make_segments(self, item: CallSamples) -> list[Segment]:
-        with self._lock:
-            self._in_flight += 1
-            self.calls.append(item)
-            ver = self.ver
+    def roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
+        self.calls.append(call)
+        ver = self.ver
+        self._in_flight += 1
         try:
-            self._before(item)
-            return [segment(s.sample_id, ver) for s in item.samples]
+            self._before(call)
+            return [segment(sample.sample_id, ver) for sample in part.samples]
         finally:
-            with self._lock:
-                self._in_flight -= 1
+            self._in_flight -= 1
 
     def move_weights(self) -> int:
-        with self._lock:
-            assert self._in_flight == 0, "weights moved under a call in flight"
-            self.ver += 1
-            return self.ver
+        assert self._in_flight == 0, "weights moved under a call in flight"
+        self.ver += 1
+        return self.ver
 
 
 class Held:
@@ -74,7 +70,7 @@ class Held:
     def __init__(self, error: Exception | None = None) -> None:
         self.entered, self.release, self._error = threading.Event(), threading.Event(), error
 
-    def __call__(self, item: CallSamples) -> None:
+    def __call__(self, call: Call) -> None:
         self.entered.set()
         assert self.release.wait(DEADLINE_S), "never released"
         if self._error is not None:
@@ -84,17 +80,19 @@ class Held:
         assert self.entered.wait(DEADLINE_S), "no call began"
 
 
-def pipeline(server: FakeServer, bounds: Bounds | None = None, *, row_size: int = 1, **changes: Any) -> RolloutPipeline:
-    settings: dict[str, Any] = {
-        "ver": server.ver,
-        "call_size": 1,
-        "end": None,
-        "deadline_key": "training.collective_timeout_s",
-        "close_deadline_s": DEADLINE_S,
-    }
-    stages = ProducerStages(load=load, make_segments=server.make_segments, pack=pack_by(row_size))
-    return RolloutPipeline(stages, bounds or Bounds.in_step(), **{**settings, **changes})
-
-
-def ids(row: PackedRow) -> list[str]:
-    return [s.sample_id for s in row.segments]
+def producer(server: FakeServer, *, share_size: int = 3, call_size: int = 3, **changes: Any) -> Producer:
+    """Packs of one sample, two shares of them wanted."""
+    bounds = Bounds(start_below=2 * share_size, keep_at_most=2 * share_size, version_window=1)
+    queue = ShareQueue(
+        bounds,
+        served=Served(ver=server.ver, updates=0),
+        size=lambda share: share_size,
+        samples_per_pack=1,
+        call_size=call_size,
+    )
+    stages = CallStages(read=read, roll_out=server.roll_out)
+    made = Producer(
+        queue, stages, **{"deadline_key": "training.collective_timeout_s", "close_s": DEADLINE_S, **changes}
+    )
+    made.want([0, 1])
+    return made

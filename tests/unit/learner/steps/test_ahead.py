@@ -21,7 +21,7 @@ from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
 from learner.steps.ahead import NO_MICRO_STEP, Sizes, Stage2Ahead
-from learner.steps.protocol import Bounds
+from learner.steps.shares import Bounds
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import RolloutError
 from tests.unit.learner import trainer_world

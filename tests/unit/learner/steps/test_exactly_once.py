@@ -26,8 +26,8 @@ from learner.records import EncodedPrompt, Sample, Segment
 from learner.run.log import PhaseClock
 from learner.steps.ahead import Stage2Ahead, StarvedError
 from learner.steps.packing import CompleteRows
-from learner.steps.protocol import Bounds
 from learner.steps.segments import SegmentSource
+from learner.steps.shares import Bounds
 from learner.steps.stage2 import Stage2Parts
 from shared.errors import DeadlineError
 from shared.seeds import request_seed

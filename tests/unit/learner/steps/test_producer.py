@@ -1,70 +1,163 @@
-"""R12, R25: one call's samples, segments and rows add up, or the call fails with a word on what did not."""
+"""R24, R25: the thread that rolls out ahead: fences, deadlines, and how errors reach whoever asks."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
 from learner.config.schema import AsyncActorLearnerConfig
-from learner.records import PackedRow, Segment
-from learner.steps.pipeline import CallSamples, ProducerStages, make_rows
-from learner.steps.protocol import Bounds, Call
-from shared.errors import ConfigError, RolloutError
-from tests.unit.learner.steps.fakes import load, pack_by, segment
-
-CALL = Call(index=4, positions=(7, 2, 9), ver=5)
-
-
-def segments_of(item: CallSamples) -> list[Segment]:
-    return [segment(s.sample_id, 5) for s in item.samples]
+from learner.data.batches import MicroBatch
+from learner.records import Segment
+from learner.steps.producer import CallStages, Producer
+from learner.steps.shares import Bounds, Call, PipelineStoppedError, Served
+from shared.errors import ConfigError, DeadlineError, RolloutError, ServerUnreachableError, SyncError
+from tests.unit.learner.steps.fakes import DEADLINE_S, FakeServer, Held, producer, read, segment
 
 
-def reversed_pairs(segments: list[Segment]) -> list[PackedRow]:
-    return pack_by(2)(segments[::-1])
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
 
 
-def test_rows_know_their_stream_positions() -> None:
-    """Also where the packer reorders, and where two positions hold the same sample."""
-    made = make_rows(CALL, ProducerStages(load=load, make_segments=segments_of, pack=reversed_pairs))
-    assert [row.positions for row in made] == [(9, 2), (7,)]
-    same = ProducerStages(load=lambda p: load([0] * len(p)), make_segments=segments_of, pack=reversed_pairs)
-    assert [row.positions for row in make_rows(CALL, same)] == [(9, 2), (7,)]
+def until_complete(made: Producer, shares: int) -> None:
+    wait_until(lambda: len(made.complete(step=0)) == shares)
+
+
+def test_what_is_wanted_is_made_once_and_taken_in_order() -> None:
+    server = FakeServer()
+    made = producer(server, call_size=2)
+    until_complete(made, 2)
+    packs = made.take(1, step=0)
+    assert [[one.sample_id for one in pack] for pack in packs] == [["1.0"], ["1.1"], ["1.2"]]
+    assert sorted((call.share, i) for call in server.calls for i in call.places) == [
+        (s, i) for s in (0, 1) for i in range(3)
+    ]
+    made.close()
+
+
+def test_a_fence_waits_for_the_call_in_flight_and_lets_none_start() -> None:
+    """R24: whatever room there is."""
+    held = Held()
+    server = FakeServer(before=held)
+    made = producer(server)
+    held.until_entered()
+    made.request_fence()
+    threading.Timer(0.01, held.release.set).start()
+    with made.fence(DEADLINE_S) as fence:
+        assert held.release.is_set()
+        wait_until(lambda: made._thread is None)
+        assert len(server.calls) == 1
+        fence.synced(server.move_weights(), updates=1)
+    until_complete(made, 2)
+    assert [call.by.ver for call in server.calls] == [1, 2]
+    made.close()
+
+
+def test_a_fence_without_a_sync_ages_nothing() -> None:
+    made = producer(FakeServer())
+    until_complete(made, 2)
+    for _ in range(3):
+        with made.fence(DEADLINE_S):
+            pass
+    assert made.complete(step=0) == {0: 0, 1: 0}
+    made.close()
+
+
+def test_a_fence_passes_its_deadline_by_name() -> None:
+    """It says which wait, for what, and which key; so does every later call."""
+    held = Held()
+    made = producer(FakeServer(before=held))
+    held.until_entered()
+    with (
+        pytest.raises(DeadlineError, match=r"before a weight sync.*call of 3 samples.*collective_timeout_s"),
+        made.fence(0.01),
+    ):
+        pytest.fail("entered under a call in flight")
+    with pytest.raises(DeadlineError, match="before a weight sync"):
+        made.complete(step=0)
+    held.release.set()
+    made.close()
+
+
+def test_a_failed_sync_ends_the_producer_with_its_cause() -> None:
+    """R24: what the servers serve is unknown then: no call starts, no pack is learned."""
+    server = FakeServer()
+    made = producer(server)
+    with pytest.raises(SyncError, match="broke"), made.fence(DEADLINE_S):
+        raise SyncError("it broke")
+    calls = len(server.calls)
+    with pytest.raises(SyncError, match="broke"):
+        made.take(0, step=0)
+    made.want([2])
+    assert len(server.calls) == calls
+    made.close()
+
+
+def test_the_producer_s_error_surfaces_with_its_type() -> None:
+    """At once, though packs are still queued. The call that failed is counted too."""
+
+    def before(call: Call) -> None:
+        if call.share == 1:
+            raise ServerUnreachableError("no answer from the server")
+
+    made = producer(FakeServer(before=before))
+    wait_until(lambda: made.stats().calls.number == 2)
+    for ask in (lambda: made.complete(step=0), lambda: made.take(0, step=0), made.request_fence):
+        with pytest.raises(ServerUnreachableError, match="no answer"):
+            ask()
+    made.close()
+
+
+def test_close_is_bounded() -> None:
+    """A call that hangs costs `close_s`, and the error names what was waited for."""
+    held = Held()
+    made = producer(FakeServer(before=held), close_s=0.01)
+    held.until_entered()
+    with pytest.raises(DeadlineError, match=r"thread to end.*call of 3 samples"):
+        made.close()
+    held.release.set()
+    wait_until(lambda: made._thread is None)
+    made.close()
+
+
+def test_after_stop_late_errors_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The backend was closed under a call in flight."""
+    held = Held(error=ServerUnreachableError("the client was closed"))
+    made = producer(FakeServer(before=held))
+    held.until_entered()
+    made.stop()
+    held.release.set()
+    made.close()
+    with pytest.raises(PipelineStoppedError):
+        made.complete(step=0)
+    assert "the client was closed" in caplog.text
+
+
+CALL = Call(share=4, start=0, stop=2, by=Served(ver=3, updates=0))
 
 
 @pytest.mark.parametrize(
-    ("make_segments", "words"),
+    ("answers", "words"),
     [
-        (lambda item: segments_of(item)[:-1], "are not those of its samples"),
-        (lambda item: segments_of(item)[::-1], "are not those of its samples"),
-        (lambda item: [*segments_of(item)[:-1], segment("s9", 6)], r"other weights.*\[5, 6\].*ver 5 throughout"),
-        (lambda item: [segment(s.sample_id, 6) for s in item.samples], "other weights"),
-        (lambda item: [segment(s.sample_id, None) for s in item.samples], "other weights"),
+        ([segment("4.0", 3)], "not those of its samples"),
+        ([segment("4.1", 3), segment("4.0", 3)], "not those of its samples"),
+        ([segment("4.0", 3), segment("4.1", 2)], "other weights"),
+        ([segment("4.0", None), segment("4.1", None)], "other weights"),
     ],
-    ids=["missing", "reordered", "two versions", "another version", "no version"],
 )
-def test_segments_that_do_not_answer_the_call(
-    make_segments: Callable[[CallSamples], list[Segment]], words: str
-) -> None:
-    """R25: version-pure and of the permitted version; R12: no sample skipped."""
+def test_segments_that_do_not_answer_the_call(answers: list[Segment], words: str) -> None:
+    """No sample is skipped or swapped, and all are of the version that the call was permitted under."""
+
+    def roll_out(call: Call, part: MicroBatch) -> list[Segment]:
+        return answers
+
     with pytest.raises(RolloutError, match=words):
-        make_rows(CALL, ProducerStages(load=load, make_segments=make_segments, pack=pack_by(2)))
-
-
-@pytest.mark.parametrize(
-    "pack",
-    [
-        lambda segments: pack_by(2)(segments[1:]),
-        lambda segments: pack_by(2)([*segments, segments[0]]),
-        lambda segments: pack_by(2)([*segments[:-1], segments[0]]),
-        lambda segments: [*pack_by(2)(segments), PackedRow(segments=(), capacity=64)],
-    ],
-    ids=["lost", "doubled", "swapped", "empty row"],
-)
-def test_a_packer_that_changes_the_segments(pack: Callable[[list[Segment]], list[PackedRow]]) -> None:
-    """R12, R36: every segment in exactly one row."""
-    with pytest.raises(RolloutError, match="packing changed the segments"):
-        make_rows(CALL, ProducerStages(load=load, make_segments=segments_of, pack=pack))
+        CallStages(read=read, roll_out=roll_out).run(CALL)
 
 
 def test_bounds_of_the_configuration() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.schedule import scheduled_channel
-from learner.steps.protocol import Bounds, PipelineStoppedError
-from learner.steps.shares import Served, ShareQueue, Shares
+from learner.steps.shares import Bounds, PipelineStoppedError, Served, ShareQueue, Shares
 from shared.errors import SyncError
 
 RATIOS = st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.5, 0.75, 1.0])
