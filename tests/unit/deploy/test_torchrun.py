@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.torchrun import without_working_directory
 from tests.servers import descendants, wait_gone
 
 ROOT = Path(__file__).parents[3]
@@ -79,3 +80,22 @@ def test_wrong_arguments_are_told_without_starting_anything() -> None:
     )
     assert done.returncode == 2
     assert "wanted 1 or more" in done.stderr
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_folder_of_our_name_does_not_hide_the_clone(tmp_path: Path, safe: bool) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").write_text("raise RuntimeError('the working directory was imported')\n")
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)}
+    if safe:
+        environment |= without_working_directory(environment)
+    done = subprocess.run(
+        [sys.executable, "-m", "learner", "--help"], cwd=tmp_path, env=environment, capture_output=True, timeout=60
+    )
+    assert (done.returncode == 0) == safe
+
+
+def test_paths_of_the_user_are_kept() -> None:
+    once = without_working_directory({"PYTHONPATH": "/a:/b"})
+    assert once["PYTHONPATH"].split(":") == [str(ROOT), "/a", "/b"]
+    assert without_working_directory(once) == once
