@@ -99,6 +99,7 @@ class Workload:
     steps: int
     samples_per_step: int
     max_new_tokens: int
+    row_tokens: int | None
     on_gpu: bool
     limit_s: float
     modes: tuple[str, ...]
@@ -116,6 +117,12 @@ def main(
         int, typer.Option(min=1, help="Per step, over all ranks: a multiple of 32 x ranks, or fewer.")
     ] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Of a rollout.")] = 192,
+    row_tokens: Annotated[
+        int | None, typer.Option(help="Longest packed row; default: a micro-batch of full-length samples.")
+    ] = None,
+    ending: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="Share of the vocabulary that ends an answer; 0: none does.")
+    ] = 0.0,
     limit_s: Annotated[float, typer.Option(help="Time for a mode.")] = 150.0,
     scratch: Annotated[Path, typer.Option(help="For the model: large and fast.")] = Path("/dev/shm"),
 ) -> None:
@@ -128,13 +135,17 @@ def main(
     folder = Path(tempfile.mkdtemp(prefix="topologies-", dir=scratch))
     rows: list[dict[str, Any]] = []
     try:
+        model = vision_model(folder, size)
+        if ending:
+            answers_end(model, ending)
         work = Workload(
-            model=vision_model(folder, size),
+            model=model,
             data=folder / "data",
             folder=folder,
             steps=steps,
             samples_per_step=samples,
             max_new_tokens=max_new_tokens,
+            row_tokens=row_tokens,
             on_gpu=num_gpus > 0,
             limit_s=limit_s,
             modes=tuple(mode or MODES),
@@ -190,6 +201,17 @@ def _serve(processes: Processes, topology: Topology, work: Workload) -> list[Ser
     return servers
 
 
+def answers_end(model: Path, share: float) -> None:
+    """Let this share of the vocabulary end an answer. A random model never ends one by itself, and then all answers of
+    a step end together, as no trained model's do."""
+    path = model / "generation_config.json"
+    config = json.loads(path.read_text())
+    vocab_size = json.loads((model / "config.json").read_text())["text_config"]["vocab_size"]
+    step = max(1, round(1 / share))
+    config["eos_token_id"] = sorted({*config["eos_token_id"], *range(step - 1, vocab_size, step)})
+    path.write_text(json.dumps(config))
+
+
 def server_config(work: Workload) -> dict[str, Any]:
     return small_server(
         work.model,
@@ -225,7 +247,7 @@ def run_config(
         task={"iou_threshold": 0.3},
         training={"seed": 3, "learning_rate": 1e-5},
         logging={"tensorboard": False, "progress_bar": False},
-        global_max_length=1024 * per_device,
+        global_max_length=work.row_tokens or 1024 * per_device,
         stage2_ab=MODES[mode],
     )
 
