@@ -22,6 +22,7 @@ with the right weights, and then sends wrong ones. `as trained` below is what an
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -40,7 +41,7 @@ from bench.figures import circumstances
 from bench.photographs import LORA, LOSS, PROMPT, build_model, photographs, server_config
 from bench.runs import Server, last_words, learner_config, read_events, say, served_by
 from deploy.demo.model import build as build_small_model
-from deploy.launch import Processes, supervised
+from deploy.launch import server_argv, supervised
 from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
@@ -175,15 +176,37 @@ def faulty_learner(config: Path, num_syncs: int, out: Path, head_flag: Path, lor
     sys.exit(learner(["--config", str(config)]))
 
 
-@app.command("server", hidden=True)
-def faulty_server(config: Path, head_flag: Path) -> None:
-    """The server itself. While `head_flag` exists, its engine keeps the output head's packed copy as it was."""
-    from rollout_server.__main__ import serve
+# In every process of the server, the engine's too: Python imports a module of this name as it starts.
+_SITE = """
+import importlib.abc, importlib.util, sys
+from pathlib import Path
 
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "shared.sync.loading":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            from bench.canary import keep_head
+            keep_head(Path({flag!r}))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hook())
+"""
+
+
+def keep_head(flag: Path) -> None:
+    """From now on in this process: while `flag` exists, loading keeps the output head's packed copy as it was."""
     close = WeightLoad.close
 
     def close_without_head(load: WeightLoad) -> None:
-        if not head_flag.exists():
+        if not flag.exists():
             return close(load)
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -198,15 +221,9 @@ def faulty_server(config: Path, head_flag: Path) -> None:
                 head.quant_method.process_weights_after_loading = process
 
     WeightLoad.close = close_without_head  # type: ignore[assignment, method-assign]
-    serve(config)
 
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-def start(processes: Processes, name: str, log: Path, *arguments: object, devices: Sequence[int]) -> Any:
-    argv = [sys.executable, "-m", "bench.canary", name, *map(str, arguments)]
-    return processes.start(name, argv, devices=devices, log=log)
 
 
 def run_config(
@@ -243,15 +260,18 @@ def measure(folder: Path, model: Path, data: Path, *, steps: int, on_gpu: bool, 
         config = {**server_config(model, data, on_gpu=on_gpu), "port": free_port(), "enable_lora": False}
         config.pop("max_lora_rank")
         write_yaml(folder / "server.yaml", config, "bench")
-        log = folder / "server.log"
-        process = start(processes, "server", log, folder / "server.yaml", flag, devices=[0] if on_gpu else ())
+        (folder / "sitecustomize.py").write_text(_SITE.format(flag=str(flag)))
+        path = os.pathsep.join([str(folder), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+        argv = ["env", f"PYTHONPATH={path}", *server_argv(str(folder / "server.yaml"))]
+        process = processes.start("server", argv, devices=[0] if on_gpu else (), log=folder / "server.log")
         server = Server(process=process, url=f"http://127.0.0.1:{config['port']}")
         server.wait_ready()
         run = run_config(folder, server, model, data, steps=steps, on_gpu=on_gpu, lora=lora)
         write_yaml(folder / "run.yaml", run, "bench")
         log = folder / "run.log"
         arguments = (folder / "run.yaml", steps, faults, flag, lora)
-        process = start(processes, "learner", log, *arguments, devices=[1] if on_gpu else ())
+        argv = [sys.executable, "-m", "bench.canary", "learner", *map(str, arguments)]
+        process = processes.start("learner", argv, devices=[1] if on_gpu else (), log=log)
         code = process.popen.wait(RUN_TIMEOUT_S)
         if code:
             found = f"exit code {code}; last words: {last_words(log)}"
