@@ -14,7 +14,7 @@ help:  ## list the targets
 setup:  ## make .venv (SETUP=cpu or cuda; default: what the machine has)
 	@deploy/setup.sh $(SETUP)
 
-demo: setup  ## the main job end to end on this machine: serve, learn, sync, compare (about 5 minutes)
+demo: setup  ## the main job end to end on this machine: serve, learn, sync, compare (about 3 minutes)
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
