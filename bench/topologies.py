@@ -99,10 +99,10 @@ class Workload:
     steps: int
     samples_per_step: int
     max_new_tokens: int
-    row_tokens: int | None
     on_gpu: bool
     limit_s: float
     modes: tuple[str, ...]
+    row_tokens: int | None = None  # longest packed row; None: a micro-batch of full-length samples
 
 
 def main(
