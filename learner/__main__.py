@@ -154,7 +154,7 @@ def report(
 
 @app.command(epilog=OTHERS, context_settings={"ignore_unknown_options": True})
 def bench(
-    arguments: Annotated[list[str] | None, typer.Argument(help="Those of `python -m bench.run`: --part, --name.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Those of bench.run, such as --part.")] = None,
 ) -> None:
     """Measure speed and memory on this machine. Needs a clone.
 
