@@ -237,6 +237,15 @@ def test_greedy_tokens_and_prompt_ids_equal_transformers(learner: Learner, folde
     assert outputs[1]["response"]["choices"][0]["message"]["content"] == learner.processor.decode(of_picture)
 
 
+def test_pictures_of_other_shapes_are_other_pictures_to_the_caches(learner: Learner, folder: Path) -> None:
+    """CVE-2025-46722: vLLM's hash of an image left out its shape, so that 96x64 and 64x96 were one."""
+    for size in ((96, 64), (64, 96)):
+        image = Image.new("RGB", size)
+        reply = learner.infer([{"messages": PICTURE, "images": [as_base64(image)]}]).json()[0]
+        assert reply["prompt_token_ids"] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
+        assert reply["response_token_ids"] == learner.generate(PICTURE, image)
+
+
 def test_seeds_belong_to_requests(learner: Learner) -> None:
     """R11: request `i` draws with `seed + i`, whatever else is in the call."""
     requests = [{"messages": TEXT}] * 4
