@@ -18,11 +18,19 @@ _WATCH_EVERY_S = 0.5
 _HANG_UP_S = 5.0  # `/health/` answers 503 for so long after the engine died, before the process ends
 
 
-async def serve(engine: Engine, config: ServerConfig, token: str | None, listener: socket.socket, console: Any) -> int:
+async def serve(
+    engine: Engine,
+    config: ServerConfig,
+    token: str | None,
+    listener: socket.socket,
+    console: Any,
+    *,
+    server_id: str = "",
+) -> int:
     """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`."""
     server = uvicorn.Server(
         uvicorn.Config(
-            create_app(RolloutService(engine, config), token),
+            create_app(RolloutService(engine, config, server_id), token),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
