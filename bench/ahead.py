@@ -380,7 +380,7 @@ def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, n
         task=DEMO_TASK,
         # One sample per row in the two ways that are compared. The third needs packing.
         training={"packing": way == "within the step", "learning_rate": 1.0e-5, "bf16": False},
-        logging={"tensorboard": False},
+        logging={"trackers": []},
         stage2_ab={"schedule": {"b_ratio": 1.0}, "async_actor_learner": {"enabled": way == "ahead", **queue}},
         global_max_length=REAL_ROW_TOKENS,
     )
