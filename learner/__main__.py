@@ -10,13 +10,16 @@
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
-Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. A user error is one message
-without a traceback; a bug keeps its traceback. `--help` and `check` import neither torch nor transformers.
+Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted, 141 nobody reads what is
+printed (`... | head`). A user error is one message without a traceback; a bug keeps its traceback. `--help` and `check`
+import neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -31,12 +34,14 @@ import typer
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
+from shared.processes import end_with_parent
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = ("train", "check", "doctor", "export", "report", "bench")
 OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
+_STDOUT = 1
 GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -187,6 +192,8 @@ def _train(config_path: str, overrides: Sequence[str]) -> int:
     from learner.config.load import load_config
     from learner.config.rules import colocates
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # torchrun is gone: a checkpoint, and the end
     # A wrong configuration is reported before torch is loaded.
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
@@ -203,18 +210,32 @@ def _end(work: Callable[[], int]) -> None:
     errors, and hide where they come from."""
     try:
         code = work()
+        sys.stdout.flush()
     except ProjectError as error:
         code = _tell(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except Exception as error:
-        if isinstance(error, ImportError) and (known := missing_package(error)):
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            code = 128 + signal.SIGPIPE
+        elif isinstance(error, ImportError) and (known := missing_package(error)):
             code = _tell(known)
         else:
             traceback.print_exc()
             code = 1
     raise typer.Exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose reader has gone. From now on it leads nowhere then: Python flushes it at its
+    end."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+    return True
 
 
 def _tell(error: ProjectError) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -112,6 +113,22 @@ def test_a_bug_keeps_its_traceback(
     monkeypatch.setattr(command, "_train", fail)
     assert main(["--config", config]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """`rollout-learner check ... | head -1`"""
+    reading, writing = os.pipe()
+    code = (
+        "import sys; from learner import __main__ as command\n"
+        "command._check = lambda *_: print('plan') or 0\n"
+        "sys.exit(command.main(['check', '--config', 'run.yaml']))"
+    )
+    argv = [sys.executable, "-c", code]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    os.close(reading)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, "")
 
 
 def test_a_processor_without_torchvision_names_the_package(tmp_path: Path) -> None:
