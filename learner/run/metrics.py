@@ -67,6 +67,13 @@ ROLLOUTS = (
     Metric("drop/REASON", "objects", "predicted objects that were dropped, by reason (list below)"),
 )
 
+# Runs with `reward.functions`: of a step's rollouts, and of an evaluation's.
+REWARDS = (
+    Metric("reward", "", "sum of all reward functions; mean over rollouts"),
+    Metric("reward/NAME", "", "one reward function; mean over rollouts"),
+    Metric("scored", "rollouts", "of a step: how many have rewards; sum over ranks"),
+)
+
 # Steps with `rollout_buffer`.
 BUFFER = (
     Metric("rollout_buffer/window", "windows", "number of the window whose rollouts are learned"),
@@ -158,6 +165,18 @@ DETECTION = (
     Metric("coco/ar100", "share", "COCO's AR with 100 detections"),
 )
 
+# In `metrics` of the event `eval`: `task.type: key_value`.
+KEY_VALUE = (
+    Metric("f1", "share", "F1 over pairs: right ones, valid ones, the document's"),
+    Metric("precision", "share", "right pairs of the valid ones"),
+    Metric("recall", "share", "right pairs of the document's"),
+    Metric("key_recall", "share", "the document's keys that were answered, with whatever value"),
+    Metric("exact_match", "share of answers", "right and whole"),
+    Metric("parse_rate", "share of answers", "one closed object, nothing dropped, nothing after it"),
+    Metric("truncation_rate", "share of answers", "reached the token limit"),
+    Metric("drop/REASON", "pairs per answer", "dropped pairs: `not_text`, `blank`, `repeated_key`, `unreadable`"),
+)
+
 DROPS: dict[DropReason, str] = {
     "key_invalid": "its key is not `object_N`, or `N` came before; or one of its fields came twice",
     "missing_desc": "no description, or one that is empty or not a text",
@@ -175,13 +194,15 @@ GROUPS: tuple[tuple[str, str, tuple[Metric, ...]], ...] = (
     ("Where its time went", "Under `metrics` of `step`, of rank 0. In TensorBoard: `step/metrics/NAME`.", SECONDS),
     ("What was learned", "Under `metrics` of `step`.", LEARNING),
     ("Rollouts", "Under `metrics` of a `step` that learned rollouts. Sums over ranks.", ROLLOUTS),
+    ("Rewards", "Under `metrics` of `step` and `eval`, with `reward.functions`.", REWARDS),
     ("Buffered rollouts", "Under `metrics` of `step`, with `rollout_buffer`.", BUFFER),
     ("Stage 2", "Under `metrics` of `step`, with `stage2_ab_training`. `async/`: with `async_actor_learner`.", STAGE2),
     ("A sync", "Fields of the event `sync`. In TensorBoard: `sync/NAME`.", SYNC),
     (
-        "An evaluation",
+        "An evaluation of detection",
         "Under `metrics` of the event `eval`. In TensorBoard: `eval/metrics/NAME`. A true positive needs the IoU and "
         "the same description. A ratio with a denominator of 0 is 0.",
         DETECTION,
     ),
+    ("An evaluation of key-value pairs", "The same, with `task.type: key_value`.", KEY_VALUE),
 )

@@ -10,8 +10,20 @@ from pathlib import Path
 import pytest
 
 from learner.records import StepResult, SyncReceipt
-from learner.run.metrics import BUFFER, DETECTION, GROUPS, LEARNING, ROLLOUTS, SECONDS, STAGE2, STEP_FIELDS, SYNC
+from learner.run.metrics import (
+    BUFFER,
+    DETECTION,
+    GROUPS,
+    KEY_VALUE,
+    LEARNING,
+    ROLLOUTS,
+    SECONDS,
+    STAGE2,
+    STEP_FIELDS,
+    SYNC,
+)
 from learner.tasks.detection.metrics import METRICS, coco_ap
+from learner.tasks.key_value import KeyValueTask
 from tests.unit.learner.steps.test_ahead import Servers, ahead_config, patient, servers
 from tests.unit.learner.steps.test_stage2 import stage2_config, stand_in
 from tests.unit.learner.trainer_world import make_config, run
@@ -47,6 +59,11 @@ def test_steps_of_every_source(
     assert written["step"] - declared == set(), "not declared in learner/run/metrics.py"
     assert names(STAGE2, BUFFER, LEARNING) - written["step"] == set(), "declared, and nobody writes it"
     assert written["eval"] - names(DETECTION) == set()
+
+
+def test_evaluations_of_pairs() -> None:
+    computed = KeyValueTask.__new__(KeyValueTask).evaluate([])
+    assert names(KEY_VALUE) == {"drop/REASON" if name.startswith("drop/") else name for name in computed}
 
 
 def test_evaluations() -> None:
