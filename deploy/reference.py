@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 import typer
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -26,8 +27,9 @@ from learner import __main__ as learner_command
 from learner.config.schema import RunConfig
 from learner.run import metrics
 from rollout_server import __main__ as server_command
-from rollout_server.app import _routes
+from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
+from rollout_server.engine import Engine
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
 from rollout_server.service import RolloutService
@@ -201,8 +203,13 @@ _REPLIES: tuple[type[BaseModel], ...] = (
 
 def routes() -> dict[str, str]:
     """Method by path, as the server serves them."""
-    service = cast(RolloutService, None)  # handlers use it, and none is called
-    return {path: method for method, path, _ in _routes(service)}
+    engine = cast(Engine, SimpleNamespace(weights=""))  # nothing is asked of it
+    app = create_app(RolloutService(engine, ServerConfig(model="any")), token=None)
+    return {
+        route.path: next(iter((route.methods or set()) - {"HEAD"}))
+        for route in app.routes
+        if isinstance(route, APIRoute) and not route.path.endswith("/")
+    }
 
 
 def endpoints_page() -> str:
