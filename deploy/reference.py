@@ -250,7 +250,7 @@ def _lines(fields: dict[str, Any]) -> str:
 
 
 def _with_parts(models: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
-    """The models and those of their fields, each once, in the order of `wire`."""
+    """The models and those of their fields, each once, by module and in the order of its source."""
     found: set[type[BaseModel]] = set()
     todo = list(models)
     while todo:
@@ -258,8 +258,7 @@ def _with_parts(models: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
         if model not in found:
             found.add(model)
             todo += [part for field in model.model_fields.values() for part in _models_in(field.annotation)]
-    names = list(vars(wire))
-    return sorted(found, key=lambda model: names.index(model.__name__))
+    return sorted(found, key=lambda model: (model.__module__ != wire.__name__, inspect.getsourcelines(model)[1]))
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -274,7 +273,7 @@ def _message(model: type[BaseModel]) -> str:
     rows = []
     for name, field in model.model_fields.items():
         default = "**required**" if field.is_required() else _shown_default(field)
-        rows.append((f"`{name}`", _type(field.annotation), default, comments.get(name, "")))
+        rows.append((f"`{name}`", _type(field.annotation), default, comments.get(name) or field.description or ""))
     doc = f"{inspect.getdoc(model)}\n\n" if model.__doc__ else ""
     return f"### `{model.__name__}`\n\n{doc}{table(('field', 'type', 'default', ''), rows)}"
 
@@ -337,10 +336,17 @@ Three programs. In a clone, `.venv/bin/` has them after `make setup`, and `pytho
 def commands_page() -> str:
     learner, server, launcher = map(typer.main.get_command, (learner_command.app, server_command.app, launch.app))
     parts = [COMMANDS_INTRO, "## `rollout-learner`\n"]
-    for name, command in cast(Any, learner).commands.items():
-        parts.append(_command(f"rollout-learner {name}", command, level=3))
+    parts += [_command(name, command, level=3) for name, command in _leaves("rollout-learner", learner)]
     parts += [_command("rollout-server", server), _command("rollout-launch", launcher), _make_targets()]
     return "\n".join(parts)
+
+
+def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """The commands of a group and of the groups in it."""
+    for inner, part in getattr(command, "commands", {}).items():
+        yield from _leaves(f"{name} {inner}", part)
+    if not hasattr(command, "commands"):
+        yield name, command
 
 
 def _command(name: str, command: Any, level: int = 2) -> str:

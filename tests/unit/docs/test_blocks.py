@@ -174,11 +174,11 @@ def parse(app: typer.Typer, name: str, arguments: Sequence[str]) -> None:
     """With the program's own parser; nothing is invoked."""
     command: Any = typer.main.get_command(app)
     rest = list(arguments)
-    if hasattr(command, "commands"):
-        if rest and rest[0].startswith("-") and rest[0].split("=")[0] not in learner_command.GROUP_OPTIONS:
-            rest.insert(0, "train")
-        if rest and rest[0] in learner_command.GROUP_OPTIONS:
+    if hasattr(command, "commands") and rest and rest[0].startswith("-"):
+        if rest[0].split("=")[0] in learner_command.GROUP_OPTIONS:
             return
+        rest.insert(0, "train")
+    while hasattr(command, "commands"):
         assert rest, f"{name}: no command"
         assert rest[0] in command.commands, f"{name}: no command {rest[0]}"
         command = command.commands[rest.pop(0)]
