@@ -125,10 +125,12 @@ _OUTPUT = wire.RolloutOutput(
 )
 
 ENDPOINTS = {
-    "/health": Endpoint(meaning="Is the server alive? Needs no token.", reply='`{"status": "ok"}`; 503 if not'),
+    "/health": Endpoint(
+        meaning="Is the server alive? Needs no token.", reply='`{"status": "ok", "server_id": "..."}`; 503 if not'
+    ),
     "/ready": Endpoint(
         meaning="Does it answer rollouts now? Not while weights change, and not after a failed sync. Needs no token.",
-        reply='`{"status": "ready"}`; 503 with the reason if not',
+        reply='`{"status": "ready", "server_id": "..."}`; 503 with the reason if not',
     ),
     "/status": Endpoint(meaning="What it serves, and what it is doing.", reply="[`ServerStatus`](#serverstatus)"),
     "/get_world_size": Endpoint(

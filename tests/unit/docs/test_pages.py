@@ -55,6 +55,8 @@ def test_endpoints_answer_the_examples(path: str) -> None:
             body["request_config"]["max_tokens"] = 8  # the fake engine's context is short
         reply = await http.request(routes()[path], f"{path}/", json=body)
         assert reply.status_code == 200, reply.text
+        if promised := re.match(r"`(\{.*\})`", endpoint.reply):
+            assert json.loads(promised[1]).keys() == reply.json().keys()
         if path == "/infer":
             RolloutOutput.model_validate(reply.json()[0])
         if path == "/score":
