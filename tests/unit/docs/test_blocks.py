@@ -116,7 +116,7 @@ def test_a_wrong_configuration_is_found(workplace: Path) -> None:
 # Programs of others: their arguments are their own business, files of this repository among them must exist.
 OTHERS = {
     *("cd", "chown", "curl", "docker", "echo", "export", "git", "kill", "kubectl", "make", "mkdir", "openssl", "pip"),
-    *("pytest", "sbatch", "sudo", "tail", "tensorboard"),
+    *("pytest", "python", "sbatch", "sudo", "tail", "tensorboard"),
 }
 
 
@@ -144,7 +144,11 @@ def check_command(words: Sequence[str]) -> None:
 
 
 def module_of(arguments: list[str]) -> tuple[str, list[str]]:
-    assert arguments[0] == "-m", f"python {arguments[0]}: only modules"
+    """What `python` runs: a module, or a script of a clone."""
+    if arguments[0] != "-m":
+        script = ROOT / arguments[0].removeprefix("CLONE/")
+        assert script.is_file(), f"no such script: {script}"
+        return "python", arguments[1:]
     return arguments[1], arguments[2:]
 
 
@@ -216,7 +220,7 @@ def parse_torchrun(arguments: Sequence[str]) -> None:
 
 def parse_pip(arguments: Sequence[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert arguments[0] in ("install", "wheel")
+    assert arguments[0] in ("install", "uninstall", "wheel")
     for word in arguments[1:]:
         named = re.fullmatch(r"(?:CLONE|\.)\[([\w,]+)\]", word)
         assert named is None or set(named[1].split(",")) <= set(extras), f"no such extra: {word}"
