@@ -127,6 +127,10 @@ class ServerConfig(Section):
         "answers that are kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
     )
 
+    openai_api: bool = key("serve `/v1/models`, `/v1/chat/completions` and `/v1/completions`", True, req="R13")
+    serve_openapi: bool = key("serve `/openapi.json`, which describes the API", True)
+    serve_docs: bool = key("serve `/docs`, the same as a page", True)
+
     log_dir: Folder | None = key("folder of the log file; null: log to the console", None)
 
     @property
