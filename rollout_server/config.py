@@ -47,6 +47,7 @@ class ServerConfig(Section):
     """The served model, the devices it runs on, where the server listens, limits on requests, and deadlines."""
 
     model: str = key("a checkpoint's folder, or a name on the Hugging Face hub", min_length=1)
+    allow_untested_family: bool = key("try a family of models that docs/models.md does not list", False)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "dtype of the served weights; `auto`: the checkpoint's", "auto"
     )

@@ -27,6 +27,7 @@ from rollout_server.prompts import Renderer
 from shared.aio import gather
 from shared.checkpoint import model_folder, signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
+from shared.families import check_folder
 from shared.generation import (
     CPU_ENGINE_ARGS,
     Generation,
@@ -165,9 +166,11 @@ class StallWatch:
 
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
-        """Start the engine; blocks until the model is loaded. Raises ConfigError if vLLM refuses the settings."""
+        """Start the engine; blocks until the model is loaded. Raises ConfigError if the model's family does not
+        work or is not tested, or if vLLM refuses the settings."""
         self.model = config.model
         self._path = model_folder(config.model, "model")
+        check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
         self._renderer = Renderer(self._path, config)
         self._llm: Any = _start(_engine_args(self._path, config), config)
         model_config = self._llm.model_config

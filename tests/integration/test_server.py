@@ -318,8 +318,9 @@ def test_openai_calls_obey_the_image_rules(openai_client: openai.OpenAI, folder:
             listener.accept()
     with pytest.raises(openai.NotFoundError):
         openai_client.chat.completions.create(model="another", messages=TEXT)  # type: ignore[arg-type]
-    with pytest.raises(openai.BadRequestError):
+    with pytest.raises(openai.APIStatusError) as too_long:
         openai_client.chat.completions.create(model="", messages=TEXT, max_tokens=100_000)  # type: ignore[arg-type]
+    assert (too_long.value.status_code, too_long.value.body["type"]) == (413, "PromptTooLongError")  # type: ignore[index]
 
 
 def test_ms_swifts_own_client_is_answered(learner: Learner, server: RunningServer, folder: Path) -> None:
