@@ -14,6 +14,8 @@ from pydantic import Field
 from shared.addresses import is_loopback
 from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
+from shared.errors import ConfigError
+from shared.families import check_folder
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -171,10 +173,17 @@ class ServerConfig(Section):
 def load_server_config(path: str | Path, *, has_token: bool = True, overrides: Sequence[str] = ()) -> ServerConfig:
     """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
     that other machines can reach is one of them."""
-    rules = (_check_hosts, _check_engine_args, _check_roots)
+    rules = (_check_family, _check_hosts, _check_engine_args, _check_roots)
     return parse(
         ServerConfig, load_yaml(path, overrides=overrides), rules=rules if has_token else (*rules, _check_token)
     )
+
+
+def _check_family(config: ServerConfig) -> Iterator[Mistake]:
+    try:
+        check_folder(config.model, key="model", allow_untested=config.allow_untested_family)
+    except ConfigError as error:
+        yield Mistake.of(error, "model")
 
 
 def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:

@@ -11,8 +11,9 @@ import torch
 
 from learner.config.schema import ModelConfig
 from learner.policy.load import load_policy
-from rollout_server.config import ServerConfig
+from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.engine import VllmEngine
+from shared.config.model import ConfigErrors
 from shared.errors import ConfigError
 from shared.families import KNOWN_NOT_TO_WORK, TESTED, check_family, check_folder
 from tests.models import FAMILIES, MORE_FAMILIES
@@ -64,3 +65,7 @@ def test_both_programs_refuse_it_before_they_load_anything(tmp_path: Path) -> No
         load_policy(ModelConfig(path=path), device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="llava"):
         VllmEngine(ServerConfig(model=path))
+    file = tmp_path / "server.yaml"
+    file.write_text(f"model: {path}\n")
+    with pytest.raises(ConfigErrors, match="llava"):
+        load_server_config(file)
