@@ -100,7 +100,7 @@ async def direct(engine: VllmEngine, call: InferCall) -> int:
     generations = await asyncio.gather(
         *(engine.generate(request, config, own) for request, own in zip(call.infer_requests, seeds, strict=True))
     )
-    return sum(len(generation.response_token_ids) for generation in generations)
+    return sum(len(generation.response_token_ids) for (generation,) in generations)
 
 
 class Served:

@@ -6,22 +6,26 @@ status. If the caller hangs up, its call is cancelled. The layers around the rou
 `/infer/` answers a JSON list in request order. With `Accept: application/x-ndjson` it answers one line per request, as
 each ends (`AnswerLine`). The status is sent with the first line, so what fails before it is an ordinary error. What
 fails later is the last line.
+
+`/v1/` is OpenAI's API (`openai_api.py`), for other clients. `/openapi.json` and `/docs` describe all of it, but not
+themselves (`openapi.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
@@ -29,6 +33,8 @@ from starlette.requests import ClientDisconnect, Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.config import ServerConfig
+from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
+from rollout_server.openapi import JSON, Route, document, page
 from rollout_server.service import RolloutService
 from shared.addresses import is_loopback
 from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
@@ -41,8 +47,12 @@ from shared.wire import (
     ExpectScoresCall,
     InferCall,
     InitCommunicatorCall,
+    RolloutOutput,
     ScoreCall,
+    ScoreReply,
+    ServerStatus,
     UpdateWeightsCall,
+    UpdateWeightsReply,
     WorldSizeReply,
 )
 
@@ -54,6 +64,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or ready, and which start of the server it is
 _RETRY_AFTER_S = 1.0
+EVENTS = "text/event-stream"
+_STATUS: dict[str, Any] = {JSON: dict[str, str]}
 _MAX_FIELDS = 256  # of one JSON object; no right body has so many
 _MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
 
@@ -63,9 +75,10 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     prefix = service.config.url_prefix
     router = APIRouter(prefix=prefix)
-    for method, path, handler in _routes(service):
-        for spelling in (path + "/", path):
-            router.add_api_route(spelling, _with_errors(handler), methods=[method], response_model=None)
+    routes = _routes(service)
+    for route in (*routes, *_documentation(routes, service.config, token is not None)):
+        for spelling in (route.path + "/", route.path):
+            router.add_api_route(spelling, _with_errors(route.handler), methods=[route.method], response_model=None)
     app.include_router(router)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
@@ -76,7 +89,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     return app
 
 
-def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
+def _routes(service: RolloutService) -> list[Route]:
     async def health(request: Request) -> Response:
         service.check_alive()
         return JSONResponse({"status": "ok", "server_id": service.server_id})
@@ -125,19 +138,96 @@ def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
         await service.updates.close_group(await _body(request, CloseCommunicatorCall))
         return JSONResponse({"status": "closed"})
 
+    def get(path: str, handler: Handler, says: str, **replies: Any) -> Route:
+        return Route(method="GET", path=path, handler=handler, says=says, replies=replies or _STATUS)
+
+    def post(path: str, handler: Handler, says: str, call: type[BaseModel] | None, replies: Any = None) -> Route:
+        return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies or _STATUS)
+
+    outputs = {JSON: list[RolloutOutput], NDJSON: AnswerLine}
+    routes = [
+        get("/health", health, "Is the engine alive?"),
+        get("/ready", ready, "Would a rollout be answered now?"),
+        get("/status", status, "The model, its weights' version, the gate.", **{JSON: ServerStatus}),
+        get("/get_world_size", world_size, "Number of devices that receive weights.", **{JSON: WorldSizeReply}),
+        get("/metrics", metrics, "Counters in Prometheus' text format.", **{"text/plain": None}),
+        post("/infer", infer, "Roll out: answers to requests.", InferCall, outputs),
+        post("/score", score, "Log-probabilities of given answers.", ScoreCall, {JSON: ScoreReply}),
+        post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes and images.", None),
+        post("/init_communicator", init_communicator, "Join a learner's group.", InitCommunicatorCall),
+        post("/update_weights", update_weights, "Take new weights.", UpdateWeightsCall, {JSON: UpdateWeightsReply}),
+        post("/expect_scores", expect_scores, "What the canary must score.", ExpectScoresCall),
+        post("/close_communicator", close_communicator, "Leave the group.", CloseCommunicatorCall),
+    ]
+    return routes + (_openai_routes(service) if service.config.openai_api else [])
+
+
+def _openai_routes(service: RolloutService) -> list[Route]:
+    """Other clients' calls. Errors are in OpenAI's form."""
+
+    async def models(request: Request) -> Response:
+        service.check_alive()
+        return Response(await service.engine.models(), media_type=JSON)
+
+    def completions(model: type[OpenAICall]) -> Handler:
+        async def complete(request: Request) -> Response:
+            call = await _body(request, model)
+            if call.stream:
+                events = _openai_events(service.completion_events(call))
+                return AnswerStream(await _while_connected(request, _first(events)), events, EVENTS)
+            return Response(await _while_connected(request, service.complete(call)), media_type=JSON)
+
+        return complete
+
+    replies: dict[str, Any] = {JSON: dict[str, Any], EVENTS: None}
+
+    def route(method: str, path: str, handler: Handler, says: str, call: type[BaseModel] | None = None) -> Route:
+        handler = _with_errors(handler, _openai_error)
+        own = replies if call else {JSON: dict[str, Any]}
+        return Route(method=method, path=path, handler=handler, says=says, call=call, replies=own, error=OpenAIError)
+
     return [
-        ("GET", "/health", health),
-        ("GET", "/ready", ready),
-        ("GET", "/status", status),
-        ("GET", "/get_world_size", world_size),
-        ("GET", "/metrics", metrics),
-        ("POST", "/infer", infer),
-        ("POST", "/score", score),
-        ("POST", "/reset_prefix_cache", reset_prefix_cache),
-        ("POST", "/init_communicator", init_communicator),
-        ("POST", "/update_weights", update_weights),
-        ("POST", "/expect_scores", expect_scores),
-        ("POST", "/close_communicator", close_communicator),
+        route("GET", "/v1/models", models, "The served model, in OpenAI's form."),
+        route("POST", "/v1/chat/completions", completions(ChatCall), "OpenAI's chat completions.", ChatCall),
+        route("POST", "/v1/completions", completions(CompletionCall), "OpenAI's completions.", CompletionCall),
+    ]
+
+
+def _openai_error(error: ProjectError) -> Response:
+    detail = OpenAIErrorDetail(message=str(error), type=type(error).__name__, code=error.http_status)
+    return _error_response(error, OpenAIError(error=detail))
+
+
+async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Raises what fails before the first event; what fails later is the last one."""
+    began = False
+    async with aclosing(events):
+        try:
+            async for event in events:
+                yield event
+                began = True
+        except Exception as error:
+            if not began:
+                raise
+            yield b"data: " + bytes(_openai_error(_as_project_error("/v1/", error)).body) + b"\n\n"
+
+
+def _documentation(routes: Sequence[Route], config: ServerConfig, with_token: bool) -> list[Route]:
+    @functools.cache
+    def api() -> dict[str, Any]:
+        return document(routes, prefix=config.url_prefix, with_token=with_token, open_paths=_OPEN)
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(api())
+
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(page(api()))
+
+    served = {"/openapi.json": (openapi, config.serve_openapi), "/docs": (docs, config.serve_docs)}
+    return [
+        Route(method="GET", path=path, handler=handler, says="", replies={})
+        for path, (handler, wanted) in served.items()
+        if wanted
     ]
 
 
@@ -160,12 +250,12 @@ def _defect(path: str, error: Exception) -> ProjectError:
     )
 
 
-def _with_errors(handler: Handler) -> Handler:
+def _with_errors(handler: Handler, form: Callable[[ProjectError], Response] | None = None) -> Handler:
     async def route(request: Request) -> Response:
         try:
             return await handler(request)
         except ProjectError as error:
-            return _error_response(error)
+            return (form or _error_response)(error)
 
     return route
 
@@ -249,11 +339,15 @@ async def _answer_lines(answers: AsyncGenerator[tuple[int, bytes]]) -> AsyncGene
         except Exception as error:
             if not began:
                 raise
-            if not isinstance(error, ProjectError):
-                log.error("/infer/ failed", exc_info=error)
-                error = _defect("/infer/", error)
-            body = ErrorBody.of(error)
+            body = ErrorBody.of(_as_project_error("/infer/", error))
             yield AnswerLine(error=body).model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+def _as_project_error(path: str, error: Exception) -> ProjectError:
+    if isinstance(error, ProjectError):
+        return error
+    log.error("%s failed", path, exc_info=error)
+    return _defect(path, error)
 
 
 async def _first(lines: AsyncGenerator[bytes]) -> bytes:
@@ -264,10 +358,8 @@ async def _first(lines: AsyncGenerator[bytes]) -> bytes:
 class AnswerStream(StreamingResponse):
     """`first`, then the rest of `lines`. If the caller hangs up, the lines that are left are given up at once."""
 
-    media_type = NDJSON
-
-    def __init__(self, first: bytes, lines: AsyncGenerator[bytes]) -> None:
-        super().__init__(lines)
+    def __init__(self, first: bytes, lines: AsyncGenerator[bytes], media_type: str = NDJSON) -> None:
+        super().__init__(lines, media_type=media_type)
         self._first, self._lines = first, lines
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -287,9 +379,9 @@ def _json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
 
 
-def _error_response(error: ProjectError) -> Response:
+def _error_response(error: ProjectError, form: BaseModel | None = None) -> Response:
     headers = {"Retry-After": str(math.ceil(_RETRY_AFTER_S))} if error.http_status == 503 else {}
-    body = ErrorBody.of(error).model_dump_json()
+    body = (form or ErrorBody.of(error)).model_dump_json()
     return Response(body, error.http_status, headers, media_type="application/json")
 
 

@@ -14,6 +14,8 @@ from pydantic import Field
 from shared.addresses import is_loopback
 from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
+from shared.errors import ConfigError
+from shared.families import check_folder
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class ServerConfig(Section):
     """The served model, the devices it runs on, where the server listens, limits on requests, and deadlines."""
 
     model: str = key("a checkpoint's folder, or a name on the Hugging Face hub", min_length=1)
+    allow_untested_family: bool = key("try a family of models that docs/models.md does not list", False)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "dtype of the served weights; `auto`: the checkpoint's", "auto"
     )
@@ -136,6 +139,10 @@ class ServerConfig(Section):
         "answers that are kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
     )
 
+    openai_api: bool = key("serve `/v1/models`, `/v1/chat/completions` and `/v1/completions`", True, req="R13")
+    serve_openapi: bool = key("serve `/openapi.json`, which describes the API", True)
+    serve_docs: bool = key("serve `/docs`, the same as a page", True)
+
     log_dir: Folder | None = key("folder of the log file; null: log to the console", None)
 
     @property
@@ -175,10 +182,17 @@ class ServerConfig(Section):
 def load_server_config(path: str | Path, *, has_token: bool = True, overrides: Sequence[str] = ()) -> ServerConfig:
     """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
     that other machines can reach is one of them."""
-    rules = (_check_hosts, _check_engine_args, _check_roots)
+    rules = (_check_family, _check_hosts, _check_engine_args, _check_roots)
     return parse(
         ServerConfig, load_yaml(path, overrides=overrides), rules=rules if has_token else (*rules, _check_token)
     )
+
+
+def _check_family(config: ServerConfig) -> Iterator[Mistake]:
+    try:
+        check_folder(config.model, key="model", allow_untested=config.allow_untested_family)
+    except ConfigError as error:
+        yield Mistake.of(error, "model")
 
 
 def _check_hosts(config: ServerConfig) -> Iterator[Mistake]:

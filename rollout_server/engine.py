@@ -1,4 +1,5 @@
-"""The vLLM engine behind the server, for vLLM 0.26 to 0.33 on CUDA and CPU. vLLM's engine API is used only here.
+"""The vLLM engine behind the server, for vLLM 0.26 to 0.33 on CUDA and CPU. vLLM's engine API is used only here
+and in `openai_api.py`.
 
 In: requests, decoding settings, calls to the workers. Out: generations, log-probabilities, workers' replies, or an
 error of the project's tree. Everything runs on one event loop; on CPU it needs the environment of `__main__`.
@@ -15,16 +16,18 @@ import gc
 import hashlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
+from rollout_server.openai_api import OpenAICall, OpenAILayer, image_parts
 from rollout_server.prompts import Renderer
 from shared.aio import gather
 from shared.checkpoint import model_folder, signature
 from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
+from shared.families import check_folder
 from shared.generation import (
     CPU_ENGINE_ARGS,
     Generation,
@@ -41,6 +44,8 @@ from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
+T = TypeVar("T")
+Arg = TypeVar("Arg")
 _WORKER_CALL_S = 60.0  # a worker that is silent for so long is gone; its own waits are far shorter
 _MAX_TOKENS = "request_config.max_tokens"
 
@@ -74,6 +79,8 @@ class Engine(Protocol):
     ) -> list[Generation]: ...
     def text_of(self, token_ids: list[int]) -> str: ...
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores: ...
+    async def models(self) -> bytes: ...
+    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]: ...
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
     async def reset_caches(self) -> None: ...
     def serve_adapter(self, name: str | None) -> None: ...
@@ -159,9 +166,11 @@ class StallWatch:
 
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
-        """Start the engine; blocks until the model is loaded. Raises ConfigError if vLLM refuses the settings."""
+        """Start the engine; blocks until the model is loaded. Raises ConfigError if the model's family does not
+        work or is not tested, or if vLLM refuses the settings."""
         self.model = config.model
         self._path = model_folder(config.model, "model")
+        check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
         self._renderer = Renderer(self._path, config)
         self._llm: Any = _start(_engine_args(self._path, config), config)
         model_config = self._llm.model_config
@@ -173,6 +182,7 @@ class VllmEngine:
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
         self._adapter: Any = None  # a LoRARequest
+        self._openai = OpenAILayer(self._llm, model=self.model, renderer=self._renderer, adapter=lambda: self._adapter)
         self._stalls = StallWatch(config.engine_stall_s)
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
         self.weights = checkpoint_digest(self._path)
@@ -208,6 +218,24 @@ class VllmEngine:
         with self._vllm_errors():
             output = await self._run(*scoring(prompt, response_token_ids))
         return read_scores(output, len(response_token_ids))
+
+    async def models(self) -> bytes:
+        """The body of `/v1/models`."""
+        return await self._openai.models()
+
+    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+        """The answer of vLLM's OpenAI layer; its events if `call.stream`. Raises what `generate` raises."""
+        images = await self._on_thread(self._renderer.load_images, image_parts(call))
+        with self._vllm_errors():
+            async with self._stalls.guard():
+                answer = await self._openai.complete(call, images)
+        return answer if isinstance(answer, bytes) else self._guarded(answer)
+
+    async def _guarded(self, events: AsyncGenerator[str]) -> AsyncGenerator[str]:
+        with self._vllm_errors():
+            async with self._stalls.guard(), contextlib.aclosing(events):
+                async for event in events:
+                    yield event
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         """Call a method of `SyncWorker` on every worker. Raises the first error that a worker answers."""
@@ -268,7 +296,10 @@ class VllmEngine:
         gc.unfreeze()  # some libraries count what is left at exit, and would complain
 
     async def _render(self, request: RolloutInferRequest) -> Prompt:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
+        return await self._on_thread(self._renderer.render, request)
+
+    async def _on_thread(self, work: Callable[[Arg], T], argument: Arg) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
     async def _run(self, prompt: Prompt, params: Any) -> Any:
         """The finished output."""

@@ -24,6 +24,7 @@ class Metrics:
         self.requests = Counter(
             "rollout_requests", "Requested rollouts, by outcome", ["outcome"], registry=self._registry
         )
+        self.openai_calls = Counter("rollout_openai_calls", "Calls to /v1/", ["outcome"], registry=self._registry)
         self.prompt_tokens = Counter("rollout_prompt_tokens", "Prompt tokens of rollouts", registry=self._registry)
         self.response_tokens = Counter("rollout_response_tokens", "Tokens generated", registry=self._registry)
         self.infer_seconds = Histogram(

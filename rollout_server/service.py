@@ -17,17 +17,19 @@ import platform
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, named, score
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
+from rollout_server.openai_api import OpenAICall
 from rollout_server.updates import WeightUpdates
-from shared.aio import gather
+from shared.aio import gather, relay
 from shared.errors import NotFiniteError, ProjectError, RequestError, ServerBusyError, ServerError
 from shared.generation import Generation
 from shared.seeds import offset_seed
@@ -79,24 +81,17 @@ class RolloutService:
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
         self._check_number("infer_requests", len(call.infer_requests) * call.request_config.n)
-        ended: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
-        answering = asyncio.create_task(self._answer_all(call, ended))
-        answering.add_done_callback(lambda _: ended.put_nowait(None))
-        try:
-            while (answer := await ended.get()) is not None:
+        async with aclosing(relay(partial(self._answer_all, call))) as answers:
+            async for answer in answers:
                 yield answer
-            answering.result()
-        finally:
-            answering.cancel()
-            await asyncio.wait({answering})
 
-    async def _answer_all(self, call: InferCall, ended: asyncio.Queue[tuple[int, bytes] | None]) -> None:
+    async def _answer_all(self, call: InferCall, put: Callable[[tuple[int, bytes]], None]) -> None:
         start, config, num_answered = time.monotonic(), call.request_config, 0
 
         async def one(i: int, request: RolloutInferRequest, ver: int) -> None:
             nonlocal num_answered
             seed = None if config.seed is None else offset_seed(config.seed, i * config.n)
-            ended.put_nowait((i, await self._answer(i, request, config, seed, ver)))
+            put((i, await self._answer(i, request, config, seed, ver)))
             num_answered += 1
 
         try:
@@ -109,6 +104,45 @@ class RolloutService:
         finally:
             self.metrics.requests.labels("answered").inc(num_answered)
         self.metrics.infer_seconds.observe(time.monotonic() - start)
+
+    async def complete(self, call: OpenAICall) -> bytes:
+        """The answer of vLLM's OpenAI layer. Raises what the gate, the media rules and the engine raise."""
+        self._check_number("n", call.num_prompts * call.n)
+        with self._counted():
+            async with self.waiting_gate.call():
+                answer = await self.engine.complete(call)
+                self.gate.check_sound()
+        assert isinstance(answer, bytes), "a call without `stream` gets one answer"
+        return answer
+
+    async def completion_events(self, call: OpenAICall) -> AsyncGenerator[bytes]:
+        """The same as server-sent events, as they come; the gate is held until the last one is made."""
+        self._check_number("n", call.num_prompts * call.n)
+        async with aclosing(relay(partial(self._put_events, call))) as events:
+            async for event in events:
+                yield event
+
+    async def _put_events(self, call: OpenAICall, put: Callable[[bytes], None]) -> None:
+        with self._counted():
+            async with self.waiting_gate.call():
+                events = await self.engine.complete(call)
+                assert isinstance(events, AsyncGenerator), "a call with `stream` gets events"
+                async with aclosing(events):
+                    async for event in events:
+                        self.gate.check_sound()
+                        put(event.encode())
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        outcome = "cancelled"
+        try:
+            yield
+            outcome = "answered"
+        except ProjectError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self.metrics.openai_calls.labels(outcome).inc()
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""

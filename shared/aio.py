@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,3 +20,18 @@ async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     else:
         return [task.result() for task in tasks]
     raise first  # outside of `except`, so that the group does not become its context
+
+
+async def relay(work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:
+    """What `work(put)` puts, as it comes; then its error, if it failed. `work` never waits for whoever takes the items.
+    Close the generator to cancel what is left of it."""
+    ended: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
+    working = asyncio.create_task(work(lambda item: ended.put_nowait((item,))))
+    working.add_done_callback(lambda _: ended.put_nowait(None))
+    try:
+        while (item := await ended.get()) is not None:
+            yield item[0]
+        working.result()
+    finally:
+        working.cancel()
+        await asyncio.wait({working})

@@ -70,8 +70,8 @@ class ErrorBody(WireModel):
 
 
 class ClientModel(WireModel):
-    """Written by other programs too: null stands for a field that was left out, unless the field has a meaning for
-    it."""
+    """Written by other programs too: null stands for a field that was left out, unless the field has a meaning for it.
+    That holds for unknown fields, too: newer clients have more of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -83,12 +83,14 @@ class ClientModel(WireModel):
     @classmethod
     def _may_be_absent(cls, name: str) -> bool:
         field = cls.model_fields.get(name)
-        return field is not None and not field.is_required() and type(None) not in get_args(field.annotation)
+        return field is None or (not field.is_required() and type(None) not in get_args(field.annotation))
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
-        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        own_schema = handler.resolve_ref_schema(schema)
+        own_schema["additionalProperties"] = {"type": "null"}
+        properties = own_schema.get("properties", {})
         for name in filter(cls._may_be_absent, properties):
             own = {key: properties[name].pop(key) for key in ("default", "description") if key in properties[name]}
             properties[name] = {"anyOf": [properties[name], {"type": "null"}], **own}
@@ -144,6 +146,7 @@ class RolloutInferRequest(ClientModel):
     videos: NoItems = []
     tools: NoItems = []
     objects: NoFields = {}
+    add_eos: Literal[False] = False
 
 
 class RequestConfig(ClientModel):

@@ -20,6 +20,7 @@ PROGRAMS = ("shared", "rollout_server", "learner", "deploy")
 
 VLLM_FILES = {
     "rollout_server/engine.py",  # the engine's API
+    "rollout_server/openai_api.py",  # its OpenAI layer
     "rollout_server/processes.py",  # how a worker waits
     "rollout_server/service.py",  # its version, for /status/
     "learner/rollout/colocate.py",  # the engine inside the learner's job

@@ -23,6 +23,7 @@ from learner.extensions import check_extensions
 from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
+from shared.families import check_folder
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _report(
     check_extensions(config)
     plan = resolve(config, world_size)
     report = plan.to_json()
-    mistakes = _output_dir(config)
+    mistakes = [*_output_dir(config), *_family(config)]
     looks = [partial(_samples, config)] if read_data else []
     looks += [partial(_probed, plan, env.get(TOKEN_VARIABLE))] if probe else []
     for look in looks:
@@ -83,6 +84,15 @@ def _output_dir(config: RunConfig) -> list[Mistake]:
         check_output_dir(config)
     except ConfigError as error:
         return [Mistake.of(error, KEY)]
+    return []
+
+
+def _family(config: RunConfig) -> list[Mistake]:
+    key = "model.path"
+    try:
+        check_folder(config.model.path, key=key, allow_untested=config.model.allow_untested_family)
+    except ConfigError as error:
+        return [Mistake.of(error, key)]
     return []
 
 

@@ -37,6 +37,7 @@ class ModelConfig(Section):
     """The trained model."""
 
     path: str = key("Hugging Face checkpoint with its processor: a folder, or a name on the hub", min_length=1)
+    allow_untested_family: bool = key("try a family of models that docs/models.md does not list", False)
     dtype: Literal["float32", "bfloat16"] = key("dtype of the trained weights", "float32")
     lora: LoraConfig | None = key("train an adapter; null: train the weights themselves", None, req="R09")
     freeze: list[str] = key("parameters that are not trained: those whose name starts with one of these", [])

@@ -1,7 +1,8 @@
 """The policy: a transformers model with its processor, and what the rest of the learner asks of it.
 
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
-names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.
+names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind; those that were
+tested are in `shared/families.py`.
 
 Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses (a sharded model's: parts
 of the sum over ranks). `logprobs` and `named_weights` change nothing that training sees. They are collective if the
@@ -39,6 +40,7 @@ from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.records import EncodedPrompt, PackedRow, Segment
 from shared.errors import ConfigError
+from shared.families import check_family
 from shared.images import ImageRules
 from shared.wire import TensorSpec
 
@@ -218,11 +220,11 @@ def load_policy(
     `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
-    Raises ConfigError if the path holds no model, if packed rows or sharding do not support the model, or if
-    `compile: true` fails.
+    Raises ConfigError if the path holds no model, if its family does not work or is not tested, if packed rows or
+    sharding do not support the model, or if `compile: true` fails.
     """
     base_path = lora.base_model_path(config) or config.path
-    model = _load_model(base_path, getattr(torch, config.dtype))
+    model = _load_model(base_path, getattr(torch, config.dtype), allow_untested=config.allow_untested_family)
     _refuse_logit_transforms(model)
     use_segment_attention(model)
     use_linear_patch_embedding(model)
@@ -247,9 +249,10 @@ def load_policy(
     )
 
 
-def _load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+def _load_model(path: str, dtype: torch.dtype, *, allow_untested: bool) -> PreTrainedModel:
     try:
         settings = AutoConfig.from_pretrained(path)
+        check_family(settings.to_dict(), key="model.path", allow_untested=allow_untested)
         loader = AutoModelForImageTextToText if hasattr(settings, "vision_config") else AutoModelForCausalLM
         return loader.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
     except (OSError, ValueError) as error:

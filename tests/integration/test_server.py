@@ -12,7 +12,9 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
+import subprocess
 import threading
 import time
 import uuid
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from PIL import Image
@@ -272,6 +275,77 @@ def test_several_answers_with_their_log_probabilities(learner: Learner, folder: 
         wanted = learner.logprobs(PICTURE, picture(), choice["token_ids"] + ended)
         got = [*logprobs, choice["stop_logprob"]] if ended else logprobs
         assert got == pytest.approx(wanted, abs=2e-3)
+
+
+@pytest.fixture(scope="module")
+def openai_client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with httpx.Client(trust_env=False, timeout=60.0) as http:
+        yield openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", http_client=http, max_retries=0)
+
+
+def test_openai_client_chats_as_infer_does(openai_client: openai.OpenAI, learner: Learner, folder: Path) -> None:
+    """R13, R39: the same tokens, prompt ids and log-probabilities, with an image, at once and streamed."""
+    (model,) = [one.id for one in openai_client.models.list()]
+    source = str(folder / "images" / "scene.png")
+    asked = {"messages": PICTURE, "images": [source]}
+    (wanted,) = learner.infer([asked], logprobs=True).json()
+    parts = [{"type": "image_url", "image_url": {"url": source}}, {"type": "text", "text": "name every digit"}]
+    call: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": parts}]}
+    call |= {"max_tokens": NUM_NEW, "temperature": 0.0, "logprobs": True}
+    call["extra_body"] = {"return_token_ids": True, "skip_special_tokens": False}
+    answer = openai_client.chat.completions.create(**call)
+    choice = answer.choices[0]
+    assert answer.prompt_token_ids == wanted["prompt_token_ids"]  # type: ignore[attr-defined]
+    num_kept = len(wanted["response_token_ids"])  # vLLM's own answer has the stop token, too
+    assert choice.token_ids[:num_kept] == wanted["response_token_ids"]  # type: ignore[attr-defined]
+    assert choice.logprobs is not None
+    got = [one.logprob for one in choice.logprobs.content or ()][:num_kept]
+    assert got == pytest.approx(wanted["rollout_logprobs"][0], abs=1e-4)
+    events = list(openai_client.chat.completions.create(**call, stream=True))
+    assert len(events) > 3
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == choice.message.content
+    by_tokens = openai_client.completions.create(
+        model=model, prompt=learner.encode(TEXT, None)["input_ids"][0].tolist(), max_tokens=NUM_NEW, temperature=0.0
+    )
+    text_only = openai_client.chat.completions.create(model=model, messages=TEXT, max_tokens=NUM_NEW, temperature=0.0)  # type: ignore[call-overload]
+    assert by_tokens.choices[0].text == text_only.choices[0].message.content
+    assert learner.http.get("/status/").json()["in_flight"] == 0
+
+
+def test_openai_calls_obey_the_image_rules(openai_client: openai.OpenAI, folder: Path) -> None:
+    """R13: nothing is fetched or opened for /v1/ that would not be for /infer/; vLLM's own loader never runs."""
+    large = f"data:image/png;base64,{as_base64(picture((200, 200)))}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/x.png"
+        outside = str(folder / "outside.png")
+        for source in (url, outside, f"file://{outside}", large):
+            parts: Any = [{"type": "image_url", "image_url": {"url": source}}]
+            with pytest.raises(openai.UnprocessableEntityError) as refused:
+                openai_client.chat.completions.create(model="", messages=[{"role": "user", "content": parts}])
+            assert refused.value.body["type"] == "MediaError"  # type: ignore[index]
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    with pytest.raises(openai.NotFoundError):
+        openai_client.chat.completions.create(model="another", messages=TEXT)  # type: ignore[arg-type]
+    with pytest.raises(openai.APIStatusError) as too_long:
+        openai_client.chat.completions.create(model="", messages=TEXT, max_tokens=100_000)  # type: ignore[arg-type]
+    assert (too_long.value.status_code, too_long.value.body["type"]) == (413, "PromptTooLongError")  # type: ignore[index]
+
+
+def test_ms_swifts_own_client_is_answered(learner: Learner, server: RunningServer, folder: Path) -> None:
+    """R13: `VLLMInferClient` in an environment of its own, if MS_SWIFT_PYTHON names its interpreter."""
+    python = os.environ.get("MS_SWIFT_PYTHON")
+    if python is None:
+        pytest.skip("MS_SWIFT_PYTHON: the interpreter of an environment with ms-swift and vLLM")
+    program = Path(__file__).with_name("ms_swift_client.py")
+    source = str(folder / "images" / "scene.png")
+    ran = subprocess.run([python, program, server.base_url, source], capture_output=True, text=True, timeout=170)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    answers = json.loads(ran.stdout.splitlines()[-1])
+    assert answers["greedy"] == learner.ids(PICTURE, [source])
+    assert [len(ids) for ids in answers["logprobs"]] == [len(ids) for ids in answers["sampled"]]
 
 
 def test_streamed_answers_come_as_they_end_and_are_the_same(learner: Learner, folder: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from rollout_server.engine import WorkerReply
+from rollout_server.openai_api import ChatCall, OpenAICall
 from shared.errors import ProjectError, PromptTooLongError
 from shared.generation import Generation, Scores, checked_scores
 from shared.wire import RequestConfig, RolloutInferRequest
@@ -60,6 +62,32 @@ class FakeEngine:
 
     def text_of(self, token_ids: list[int]) -> str:
         return " ".join(map(str, token_ids))
+
+    async def models(self) -> bytes:
+        return json.dumps({"object": "list", "data": [{"id": self.model, "object": "model"}]}).encode()
+
+    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+        text = str(call.messages[0].content if isinstance(call, ChatCall) else getattr(call, "prompt", ""))
+        if call.stream:
+            return self._events(text)
+        request = RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": text}]})
+        (generation, *_) = await self.generate(request, RequestConfig(), call.seed)
+        return json.dumps({"choices": [{"text": generation.text}]}).encode()
+
+    async def _events(self, text: str) -> AsyncGenerator[str]:
+        self.generated.append(text)
+        try:
+            for word in text.split(" "):
+                await self.go.wait()
+                if word in self.holds:
+                    await self.holds[word].wait()
+                if word == "fail":
+                    raise ProjectError(word)
+                yield f"data: {json.dumps(word)}\n\n"
+        except asyncio.CancelledError:
+            self.cancelled.append(text)
+            raise
+        yield "data: [DONE]\n\n"
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         self._check(str(request.messages[0].content))

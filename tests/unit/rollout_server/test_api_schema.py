@@ -1,12 +1,13 @@
-"""The server takes what the schema of its calls allows and refuses what it does not (R13, R16).
+"""The server does what its own OpenAPI document says (R13, R16): it takes what the schema of a call allows, refuses
+what it does not, and answers in the form that the document gives.
 
-The schema is OpenAPI, made of the models in `shared/wire.py`; schemathesis draws bodies that fit it and bodies that do
-not. Each goes to a server of its own, over a fake engine.
+schemathesis draws the bodies from `/openapi.json`. Each goes to a server of its own, over a fake engine.
 """
 
 from __future__ import annotations
 
 import json
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from schemathesis import GenerationMode
 
+from rollout_server.openai_api import ChatCall, CompletionCall
 from shared.wire import (
     CloseCommunicatorCall,
     ExpectScoresCall,
@@ -25,7 +26,7 @@ from shared.wire import (
     ScoreCall,
     UpdateWeightsCall,
 )
-from tests.unit.rollout_server.test_fuzz import check, send
+from tests.unit.rollout_server.test_fuzz import GETS, RIGHT, check, send
 
 CALLS: dict[str, type[BaseModel]] = {
     "/infer/": InferCall,
@@ -34,43 +35,35 @@ CALLS: dict[str, type[BaseModel]] = {
     "/update_weights/": UpdateWeightsCall,
     "/expect_scores/": ExpectScoresCall,
     "/close_communicator/": CloseCommunicatorCall,
+    "/v1/chat/completions": ChatCall,
+    "/v1/completions": CompletionCall,
 }
 QUICK = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 
 
-def openapi() -> dict[str, Any]:
-    place = "#/components/schemas/{model}"
-    bodies, definitions = models_json_schema([(model, "validation") for model in CALLS.values()], ref_template=place)
-    paths = {
-        path: {
-            "post": {
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": bodies[model, "validation"]}},
-                },
-                "responses": {"200": {"description": "done"}},
-            }
-        }
-        for path, model in CALLS.items()
-    }
-    info = {"title": "rollout server", "version": "1"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}
+@pytest.fixture(autouse=True, scope="module")
+def _no_vllm() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout_server.service._versions", dict)
+        yield
 
 
-SCHEMA = schemathesis.openapi.from_dict(openapi())
+@pytest.fixture(scope="module")
+def api(_no_vllm: None) -> Any:
+    return schemathesis.openapi.from_dict(send("GET", "/openapi.json").json())
 
 
-def bodies(path: str, mode: GenerationMode) -> st.SearchStrategy[bytes]:
-    cases = SCHEMA[path]["POST"].as_strategy(generation_mode=mode)
+def bodies(api: Any, path: str, mode: GenerationMode) -> st.SearchStrategy[bytes]:
+    cases = api[path]["POST"].as_strategy(generation_mode=mode)
     return cases.map(lambda case: case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode())
 
 
 @pytest.mark.parametrize("path", CALLS)
 @given(data=st.data())
 @QUICK
-def test_r13_what_fits_the_schema_is_understood(path: str, data: st.DataObject) -> None:
+def test_r13_what_fits_the_schema_is_understood(api: Any, path: str, data: st.DataObject) -> None:
     """It may still be refused for what it says (an image that is not there), never for its form."""
-    reply = send("POST", path, data.draw(bodies(path, GenerationMode.POSITIVE)))
+    reply = send("POST", path, data.draw(bodies(api, path, GenerationMode.POSITIVE)))
     check(reply)
     assert "malformed body" not in reply.text
 
@@ -78,9 +71,9 @@ def test_r13_what_fits_the_schema_is_understood(path: str, data: st.DataObject) 
 @pytest.mark.parametrize("path", CALLS)
 @given(data=st.data())
 @QUICK
-def test_r16_what_does_not_fit_is_refused(path: str, data: st.DataObject) -> None:
+def test_r16_what_does_not_fit_is_refused(api: Any, path: str, data: st.DataObject) -> None:
     """A number that is written as text or as a boolean aside, which pydantic reads as the number."""
-    content = data.draw(bodies(path, GenerationMode.NEGATIVE))
+    content = data.draw(bodies(api, path, GenerationMode.NEGATIVE))
     reply = send("POST", path, content)
     check(reply)
     if "malformed body" in reply.text:
@@ -95,12 +88,54 @@ def has_all_of(read: Any, sent: Any) -> bool:
     if sent is None:  # as good as not sent
         return True
     if isinstance(sent, dict):
-        return isinstance(read, dict) and all(key in read and has_all_of(read[key], sent[key]) for key in sent)
+        return isinstance(read, dict) and all(
+            value is None or (key in read and has_all_of(read[key], value)) for key, value in sent.items()
+        )
     if isinstance(sent, list):
         return isinstance(read, list) and len(read) == len(sent) and all(map(has_all_of, read, sent))
     return not isinstance(read, dict | list)
 
 
-@pytest.fixture(autouse=True)
-def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.service._versions", dict)
+REPLIES = [("GET", path) for path in (*GETS, "/v1/models")]
+REPLIES += [("POST", path) for path in (*RIGHT, "/v1/chat/completions", "/v1/completions")]
+OPENAI: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a"},
+}
+
+
+@pytest.mark.parametrize(("method", "path"), REPLIES)
+def test_answers_have_the_documented_form(api: Any, method: str, path: str) -> None:
+    """Successes and refusals; every endpoint is in the document."""
+    right, wrong = {**RIGHT, **OPENAI}.get(path), {"typo": 1}
+    for body in (right, wrong) if method == "POST" else (None,):
+        reply = send(method, path, None if body is None else json.dumps(body).encode())
+        api[path][method].validate_response(reply)
+        if body is right and path in {"/infer/", "/score/", "/reset_prefix_cache/", *OPENAI}:
+            assert reply.status_code == 200, reply.text
+
+
+def test_every_endpoint_is_documented(api: Any) -> None:
+    documented = {(method.upper(), path) for path, methods in api.raw_schema["paths"].items() for method in methods}
+    assert documented == set(REPLIES)
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.links: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.links |= {value or "" for name, value in attrs if name in {"href", "src"}}
+
+
+def test_the_page_shows_every_path_and_loads_nothing(api: Any) -> None:
+    reply = send("GET", "/docs")
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert all(path in reply.text for path in api.raw_schema["paths"])
+    tags = _Tags()
+    tags.feed(reply.text)
+    assert not tags.names & {"script", "link", "img", "iframe"}
+    assert all(link.startswith("#") for link in tags.links)

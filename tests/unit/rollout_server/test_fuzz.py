@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
+from rollout_server.openai_api import OpenAIError
 from rollout_server.service import RolloutService
 from shared.errors import error_classes
 from shared.wire import ErrorBody
@@ -99,11 +100,17 @@ def check(reply: httpx.Response) -> None:
     assert 'File "' not in reply.text
     if reply.status_code == 200:
         return
-    body = ErrorBody.model_validate_json(reply.content)
-    assert body.error in error_classes()
-    assert body.what
+    if reply.request.url.path.startswith("/v1/"):
+        detail = OpenAIError.model_validate_json(reply.content).error
+        assert detail.code == reply.status_code
+        name, what = detail.type, detail.message
+    else:
+        body = ErrorBody.model_validate_json(reply.content)
+        name, what = body.error, body.what
+    assert name in error_classes()
+    assert what
     if reply.status_code >= 500:
-        assert body.error in OUT_OF_TURN
+        assert name in OUT_OF_TURN
         assert reply.status_code in (500, 503)
     else:
         assert reply.status_code >= 400

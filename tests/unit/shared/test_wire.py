@@ -38,6 +38,7 @@ def test_a_request_as_ms_swift_writes_it() -> None:
 
 # `asdict` of the classes of ms-swift 4.6, with nothing set but what must be.
 SWIFT_REQUEST = {"messages": [{"role": "user", "content": "<image>hi"}], "images": ["/a.png"], "audios": []}
+SWIFT_REQUEST |= {"add_eos": None, "of_a_later_version": None}
 SWIFT_REQUEST |= {"videos": [], "tools": None, "objects": {}, "chat_template_kwargs": {}, "data_dict": {}, "uuid": None}
 SWIFT_CONFIG = {"max_tokens": None, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
 SWIFT_CONFIG |= {"repetition_penalty": None, "num_beams": 1, "stop": [], "seed": None, "stream": False}
@@ -87,6 +88,7 @@ A_REQUEST = {"messages": [{"role": "user", "content": "a"}]}
         {"infer_requests": [{**A_REQUEST, "tools": [{"type": "function"}]}]},
         {"infer_requests": [{**A_REQUEST, "objects": {"bbox": [[1, 2, 3, 4]]}}]},
         {"infer_requests": [{**A_REQUEST, "messages": None}]},
+        {"infer_requests": [{**A_REQUEST, "add_eos": True}]},
         {"infer_requests": [{"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}]},
         {"infer_requests": [], "request_config": {"top_p": 0}},
     ],

@@ -261,6 +261,19 @@ def test_without_servers_there_is_nothing_to_probe(
     assert (plan["server_world_sizes"], plan["chunk"], len(wire.calls)) == ([], None, 0)
 
 
+def test_a_family_that_does_not_work_is_a_mistake(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not a KeyError in the first step."""
+    (tmp_path / "llava").mkdir()
+    (tmp_path / "llava" / "config.json").write_text('{"model_type": "llava"}')
+    assert run_check(write(file, minimal(), {"model.path": str(tmp_path / "llava")})) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("model.path: ")
+    assert "llava" in line
+    assert "docs/models.md" in line
+
+
 def test_a_folder_with_another_run_is_a_mistake(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "checkpoint-5").mkdir(parents=True)

@@ -1,0 +1,255 @@
+"""`/v1/models`, `/v1/chat/completions` and `/v1/completions`, answered by vLLM's own OpenAI layer.
+
+In: `ChatCall` and `CompletionCall`: the fields of OpenAI's API that only decide how an answer is made. Out: vLLM's
+answers, as JSON or as server-sent events. Weights, adapters and settings cannot be changed here.
+
+Invariants:
+- vLLM's layer loads nothing: it gets decoded images, read by the server's own rules (`shared/images.py`), and no other
+  medium. So there is no second place that fetches URLs or opens files;
+- fields that vLLM takes and that are not listed here are refused: among them are a template and a processor's settings
+  of the client's own;
+- requests are answered with the adapter that the learner has sent, whatever `model` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat
+
+from shared.errors import RequestError, ServerError
+from shared.wire import MAX_ANSWERS, ClientModel, Items, Message, Name, NoItems, TemplateValue, WireModel
+
+if TYPE_CHECKING:
+    from rollout_server.prompts import Renderer
+
+MOST_LOGPROBS = 20  # vLLM's own limit
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(ClientModel):
+    include_usage: bool = False
+
+
+class OpenAICall(ClientModel):
+    """What both calls have. A field that is left out has vLLM's default: the checkpoint's generation settings."""
+
+    model: Name | None = Field(default=None, description="the served model's name, or nothing")
+    n: int = Field(default=1, ge=1, le=MAX_ANSWERS)
+    temperature: FiniteFloat | None = Field(default=None, ge=0.0, le=2.0)
+    top_p: FiniteFloat | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: FiniteFloat | None = Field(default=None, ge=0.0, le=1.0)
+    repetition_penalty: FiniteFloat | None = Field(default=None, gt=0.0, le=100.0)
+    presence_penalty: FiniteFloat | None = Field(default=None, ge=-2.0, le=2.0)
+    frequency_penalty: FiniteFloat | None = Field(default=None, ge=-2.0, le=2.0)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    min_tokens: int = Field(default=0, ge=0, lt=2**31)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: _Stop | Annotated[Items[_Stop], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = Field(default=False, description="token ids of prompt and answer, too")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: Name | None = Field(default=None, description="no effect")
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+
+class ChatCall(OpenAICall):
+    """`messages` may hold `image_url` parts: images as in `/infer/`, by the same rules."""
+
+    messages: Items[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[Name, TemplateValue] = {}
+    tools: NoItems = []
+    tool_choice: Literal["none"] = "none"
+
+
+class CompletionCall(OpenAICall):
+    """`prompt`: one or several, as text or as token ids."""
+
+    prompt: str | Items[str] | Items[_TokenId] | Items[Items[_TokenId]]
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def num_prompts(self) -> int:
+        is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        return 1 if is_one else len(self.prompt)
+
+
+class OpenAIErrorDetail(WireModel):
+    message: str
+    type: str  # a class of `shared.errors`
+    param: str | None = None
+    code: int  # the HTTP status
+
+
+class OpenAIError(WireModel):
+    """An error in OpenAI's form."""
+
+    error: OpenAIErrorDetail
+
+
+class OpenAILayer:
+    """vLLM's serving classes over an `AsyncLLM`. `adapter` says what requests are answered with now."""
+
+    def __init__(self, llm: Any, *, model: str, renderer: Renderer, adapter: Callable[[], Any]) -> None:
+        self._client = _Client(llm, adapter)
+        self._model = model
+        self._renderer = renderer
+        self._serving: _Serving | None = None
+
+    async def models(self) -> bytes:
+        return _json(await self._started().models.show_available_models())
+
+    async def complete(self, call: OpenAICall, images: Sequence[Any]) -> bytes | AsyncGenerator[str]:
+        """The answer; with `call.stream` its events, as they come. `images` are those of the call's messages, in order.
+        Raises RequestError, and what vLLM raises."""
+        serving = self._started()
+        if isinstance(call, ChatCall):
+            answer = await serving.chat.create_chat_completion(self._chat_request(call, images))
+        else:
+            answer = await serving.completion.create_completion(_completion_request(call))
+        if hasattr(answer, "error"):
+            raise _refused(answer.error)
+        return answer if isinstance(answer, AsyncGenerator) else _json(answer)
+
+    def _chat_request(self, call: ChatCall, images: Sequence[Any]) -> Any:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        self._renderer.check_template_kwargs(call.chat_template_kwargs)
+        request = ChatCompletionRequest(**_fields(call, without={"messages", "tools"}), messages=[])
+        left = iter(images)  # set after validation: decoded images are no JSON
+        request.messages = [{"role": message.role, "content": _content(message, left)} for message in call.messages]
+        if images and self._renderer.pixels:
+            request.mm_processor_kwargs = {"size": dict(self._renderer.pixels)}
+        return request
+
+    def _started(self) -> _Serving:
+        """Made at the first call: most servers never need it. Raises ServerError if this version of vLLM has another
+        form."""
+        if self._serving is None:
+            with _other_versions():
+                self._serving = _Serving.of(self._client, self._model)
+        return self._serving
+
+
+def image_parts(call: OpenAICall) -> list[str]:
+    """The call's images in order. Raises RequestError for a part without one."""
+    sources = []
+    for message in call.messages if isinstance(call, ChatCall) else ():
+        for part in message.content if not isinstance(message.content, str) else ():
+            if part.type != "text":
+                sources.append(part.source)
+    named = [source for source in sources if source is not None]
+    if len(named) < len(sources):
+        raise RequestError(
+            "an image part without an image",
+            found='{"type": "image_url"} alone',
+            wanted='{"type": "image_url", "image_url": {"url": "..."}}',
+            remedy="name the image in the part itself",
+        )
+    return named
+
+
+def _content(message: Message, images: Iterator[Any]) -> str | list[dict[str, Any]]:
+    if isinstance(message.content, str):
+        return message.content
+    return [
+        {"type": "text", "text": part.text or ""}
+        if part.type == "text"
+        else {"type": "image_pil", "image_pil": next(images)}
+        for part in message.content
+    ]
+
+
+def _completion_request(call: OpenAICall) -> Any:
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+    # As for chats, and as clients expect who send token ids: the prompt is what was sent.
+    return CompletionRequest(**_fields(call), add_special_tokens=False)
+
+
+def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, Any]:
+    """What the client has set."""
+    return call.model_dump(exclude_unset=True, exclude_none=True, exclude=without)
+
+
+def _json(answer: Any) -> bytes:
+    content: str = answer.model_dump_json()
+    return content.encode()
+
+
+def _refused(error: Any) -> RequestError:
+    refused = RequestError("vLLM refuses the request", found=str(error.message)[:500])
+    refused.http_status = int(error.code)
+    return refused
+
+
+class _Client:
+    """The engine as vLLM's layer sees it."""
+
+    def __init__(self, llm: Any, adapter: Callable[[], Any]) -> None:
+        self._llm, self._served_adapter = llm, adapter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._llm.generate(*args, **{**kwargs, "lora_request": self._served_adapter()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Serving:
+    """vLLM's own objects."""
+
+    models: Any
+    chat: Any
+    completion: Any
+
+    @classmethod
+    def of(cls, client: Any, model: str) -> _Serving:
+        from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+        from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+        from vllm.entrypoints.openai.models.protocol import BaseModelPath
+        from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+        from vllm.renderers.online_renderer import OnlineRenderer
+
+        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model)])
+        renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
+        renderer.trust_request_mm_kwargs = True  # only this module sets them (before vLLM 0.30 nobody asks)
+        common: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
+        return cls(
+            models=models,
+            chat=OpenAIServingChat(client, models, "assistant", **common, **template),
+            completion=OpenAIServingCompletion(client, models, **common),
+        )
+
+
+@contextlib.contextmanager
+def _other_versions() -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        import vllm
+
+        unknown = ServerError(
+            "/v1/ is not available with this version of vLLM",
+            found=f"vLLM {vllm.__version__}: {type(error).__name__}: {error}",
+            wanted="vLLM's OpenAI layer as in 0.26 or 0.32",
+            remedy="use /infer/, or install that version",
+        )
+        unknown.http_status = 501
+        raise unknown from error

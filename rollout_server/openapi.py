@@ -1,0 +1,134 @@
+"""The API described by its own models: an OpenAPI document, and a page of it that needs no script.
+
+In: the routes that the app serves. Out: `/openapi.json`, and `/docs` as HTML. The page loads nothing from anywhere (the
+usual viewers come from a content delivery network), so it also works on a machine without internet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from shared.wire import ErrorBody
+
+JSON = "application/json"
+_PLACE = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One endpoint. `replies`: the type of a success by media type; None: not JSON."""
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    says: str
+    call: type[BaseModel] | None = None
+    replies: Mapping[str, Any]
+    error: type[BaseModel] = ErrorBody
+
+
+def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    schemas, definitions = _schemas(routes)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        operation: dict[str, Any] = {"summary": route.says, "operationId": route.path.strip("/").replace("/", "_")}
+        if route.call is not None:
+            operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[_key(route, "call")]}}}
+        success = {
+            kind: {"schema": schemas[_key(route, kind)]} if reply else {} for kind, reply in route.replies.items()
+        }
+        failure = {"description": "refused or failed", "content": {JSON: {"schema": schemas[_key(route, "error")]}}}
+        operation["responses"] = {"200": {"description": "done", "content": success}, "default": failure}
+        if with_token and route.path not in open_paths:
+            operation["security"] = [{"token": []}]
+        paths.setdefault(prefix + _spelled(route.path), {})[route.method.lower()] = operation
+    components: dict[str, Any] = {"schemas": definitions}
+    if with_token:
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    info = {"title": "rollout server", "version": "1", "description": "Every path also answers without its last slash."}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+
+
+def _spelled(path: str) -> str:
+    return path if path.startswith("/v1/") else path + "/"
+
+
+def _key(route: Route, part: str) -> str:
+    return f"{route.method} {route.path} {part}"
+
+
+def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of every body by `_key`, and the definitions that they refer to."""
+    inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
+    for route in routes:
+        if route.call is not None:
+            inputs.append((_key(route, "call"), "validation", TypeAdapter(route.call)))
+        bodies = {**route.replies, "error": route.error}
+        inputs += [(_key(route, kind), "serialization", TypeAdapter(body)) for kind, body in bodies.items() if body]
+    schemas, rest = TypeAdapter.json_schemas(inputs, ref_template=_PLACE)
+    return {key: schema for (key, _), schema in schemas.items()}, rest.get("$defs", {})
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+_STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+h2{border-top:1px solid #ccc;padding-top:1rem}code{background:#f4f4f4}a{color:#0645ad}
+td{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top}"""
+
+
+def page(api: Mapping[str, Any]) -> str:
+    """The document as HTML."""
+    parts = [part for path, methods in api["paths"].items() for part in _operations(path, methods)]
+    models = [part for name, schema in sorted(api["components"]["schemas"].items()) for part in _model(name, schema)]
+    title = escape(api["info"]["title"])
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+        f"<h1>{title}</h1><p>{escape(api['info']['description'])} The same for programs: <code>openapi.json</code>.</p>"
+        f"{''.join(parts)}<h1>Bodies</h1>{''.join(models)}</html>"
+    )
+
+
+def _operations(path: str, methods: Mapping[str, Any]) -> Iterator[str]:
+    for method, operation in methods.items():
+        yield f"<h2>{method.upper()} <code>{escape(path)}</code></h2><p>{escape(operation['summary'])}</p><ul>"
+        if "requestBody" in operation:
+            yield f"<li>takes {_type(operation['requestBody']['content'][JSON]['schema'])}</li>"
+        for status, reply in operation["responses"].items():
+            for kind, body in reply["content"].items():
+                what = f": {_type(body['schema'])}" if body else ""
+                yield f"<li>{'answers' if status == '200' else 'or'} <code>{escape(kind)}</code>{what}</li>"
+        yield "</ul>"
+
+
+def _model(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    yield f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{escape(schema.get("description", ""))}</p><table>'
+    required = schema.get("required", ())
+    for field, about in schema.get("properties", {}).items():
+        default = "required" if field in required else f"default {about['default']!r}" if "default" in about else ""
+        cells = (f"<code>{escape(field)}</code>", _type(about), escape(default), escape(about.get("description", "")))
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    yield "</table>"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """In words, with links to models."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(option) for option in schema["anyOf"])
+    if "const" in schema or "enum" in schema:
+        return " or ".join(escape(repr(value)) for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"a list of {_type(schema.get('items', {}))}" if schema.get("maxItems") != 0 else "an empty list"
+    limits = {"minimum": "&ge;", "maximum": "&le;", "exclusiveMinimum": "&gt;", "exclusiveMaximum": "&lt;"}
+    bounds = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
+    return " ".join([escape(str(schema.get("type", "anything"))), *bounds])

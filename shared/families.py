@@ -1,0 +1,86 @@
+"""The families of models that learner and server are known to agree on, and what stands against the others.
+
+In: a checkpoint's `config.json`. Out: nothing, or a ConfigError. A family is what `model_type` names. `TESTED` are
+those for which both sides gave the same prompt token ids and a weight sync passed the canary, with real vLLM
+(`bench.families`, `tests/integration/test_backends.py`). Imports neither torch nor transformers, so a check can use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError
+
+TESTED: Mapping[str, str] = {
+    "qwen3_vl": "images and text",
+    "qwen2_5_vl": "images and text",
+    "qwen2_vl": "images and text",
+    "qwen3": "text",
+    "qwen2": "text",
+    "llama": "text",
+}
+
+_NO_GRID = "its processor gives no image_grid_thw, which packed rows are made from"
+_NO_GRID_MODELS = (
+    "aya_vision",
+    "fuyu",
+    "gemma3",
+    "gemma4",
+    "idefics2",
+    "idefics3",
+    "internvl",
+    "llama4",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "mllama",
+    "paligemma",
+    "pixtral",
+    "smolvlm",
+)
+_SOFT_CAPS = "it caps its logits or its attention, which the packed loss does not do"
+KNOWN_NOT_TO_WORK: Mapping[str, str] = {
+    **dict.fromkeys(_NO_GRID_MODELS, _NO_GRID),
+    **dict.fromkeys(("gemma2", "cohere", "cohere2", "granite"), _SOFT_CAPS),
+    "gpt_oss": "its attention has sinks, which packed rows do not have",
+}
+
+
+def check_family(config: Mapping[str, Any], *, key: str, allow_untested: bool) -> None:
+    """`key`: of the model in the configuration. Raises ConfigError for a family that is known not to work, and for one
+    that nobody has tested unless that is allowed."""
+    family = str(config.get("model_type", ""))
+    why = KNOWN_NOT_TO_WORK.get(family)
+    if family in TESTED or (why is None and allow_untested):
+        return
+    remedy = "choose a model of one of these families (docs/models.md)"
+    if why is None:
+        remedy += ", or set allow_untested_family: true beside it and watch the canary"
+    raise ConfigError(
+        f"{key}: this family of models {'does not work' if why else 'is not tested'}",
+        found=f"model_type {family!r}" + (f": {why}" if why else ""),
+        wanted=f"one of {', '.join(TESTED)}",
+        remedy=remedy,
+    )
+
+
+def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
+    """`check_family` for a checkpoint's folder, or an adapter's that names its base model. A hub name is not looked up.
+    Raises ConfigError."""
+    adapter = _read(Path(path) / "adapter_config.json")
+    base = str(adapter.get("base_model_name_or_path", "")) if adapter else path
+    config = _read(Path(base) / "config.json")
+    if config is not None:
+        check_family(config, key=key, allow_untested=allow_untested)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # who loads the model says more about it
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,166 @@
+"""`/v1/` and the description of the API over a fake engine (R10, R13): the gate, the token, what is refused. With real
+vLLM and the `openai` client: tests/integration/test_server.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_server.openai_api import ChatCall, CompletionCall, OpenAIError, image_parts
+from rollout_server.service import RolloutService
+from shared.errors import RequestError
+from tests.unit.rollout_server.fakes import FakeEngine
+from tests.unit.rollout_server.test_app import open_group, push, serve, update
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.service._versions", dict)
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def error(reply: httpx.Response) -> tuple[int, str]:
+    detail = OpenAIError.model_validate_json(reply.content).error
+    assert detail.code == reply.status_code
+    return reply.status_code, detail.type
+
+
+async def first(events: Any) -> bytes:
+    return bytes(await anext(events))
+
+
+def test_a_stream_holds_the_gate_until_its_last_event_and_not_for_a_slow_reader() -> None:
+    """R10: no answer spans two versions."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        engine.holds = {"b": asyncio.Event()}
+        events = service.completion_events(ChatCall.model_validate(chat("a b c", stream=True)))
+        assert await first(events) == b'data: "a"\n\n'  # and now nobody reads
+        updating = asyncio.create_task(push(http, update()))
+        waiting = asyncio.create_task(http.post(CHAT, json=chat("d")))
+        await asyncio.sleep(0.05)
+        assert (service.gate.state, service.waiting_gate.waiting) == ("draining", 1)
+        engine.holds["b"].set()
+        assert (await updating).status_code == 200
+        assert (await waiting).json() == {"choices": [{"text": "d"}]}
+        assert [event async for event in events][-1] == b"data: [DONE]\n\n"
+
+    serve(check)
+
+
+def test_calls_get_503_while_an_update_lasts_too_long_and_from_a_poisoned_server() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        service.gate.open_group("a")
+        service.gate.begin_update("a", 1, "full")
+        for fields in ({}, {"stream": True}):
+            busy = await http.post(CHAT, json=chat("a", **fields))
+            assert error(busy) == (503, "ServerBusyError")
+            assert busy.headers["Retry-After"] == "1"
+        service.gate.fail("a test")
+        assert error(await http.post("/v1/completions", json={"prompt": "a"})) == (503, "ServerPoisonedError")
+        assert engine.generated == []
+
+    serve(check, queue_timeout_s=0.05)
+
+
+def test_events_and_what_fails_among_them() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        whole = await http.post(CHAT, json=chat("a b", stream=True))
+        assert (whole.status_code, whole.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert whole.text == 'data: "a"\n\ndata: "b"\n\ndata: [DONE]\n\n'
+        at_once = await http.post(CHAT, json=chat("fail", stream=True))
+        assert error(at_once) == (500, "ProjectError")
+        later = await http.post(CHAT, json=chat("a fail", stream=True))
+        last = json.loads(later.text.split("data: ")[-1])
+        assert (later.status_code, last["error"]["type"]) == (200, "ProjectError")
+        counted = (await http.get("/metrics/")).text
+        assert 'rollout_openai_calls_total{outcome="answered"} 1.0' in counted
+        assert 'rollout_openai_calls_total{outcome="ProjectError"} 2.0' in counted
+        assert service.gate.in_flight == 0
+
+    serve(check)
+
+
+def test_closing_a_stream_aborts_it() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        engine.holds = {"b": asyncio.Event()}
+        events = service.completion_events(ChatCall.model_validate(chat("a b", stream=True)))
+        await first(events)
+        await events.aclose()
+        assert (engine.cancelled, service.gate.in_flight) == (["a b"], 0)
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": "x"},
+        {"mm_processor_kwargs": {"size": 1}},
+        {"media_io_kwargs": {}},
+        {"kv_transfer_params": {"a": 1}},
+        {"tools": [{"type": "function"}]},
+        {"n": 0},
+        {"top_logprobs": 21},
+        {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "http://a/b"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_embeds", "image_embeds": "a"}]}]},
+    ],
+)
+def test_what_decides_more_than_an_answer_is_refused(fields: dict[str, Any]) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        assert error(await http.post(CHAT, json=chat("a") | fields)) == (400, "RequestError")
+        assert engine.generated == []
+
+    serve(check)
+
+
+def test_prompts_and_answers_of_a_call_are_bounded() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for path, body in ((CHAT, chat("a", n=7)), ("/v1/completions", {"prompt": ["a", "b"], "n": 4})):
+            assert error(await http.post(path, json=body)) == (413, "RequestError")
+        assert CompletionCall(prompt=[1, 2, 3]).num_prompts == 1
+        assert CompletionCall(prompt=[[1], [2, 3]]).num_prompts == 2
+
+    serve(check, max_requests_per_call=6)
+
+
+def test_images_are_named_in_their_parts() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "a"}}, {"type": "image_url", "image_url": "b"}]
+    body = {"messages": [{"role": "user", "content": parts}, {"role": "user", "content": "<image> is text here"}]}
+    assert image_parts(ChatCall.model_validate(body)) == ["a", "b"]
+    with pytest.raises(RequestError, match="image part"):
+        image_parts(ChatCall.model_validate({"messages": [{"role": "user", "content": [{"type": "image"}]}]}))
+
+
+def test_the_token_and_the_switches() -> None:
+    paths = ("/openapi.json", "/docs", "/v1/models")
+
+    async def closed(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for path in paths:
+            assert (await http.get(path)).status_code == 401
+            assert (await http.get(path, headers={"Authorization": "Bearer secret"})).status_code == 200
+
+    async def off(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for path in paths:
+            assert (await http.get(path)).status_code == 404
+        assert (await http.post(CHAT, json=chat("a"))).status_code == 404
+
+    async def without_v1(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        api = (await http.get("/below/openapi.json")).json()
+        assert "/below/infer/" in api["paths"]
+        assert not any("/v1/" in path for path in api["paths"])
+
+    serve(closed, token="secret")
+    serve(off, openai_api=False, serve_openapi=False, serve_docs=False)
+    serve(without_v1, openai_api=False, url_prefix="/below")
