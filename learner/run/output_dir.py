@@ -27,6 +27,8 @@ OWN = (
     "report.html",
     "learner_rank*.log",
     "tensorboard",
+    "trackers.json",
+    "trackers",
     "eval/step_*.jsonl",
     "checkpoint-*",
     ".unfinished-*",
