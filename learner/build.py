@@ -46,6 +46,7 @@ from learner.run.console import Console
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
 from learner.run.output_dir import claim_output_dir, torchrun_job
 from learner.run.stopping import Stopped, StopRequest
+from learner.run.trackers import check_trackers
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
 from learner.steps.in_step import Overlap, Stage2InStep
@@ -71,6 +72,7 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
     """Run the training that `config` describes, as one of torchrun's processes or alone. Returns the exit code."""
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
     check_extensions(config)
+    check_trackers(config)
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
@@ -92,6 +94,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     batches, total_steps = _batches(basis, stack)
     check_packing_buffer(basis.data.train, basis.policy.encoder, config, plan, total_steps)
     console = _console(config, ranks, total_steps, stack)
+    log.tell = console.note
     _tell_compilation(basis.policy, log, console)
     _tell_bad_records(basis.data, log, console)
     timeline = Timeline(ranks.rank)
@@ -178,7 +181,8 @@ def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack)
     if ranks.is_main:
         write_resolved(config, run_dir)
         point_latest(run_dir)
-    log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main)
+    settings = config.model_dump(mode="json")
+    log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main, settings=settings)
     stack.callback(log.close)
     log.write("plan", plan.to_json())
     return log

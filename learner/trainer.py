@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from learner.config.schema import RunConfig
@@ -30,6 +31,7 @@ from learner.run.checkpoint import Cadence, CheckpointStore, Generators, Trainer
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
 from learner.run.log import MetricsLog, PhaseClock, Timeline
+from learner.run.pictures import draw_scenes
 from learner.run.stopping import Stopped, StopRequest
 from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.sync.sync import Sync
@@ -307,6 +309,7 @@ class Trainer:
         if self.ranks.is_main:
             write_evaluation(evaluation, self.run_dir / "eval" / f"step_{step:06d}.jsonl")
         self.log.write("eval", {"metrics": evaluation.metrics, **self.clock.read()}, step=step)
+        self.log.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
         self.console.evaluation(step, evaluation.metrics)
 
     def mark_boundary(self) -> None:

@@ -20,6 +20,7 @@ from learner.config.plan import Plan, resolve
 from learner.config.rules import ROLLOUT, SERVER, WAY_OUT
 from learner.config.schema import RunConfig
 from learner.extensions import check_extensions
+from learner.run.trackers import check_trackers
 from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
@@ -61,7 +62,7 @@ def _report(
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
     config = load_config(path, world_size=world_size, env=env, overrides=overrides)
-    check_extensions(config)
+    _check_parts(config)
     plan = resolve(config, world_size)
     report = plan.to_json()
     mistakes = [*_output_dir(config), *_family(config)]
@@ -75,6 +76,18 @@ def _report(
     if mistakes:
         raise ConfigErrors(f"{path} names files or servers that cannot be used", mistakes=mistakes)
     return report
+
+
+def _check_parts(config: RunConfig) -> None:
+    """What the configuration names besides files and servers. Raises ConfigErrors."""
+    mistakes: list[Mistake] = []
+    for check in (check_extensions, check_trackers):
+        try:
+            check(config)
+        except ConfigErrors as errors:
+            mistakes += errors.mistakes
+    if mistakes:
+        raise ConfigErrors(mistakes=mistakes)
 
 
 def _output_dir(config: RunConfig) -> list[Mistake]:

@@ -1,8 +1,8 @@
 """What a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
 
 `MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: one
-JSON object per line in `metrics.jsonl`, and scalars in TensorBoard. Only rank 0 writes. Each line is flushed at once,
-so a killed run keeps what it had measured.
+JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0 writes. Each line is
+flushed at once, so a killed run keeps what it had measured.
 
 `Timeline`: what ran when, on every rank and server; the report draws it. In: the learner's phases, and the rollout
 calls as they end. Out: one `timeline` event per optimizer step, with all ranks' spans. A span is in the event of the
@@ -35,27 +35,33 @@ import transformers
 from learner.config.schema import LoggingConfig
 from learner.policy.parallel import Ranks
 from learner.rollout.backend import RolloutCallLog
+from learner.run.trackers import Pictures, Trackers, numbers
 
 
 class MetricsLog:
-    """Append-only event log of a run: per line `event`, `time` (seconds since the epoch) and the event's own fields."""
+    """Append-only event log of a run: per line `event`, `time` (seconds since the epoch) and the event's own fields.
 
-    def __init__(self, run_dir: Path, logging: LoggingConfig, *, enabled: bool = True) -> None:
+    `settings` are the configuration's values, for the trackers.
+    """
+
+    def __init__(
+        self, run_dir: Path, logging: LoggingConfig, *, enabled: bool = True, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self.enabled = enabled
+        self.tell: Callable[[str], None] = lambda _: None  # gets what goes wrong with a tracker
         self._lock = threading.Lock()  # rollout calls are reported by their own threads
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._boards: list[Any] = []
-        if "tensorboard" in logging.trackers:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._boards.append(SummaryWriter(str(run_dir / "tensorboard")))
+        self._run_dir = run_dir
+        self._trackers = Trackers(logging, run_dir, tell=lambda text: self.tell(text))
+        if settings is not None:
+            self._trackers.begin(settings)
 
     def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
         """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
-        scalars `event/name` of TensorBoard."""
+        scalars `event/name` of the trackers."""
         if not self.enabled:
             return
         values = dataclasses.asdict(fields) if dataclasses.is_dataclass(fields) else dict(fields)  # type: ignore[arg-type]
@@ -67,23 +73,26 @@ class MetricsLog:
             self._file.write(text)
             self._file.flush()
         if step is not None:
-            for name, value in _scalars(values):
-                for board in self._boards:
-                    board.add_scalar(f"{event}/{name}", value, step)
+            self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
+
+    def pictures(self, draw: Pictures, *, step: int) -> None:
+        """Pictures of an evaluation for the trackers, which call `draw` if there are any."""
+        if self.enabled:
+            self._trackers.pictures(draw, step)
 
     def close(self) -> None:
-        if self.enabled:
-            self._file.close()
-            for board in self._boards:
-                board.close()
+        """Wait for the trackers, at most `tracker_timeout_s`. What did not reach them is an event `trackers`."""
+        if not self.enabled:
+            return
+        lost = self._trackers.close(report=self._report)
+        if lost:
+            self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
+        self._file.close()
 
+    def _report(self) -> Path:
+        from learner.report.__main__ import write_report
 
-def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield f"{prefix}{name}", float(value)
+        return write_report(self._run_dir)
 
 
 def _finite(value: Any) -> Any:

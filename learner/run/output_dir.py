@@ -32,6 +32,8 @@ OWN = (
     "report.html",
     "learner_rank*.log",
     "tensorboard",
+    "trackers.json",
+    "trackers",
     "eval/step_*.jsonl",
     "checkpoint-*",
     ".unfinished-*",
