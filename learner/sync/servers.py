@@ -139,8 +139,8 @@ class ServerDelivery:
                 membership = membership.add(request.base_url, request.group_port, now_s=now_s)
             else:
                 smaller = membership.remove(request.base_url, now_s=now_s)
-                if not smaller.serving:
-                    log.warning("%s is not removed: no other server serves", request.base_url)
+                if not smaller.serving or not smaller.enough:
+                    log.warning("%s is not removed: too few others serve", request.base_url)
                     continue
                 membership = smaller
         self._change_to(membership)
