@@ -94,10 +94,13 @@ class TensorEngine:
         self._joining: Operation[Communicator] | None = None
         self._receiving: _Receiving | None = None
 
-    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         before = fingerprint(self.tensors)
         await asyncio.sleep(self._answer_s)
-        return self._answer(request, seed or 0, before)
+        return [self._answer(request, seed or 0, before)]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        return str(token_ids)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         prompt = self._answer(request, 0, 0).prompt_token_ids
