@@ -335,7 +335,7 @@ def learner_config(model: Path, folder: Path, servers: list[Server]) -> dict[str
         "model": {"path": str(model)},
         "data": {"train": str(folder / "train.jsonl")},
         "training": training,
-        "logging": {"tensorboard": False, "progress_bar": False},
+        "logging": {"trackers": [], "progress_bar": False},
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "global_max_length": 512,
     }
