@@ -43,7 +43,7 @@ REQUIREMENTS = {
     "R37": "Policy gradients in groups of rollouts. Not built yet.",
     "R38": "Tasks, rewards, losses and readers of your own, by import path.",
     "R39": "Log-probabilities of sampled tokens, and several answers to a prompt, on request.",
-    "R40": "Servers leave and join a running learner. Not built yet.",
+    "R40": "Servers leave and join a running learner.",
     "R41": "COCO, JSONL, Pascal VOC, YOLO and Hugging Face `datasets` are read; bad records have a policy per kind.",
     "R42": "Every port is authenticated, and no byte from a socket is unpickled.",
     "D1": "Several learner ranks work with servers: all wait, rank 0 syncs, all go on.",
@@ -60,6 +60,6 @@ REQUIREMENTS = {
     "D12": "A rollout's age is bounded in weight versions and in optimizer updates.",
     "D13": "An image string is a data URL, an http(s) or file URL, a path, or base64, for both programs alike.",
     "D14": "The canary compares the server with the weights as sent; the effect of merging is a metric of its own.",
-    "D15": "A server that fails during a run leaves it, and comes back once it has the newest weights. Not built yet.",
+    "D15": "A server that fails during a run leaves it, and comes back once it has the newest weights.",
     "D16": "Every request has a deadline; a run whose Channel-B steps find no rollouts ends.",
 }

@@ -6,6 +6,7 @@
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
     rollout-learner report RUN_DIR                               write a run's report as one HTML page
+    rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
     rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
@@ -27,7 +28,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,12 +40,14 @@ from shared.processes import end_with_parent
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
-COMMANDS = ("train", "check", "doctor", "export", "report", "bench")
+COMMANDS = ("train", "check", "doctor", "export", "report", "servers", "bench")
 OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 _STDOUT = 1
 GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+servers = typer.Typer(rich_markup_mode=None, no_args_is_help=True, epilog=OTHERS)
+app.add_typer(servers, name="servers", help="Show and change the rollout servers of a run that goes on.")
 
 ConfigOption = Annotated[str, typer.Option("--config", help="The run's YAML file.")]
 Overrides = Annotated[
@@ -155,6 +158,51 @@ def report(
         return 0
 
     _end(work)
+
+
+RunDir = Annotated[Path, typer.Option("--run", help="The run directory (training.output_dir).")]
+ServerUrl = Annotated[str, typer.Argument(metavar="URL", help="The server's base_url.")]
+
+
+@servers.command("list")
+def list_servers(run: RunDir) -> None:
+    """Print the run's servers: which serve, which are left out, since when and why."""
+
+    def work() -> int:
+        from learner.rollout.control import read_state, state_lines
+
+        print("\n".join(state_lines(read_state(run))))
+        return 0
+
+    _end(work)
+
+
+@servers.command("add")
+def add_server(
+    url: ServerUrl,
+    run: RunDir,
+    group_port: Annotated[int, typer.Option(help="TCP port of the weight sync on the server's host.")] = 51216,
+) -> None:
+    """Let a server join at the end of a step, after a full weight sync. Its token must be the run's."""
+    _end(lambda: _ask_servers(run, "add", url, group_port))
+
+
+@servers.command("remove")
+def remove_server(url: ServerUrl, run: RunDir) -> None:
+    """Send a server no further requests from the end of the step on. It can be stopped after the next weight sync."""
+    _end(lambda: _ask_servers(run, "remove", url, None))
+
+
+def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_port: int | None) -> int:
+    from learner.config.rules import entry_mistakes
+    from learner.rollout.control import ServerRequest, ask
+    from shared.config.model import ConfigErrors
+
+    if mistakes := entry_mistakes(url, group_port):
+        raise ConfigErrors(f"servers {action}: the server cannot be named like this", mistakes=mistakes)
+    ask(run, ServerRequest(action=action, base_url=url.rstrip("/"), group_port=group_port or 0))
+    print(f"asked: {action} {url}. The run takes it at the end of a step; `servers list` shows the result")
+    return 0
 
 
 @app.command(epilog=OTHERS, context_settings={"ignore_unknown_options": True})

@@ -215,6 +215,7 @@ class Trainer:
             receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
             result = self.step()
             self.report(result, receipt)
+            self.agree_on_servers()
             if training.eval_steps and result.global_step % training.eval_steps == 0:
                 self.evaluate()
             if self.cadence.is_due(result.global_step):
@@ -290,6 +291,15 @@ class Trainer:
         self.log.write("sync", receipt, step=self.state.global_step)
         self.console.sync(receipt)
         return receipt
+
+    def agree_on_servers(self) -> None:
+        """Which servers go on; what happened to them is told. Collective. Raises ServerError if too few are left."""
+        if self.sync is None:
+            return
+        for change in self.sync.agree():
+            self.log.write("server", change, step=self.state.global_step)
+            self.timeline.server(change.base_url, serves=change.what == "joined", is_member=change.what != "removed")
+            self.console.server(change)
 
     def evaluate(self) -> None:
         """Roll out the evaluation samples with the present weights; once per step at most."""

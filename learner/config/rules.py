@@ -36,6 +36,17 @@ def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
     return [ServerEntry(base_url=url.rstrip("/"), group_port=port) for url, port in pairs]
 
 
+def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
+    """What is wrong with one server that is named outside of a configuration."""
+    found = _url_mistake(base_url, "URL")
+    mistakes = [found] if found else []
+    if group_port is not None and not 1 <= group_port <= MAX_PORT:
+        wanted = f"a port from 1 to {MAX_PORT}"
+        remedy = str(ServerEntry.model_fields["group_port"].description)
+        mistakes.append(Mistake(path="--group-port", found=show(group_port), wanted=wanted, remedy=remedy))
+    return mistakes
+
+
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
     """What is wrong with a section in use: none, both or half a form, wrong pairing, bad URLs, ports that clash (R05,
     R16)."""
@@ -54,6 +65,11 @@ def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
         one_port = isinstance(server.group_port, int)
         port_at = (
             [f"{SERVER}.group_port"] * len(urls) if one_port else _places(f"{SERVER}.group_port", server.group_port)
+        )
+    if isinstance(server.min_servers, int) and server.min_servers > len(urls):
+        remedy = "lower it, or name more servers"
+        yield Mistake(
+            path=f"{SERVER}.min_servers", found=show(server.min_servers), wanted=f"at most {len(urls)}", remedy=remedy
         )
     bad_urls = [_url_mistake(url, at) for url, at in zip(urls, url_at, strict=True)]
     yield from (mistake for mistake in bad_urls if mistake)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shared.images import ImageRules
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+AtLeastOne = Annotated[int, Field(ge=1)]
 
 # ---- model, data, task, loss ---------------------------------------------------------------------------------------
 
@@ -454,6 +455,15 @@ class ServerClientConfig(Section):
         None,
         unit="s",
         req="R05 R30 D16",
+    )
+    min_servers: AtLeastOne | Literal["all"] = key(
+        "servers that must serve. A server that fails while the run goes on is left out: the others take its requests, "
+        "with the same seeds, and it comes back after a full sync once it is ready. With fewer servers than this the "
+        "run saves a checkpoint and ends; `all`: it ends with the first server that fails. At the start every server "
+        "must answer",
+        1,
+        unit="servers",
+        req="D15 R40",
     )
 
 

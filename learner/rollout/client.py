@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -56,6 +57,9 @@ T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
 HEALTH_TIMEOUT_S = 5.0  # one look at /health/
+LAST_LOOK_S = 3.0  # the same, at a server that is already late
+BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
+SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
 REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
 # Below uvicorn's 5 s: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
@@ -146,6 +150,22 @@ class Timeouts:
             poll_s=min(5.0, timeout_s / 4),
         )
 
+    def patience(self, *, has_others: bool) -> Patience:
+        """With a server that fails: short if others can do its work, else as long as `timeout_s`."""
+        if not has_others:
+            return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
+        silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)
+        return Patience(silent_s=silent_s, broken_s=min(self.gone_s, BROKEN_S), has_others=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """Seconds until a server counts as gone. `has_others`: the run can go on without it."""
+
+    silent_s: float  # `/health/` does not answer
+    broken_s: float  # a connection broke, and `/health/` does not answer
+    has_others: bool
+
 
 class Pace:
     """How fast a server has answered: tokens per second of the longest answer in each of the last calls."""
@@ -184,10 +204,11 @@ class ServerClient:
         """One look at `/health/`; raises unless it answers 200."""
         await self._look("/health/")
 
-    async def wait_healthy(self) -> None:
-        """Poll `/health/` for at most `gone_s`. Raises ServerUnreachableError, or at once what a final answer (4xx)
-        says."""
-        deadline = _now() + self.timeouts.gone_s
+    async def wait_healthy(self, limit_s: float | None = None) -> None:
+        """Poll `/health/` for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError, or at once what a
+        final answer (4xx) says."""
+        limit_s = self.timeouts.gone_s if limit_s is None else limit_s
+        deadline = _now() + limit_s
         while True:
             try:
                 return await self.health()
@@ -195,8 +216,8 @@ class ServerClient:
                 if not isinstance(error, ServerUnreachableError | DeadlineError) and error.http_status < 500:
                     raise
                 if _now() >= deadline:
-                    raise self._gone(_last_seen_of(error)) from error
-            await asyncio.sleep(min(self.timeouts.poll_s, max(0.01, deadline - _now())))
+                    raise self._gone(_last_seen_of(error), limit_s) from error
+            await asyncio.sleep(min(self.timeouts.poll_s, limit_s / 4, max(0.01, deadline - _now())))
 
     async def ready(self) -> None:
         """One look at `/ready/`; raises unless it answers 200."""
@@ -209,21 +230,37 @@ class ServerClient:
         """Tensor-parallel size x data-parallel size."""
         return (await self._get("/get_world_size/", WorldSizeReply)).world_size
 
-    async def infer(self, call: InferCall, on_answer: Callable[[int, RolloutOutput], None]) -> None:
+    async def infer(
+        self, call: InferCall, on_answer: Callable[[int, RolloutOutput], None], patience: Patience | None = None
+    ) -> None:
         """Calls `on_answer(i, output)` for request `i` as it ends, and returns when all have. Answers have the call's
         places, each once; the caller checks the rest. What `on_answer` raises ends the call.
 
         Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
-        for `gone_s`, ServerError if the connection broke and the server is alive, RolloutError if an answer is
-        malformed or missing.
+        for longer than `patience` says, ServerError if the connection broke and the server is alive, RolloutError if an
+        answer is malformed or missing.
         """
+        patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
         answers = _Answers(self.base_url, len(call.infer_requests), on_answer)
-        await self._patiently("/infer/", lambda: self._while_alive(answers, deadline_s, call))
+
+        async def late(health_age_s: float) -> None:
+            if patience.has_others:  # one last look: is it slow, or gone?
+                await self._last_look(health_age_s)
+            raise self._late(answers, deadline_s, health_age_s=health_age_s)
+
+        async def exchange() -> httpx.Response:
+            answers.sent_at = _now()
+            sending = self._send_infer(call, deadline_s, answers, patience)
+            return await self._while_alive(sending, patience.silent_s, deadline_s=deadline_s, late=late)
+
+        await self._patiently("/infer/", exchange)
         answers.check_complete()
         self._pace.saw(answers.longest, answers.longest_s)
 
-    async def _send_infer(self, call: InferCall, deadline_s: float, answers: _Answers) -> httpx.Response:
+    async def _send_infer(
+        self, call: InferCall, deadline_s: float, answers: _Answers, patience: Patience
+    ) -> httpx.Response:
         """One exchange. The body of a success has been read by `answers`."""
         read_s = deadline_s + REPLY_GRACE_S
         try:
@@ -231,7 +268,7 @@ class ServerClient:
                 await (answers.read(response) if response.is_success else response.aread())
                 return response
         except ServerUnreachableError as error:
-            await self.wait_healthy()
+            await self.wait_healthy(patience.broken_s)
             raise ServerError(
                 f"{self.base_url}: the connection broke during /infer/, the server is alive",
                 found=error.found,
@@ -243,13 +280,17 @@ class ServerClient:
         response = await self._patiently("/score/", lambda: self._send("POST", "/score/", call))
         return read_reply(response.content, TypeAdapter(ScoreReply), self.base_url, "/score/")
 
-    async def init_communicator(self, call: InitCommunicatorCall) -> None:
-        """Returns when the server's workers and the learner have joined the group."""
-        await self._send_once("/init_communicator/", call, read_s=call.timeout_s + REPLY_GRACE_S)
+    async def init_communicator(self, call: InitCommunicatorCall, patience: Patience | None = None) -> None:
+        """Returns when the server's workers and the learner have joined the group. Raises ServerUnreachableError too,
+        if `/health/` is silent for longer than `patience` says."""
+        sending = self._send_once("/init_communicator/", call, read_s=call.timeout_s + REPLY_GRACE_S)
+        await self._while_alive(sending, (patience or self.timeouts.patience(has_others=False)).silent_s)
 
-    async def update_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
-        """Returns when the buckets have been broadcast and the server has checked what it serves."""
-        response = await self._send_once("/update_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
+    async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
+        """Returns when the buckets have been broadcast and the server has checked what it serves. Raises as
+        `init_communicator` does."""
+        sending = self._send_once("/update_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
+        response = await self._while_alive(sending, (patience or self.timeouts.patience(has_others=False)).silent_s)
         return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")
 
     async def expect_scores(self, call: ExpectScoresCall) -> None:
@@ -343,27 +384,62 @@ class ServerClient:
         except httpx.TransportError as error:
             raise self._gone(f"{type(error).__name__}: {error} at {path}") from error
 
-    async def _while_alive(self, answers: _Answers, deadline_s: float, call: InferCall) -> httpx.Response:
-        """One `/infer/` exchange. It ends when `deadline_s` have passed, or when `/health/` was silent for `gone_s`."""
-        task = asyncio.create_task(self._send_infer(call, deadline_s, answers))
-        begin = last_seen = answers.sent_at = _now()
+    async def _while_alive(
+        self,
+        sending: Coroutine[Any, Any, httpx.Response],
+        silent_s: float,
+        *,
+        deadline_s: float = math.inf,
+        late: Callable[[float], Awaitable[None]] | None = None,
+    ) -> httpx.Response:
+        """One exchange. It ends when `/health/` was silent for `silent_s`, or after `deadline_s` with what `late`
+        raises, which is told how long ago the server was seen."""
+        task = asyncio.create_task(sending)
+        looking: asyncio.Task[None] | None = None
+        begin = last_seen = _now()
+        poll_s = min(self.timeouts.poll_s, silent_s / 2)
+        next_look = begin + poll_s
         try:
             while True:
-                left_s = begin + deadline_s - _now()
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(self.timeouts.poll_s, left_s)))
-                if done:
+                until = min(begin + deadline_s, last_seen + silent_s if looking else next_look)
+                tasks = {task, looking} if looking else {task}
+                await asyncio.wait(tasks, timeout=max(0.0, until - _now()), return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
                     return task.result()
-                if _now() >= begin + deadline_s:
-                    raise self._late(answers, deadline_s, health_age_s=_now() - last_seen)
-                try:
-                    await self.health()
-                    last_seen = _now()
-                except ProjectError as error:
-                    if _now() - last_seen > self.timeouts.gone_s:
-                        raise self._gone(_last_seen_of(error)) from error
+                if _now() >= begin + deadline_s and late is not None:
+                    await late(_now() - last_seen)
+                if looking is None:
+                    looking = asyncio.create_task(self.health())
+                elif looking.done() or _now() >= last_seen + silent_s:
+                    last_seen = self._seen(looking, last_seen, silent_s)
+                    looking, next_look = None, _now() + poll_s
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            ended = {task, looking} if looking else {task}
+            for one in ended:
+                one.cancel()
+            await asyncio.wait(ended)
+
+    def _seen(self, looking: asyncio.Task[None], last_seen: float, silent_s: float) -> float:
+        """When the server was last seen, after another look, which may not have ended. Raises ServerUnreachableError
+        after `silent_s`."""
+        if not looking.done():
+            raise self._gone(f"silence at /health/ for {_now() - last_seen:.1f} s", silent_s)
+        try:
+            looking.result()
+        except ProjectError as error:
+            if _now() - last_seen > silent_s:
+                raise self._gone(_last_seen_of(error), silent_s) from error
+            return last_seen
+        return _now()
+
+    async def _last_look(self, health_age_s: float) -> None:
+        """Raises ServerUnreachableError unless `/health/` answers within LAST_LOOK_S."""
+        try:
+            async with asyncio.timeout(LAST_LOOK_S):
+                await self.health()
+        except (ProjectError, TimeoutError) as error:
+            said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
+            raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
 
     def _late(self, answers: _Answers, deadline_s: float, *, health_age_s: float) -> DeadlineError:
         derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"
@@ -375,11 +451,13 @@ class ServerClient:
             remedy=f"look at the server's log; if it is only slow, set {SERVER}.infer_timeout_s higher",
         )
 
-    def _gone(self, found: str) -> ServerUnreachableError:
+    def _gone(self, found: str, limit_s: float | None = None) -> ServerUnreachableError:
+        limit_s = self.timeouts.gone_s if limit_s is None else limit_s
+        key = " (vllm.server.timeout_s)" if limit_s == self.timeouts.gone_s else ""
         return ServerUnreachableError(
             f"{self.base_url}: the rollout server does not answer",
             found=found,
-            wanted=f"an answer within {self.timeouts.gone_s:g} s (vllm.server.timeout_s)",
+            wanted=f"an answer within {limit_s:g} s{key}",
             remedy=f"start the server (make serve), or correct {SERVER}, {WAY_OUT}",
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -25,12 +26,13 @@ from learner.policy.parallel import Ranks
 from learner.records import Sample
 from learner.rollout.backend import RolloutCallLog
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.control import ServerControl
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.run.log import MetricsLog, Timeline
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
-from learner.sync.servers import ServerDelivery, check_servers
+from learner.sync.servers import ServerDelivery, check_servers, server_check
 from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
 from learner.sync.sync import Delivery, Sync
 from shared.checkpoint import signature
@@ -95,15 +97,24 @@ def connect_sync(
     if isinstance(backend, ColocateBackend):
         delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
     else:
-        for probe in (items[0], *(_probe(sample, policy) for sample in extremes(samples))):
-            check_servers(backend, architecture=signature(policy.model.config.to_dict()), canary=probe, ranks=ranks)
+        prompts = [items[0], *(_probe(sample, policy) for sample in extremes(samples))]
+        check = server_check(backend, architecture=signature(policy.model.config.to_dict()), prompts=prompts)
+        check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks
         if policy.is_sharded:  # all ranks do what rank 0 needs of the weights
             sync_ranks = sharded = ShardedRanks(ranks, bucket_bytes=vllm.sync.bucket_bytes)
             weights = ShardedSource(policy, sharded)
             adapter = ShardedAdapter(adapter, sharded) if adapter else None
             canary = replace(canary, scorer=sharded.shared(canary.scorer))
-        delivery = ServerDelivery(backend, vllm, canary=canary, ranks=sync_ranks, device=ranks.device)
+        delivery = ServerDelivery(
+            backend,
+            vllm,
+            canary=canary,
+            ranks=sync_ranks,
+            device=ranks.device,
+            check=check,
+            control=ServerControl(Path(config.training.output_dir)) if ranks.is_main else None,
+        )
     sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=vllm.sync.fallback_to_full)
     sync.connect()
     return sync

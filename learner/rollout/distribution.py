@@ -11,7 +11,8 @@ of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`. Its quotas are wh
 A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: never more than
 a server's quota is in flight there; requests start in request order; as long as a request waits, every server is kept
 at its quota (D9), so a server with nothing left takes from the one that has most; what a failed batch has not answered
-is sent again in halves; a single request that fails twice, or an error that repeating cannot fix, ends all.
+is sent again in halves. A server that is gone, or fails one request twice, is lost: its requests go to the others, with
+the same seeds (D15). A request that fails twice on a second server too, or an error of the request, ends all.
 """
 
 from __future__ import annotations
@@ -42,15 +43,10 @@ log = logging.getLogger("learner.rollout")
 
 # A server is refilled by a 32nd of its quota at a time: single requests up to 32, and 97% of a larger quota in use.
 REFILLS = 32
-FINAL_ERRORS = (
-    RequestError,
-    ConfigError,
-    PromptMismatchError,
-    ServerUnreachableError,
-    ServerBusyError,
-    ServerPoisonedError,
-    ServerMismatchError,
-)
+# The request's own, on any server.
+REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
+# The server's: asking it again would not help.
+LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,18 +90,28 @@ def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num
 def distribute(
     num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> Distribution:
-    """Formula D4 for one rank and one call. Raises ConfigError as `chunk_size` does.
+    """Formula D4 for one rank and one call. A rank may always have one request in flight, also where servers were lost
+    and `chunk_size` would refuse it.
 
     Up to `chunk` requests are all in flight at once: what D4 gives a server beyond this rank's quota there goes to its
     neighbours. Of more requests, a server where the quota is zero hands its slots to the next one, in order and
     cyclically, where it is not. Only then can one server own two spans.
     """
-    chunk = chunk_size(decode_batch_size=decode_batch_size, server_world_sizes=server_world_sizes, num_ranks=num_ranks)
-    quotas = _slots(chunk, rank, num_ranks, server_world_sizes)
+    quotas = quotas_of(
+        rank=rank, num_ranks=num_ranks, server_world_sizes=server_world_sizes, decode_batch_size=decode_batch_size
+    )
     owned = _slots(num_requests, rank, num_ranks, server_world_sizes)
-    if num_requests <= chunk:
+    if num_requests <= sum(quotas):
         return Distribution(spans=_spans(_within(owned, quotas)), quotas=quotas)
     return Distribution(spans=_moved(_spans(owned), quotas), quotas=quotas)
+
+
+def quotas_of(
+    *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
+) -> tuple[int, ...]:
+    """This rank's quota on each server, as `distribute` has it; a server of size 0 has none."""
+    chunk = max(1, decode_batch_size * sum(server_world_sizes) // num_ranks)
+    return _slots(chunk, rank, num_ranks, server_world_sizes)
 
 
 def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -155,11 +161,13 @@ def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one HTTP call; `failed`: they have failed before."""
+    """Requests `[start, stop)` of one HTTP call; `failed`: they have failed before on the server that they wait for;
+    `suspect`: for one of them another server was lost."""
 
     start: int
     stop: int
     failed: bool = False
+    suspect: bool = False
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -171,11 +179,13 @@ class Batch:
         return (first,) if middle == self.stop else (first, replace(self, start=middle))
 
 
-def halves(unanswered: Sequence[int]) -> list[Batch]:
+def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
     """What to send after a failure, each part a run of consecutive requests."""
     middle = len(unanswered) // 2
     parts = (unanswered[:middle], unanswered[middle:])
-    return [Batch(start=run.start, stop=run.stop, failed=True) for part in parts for run in _runs(part)]
+    return [
+        Batch(start=run.start, stop=run.stop, failed=True, suspect=suspect) for part in parts for run in _runs(part)
+    ]
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
@@ -213,6 +223,13 @@ class _Flight:
 # returns when all have.
 Answered = Callable[[int, R], None]
 Send = Callable[[int, Batch, Answered[R]], Coroutine[Any, Any, None]]
+# `lose(server, error)` leaves a server out: the new quotas of all servers. Raises `error` where the run can't go on.
+Lose = Callable[[int, ProjectError], Sequence[int]]
+
+
+def lose_none(server: int, error: ProjectError) -> Sequence[int]:
+    """Every server is needed."""
+    raise error
 
 
 class Dispatcher(Generic[R]):
@@ -226,12 +243,14 @@ class Dispatcher(Generic[R]):
         send: Send[R],
         on_answer: Answered[R],
         on_split: Callable[[Sequence[int], ProjectError], None],
+        lose: Lose = lose_none,
     ) -> None:
         self._servers = [_Server(quota=quota, free=quota) for quota in plan.quotas]
         for span in plan.spans:
             self._servers[span.server].waiting.append(Batch(start=span.start, stop=span.stop))
-        self._send, self._on_answer, self._on_split = send, on_answer, on_split
+        self._send, self._on_answer, self._on_split, self._lose = send, on_answer, on_split, lose
         self._flying: dict[asyncio.Task[None], _Flight] = {}
+        self._given_up: list[asyncio.Task[None]] = []  # what was in flight on servers that are lost
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -243,12 +262,14 @@ class Dispatcher(Generic[R]):
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    self._land(task)
+                    if task in self._flying:  # another one's failure may have given it up
+                        self._land(task)
                 self._launch()
+            assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"
         finally:
             for task in self._flying:
                 task.cancel()
-            await asyncio.gather(*self._flying, return_exceptions=True)
+            await asyncio.gather(*self._flying, *self._given_up, return_exceptions=True)
 
     def _launch(self) -> None:
         """Fill every server, first with its own requests, then with those of the server that has most."""
@@ -263,7 +284,7 @@ class Dispatcher(Generic[R]):
         if takes_others and not waiting:
             waiting = max(self._servers, key=lambda other: other.num_waiting).waiting
         size = min(server.free, len(waiting[0])) if waiting else 0
-        if size == 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
+        if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
             return None
         batch, *rest = waiting.popleft().cut(size)
         waiting.extendleft(rest)
@@ -294,11 +315,42 @@ class Dispatcher(Generic[R]):
 
     def _retry(self, flight: _Flight, error: ProjectError) -> None:
         batch, unanswered = flight.batch, sorted(flight.unanswered)
-        if isinstance(error, FINAL_ERRORS) or (batch.failed and len(batch) == 1):
+        if isinstance(error, REQUEST_ERRORS):
             raise error
-        if not unanswered:  # the end of the reply was lost, and no answer
-            return
-        kind = "timed out" if isinstance(error, DeadlineError) else "failed"
-        log.warning("%d request(s) %s and are sent again in halves: %s", len(unanswered), kind, error)
-        self._on_split(unanswered, error)
-        self._servers[flight.server].waiting.extendleft(reversed(halves(unanswered)))
+        failed_twice = batch.failed and len(batch) == 1
+        if failed_twice and batch.suspect and not isinstance(error, LOST_ERRORS):
+            raise error  # two servers are not wrong about the same request
+        if isinstance(error, LOST_ERRORS) or failed_twice:
+            self._without(flight, error, suspect=failed_twice)
+        elif unanswered:  # else only the end of the reply was lost, and no answer
+            kind = "timed out" if isinstance(error, DeadlineError) else "failed"
+            log.warning("%d request(s) %s and are sent again in halves: %s", len(unanswered), kind, error)
+            self._on_split(unanswered, error)
+            again = halves(unanswered, suspect=batch.suspect)
+            self._servers[flight.server].waiting.extendleft(reversed(again))
+
+    def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
+        """Go on without a server; `flight` is one that it failed. All that it had is for the others to take. Raises
+        `error` if the run can't go on without it."""
+        lost = flight.server
+        for server, quota in zip(self._servers, self._lose(lost, error), strict=True):
+            server.free += quota - server.quota
+            server.quota = quota
+        flights = [(flight, suspect)]
+        for task in [task for task, other in self._flying.items() if other.server == lost]:
+            flights.append((self._flying.pop(task), False))
+            task.cancel()
+            self._given_up.append(task)
+        waiting = self._servers[lost].waiting
+        again = [replace(batch, failed=False) for batch in waiting]
+        for other, is_suspect in flights:
+            is_suspect = is_suspect or other.batch.suspect
+            again += [
+                Batch(start=run.start, stop=run.stop, suspect=is_suspect) for run in _runs(sorted(other.unanswered))
+            ]
+        waiting.clear()
+        waiting.extend(sorted(again, key=lambda batch: batch.start))
+        num_moved = sum(len(batch) for batch in again)
+        log.warning("%d request(s) go to other servers: %s", num_moved, error)
+        if flight.unanswered:
+            self._on_split(sorted(flight.unanswered), error)

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from learner.config.schema import DecodingConfig
 from learner.records import Rollout, Sample
+from learner.rollout.membership import ServedWeights
 from shared.errors import ConfigError, DataError, RolloutError, ServerMismatchError
-from shared.wire import Message, RequestConfig, RolloutInferRequest, RolloutOutput
+from shared.wire import Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput
 
 DECODING = "custom.extra.rollout_matching.decoding"
 
@@ -63,25 +64,20 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> Request
 
 
 def read_rollout(
-    output: RolloutOutput, *, sample: Sample, request_uuid: str, seed: int, expected_ver: int | None, base_url: str
+    output: RolloutOutput, *, sample: Sample, request_uuid: str, seed: int, served: ServedWeights | None, base_url: str
 ) -> Rollout:
     """The rollout of one request, which had the seed `seed`.
 
-    Raises RolloutError if place, seed or content is wrong, ServerMismatchError if another weight version answered than
-    the one last synced (R10).
+    Raises RolloutError if place, seed or content is wrong, ServerMismatchError if other weights answered than those
+    last synced (R10).
     """
     infos = output.rollout_infos
     if infos.uuid != request_uuid:
         raise _malformed(base_url, "rollout_infos.uuid", infos.uuid, f"{request_uuid} (answers in request order)")
     if infos.seed not in (None, seed):
         raise _malformed(base_url, "rollout_infos.seed", str(infos.seed), str(seed))
-    if expected_ver is not None and infos.ver != expected_ver:
-        raise ServerMismatchError(
-            f"{base_url}: rollout_infos.ver: the rollout was made with other weights than those last synced",
-            found=f"ver {infos.ver}",
-            wanted=f"ver {expected_ver}",
-            remedy="make sure that no other learner uses this server and that it was not restarted; then start again",
-        )
+    if served is not None:
+        _check_weights(infos, served, base_url)
     if len(output.response.choices) != 1:
         raise _malformed(base_url, "response.choices", f"{len(output.response.choices)} choices", "one")
     finish_reason = output.response.choices[0].finish_reason
@@ -98,6 +94,19 @@ def read_rollout(
         seed=seed,
         server_id=infos.server_id,
     )
+
+
+def _check_weights(infos: RolloutInfos, served: ServedWeights, base_url: str) -> None:
+    for field in ("ver", "incarnation", "weights"):
+        found, wanted = getattr(infos, field), getattr(served, field)
+        if found != wanted and wanted != "":
+            raise ServerMismatchError(
+                f"{base_url}: rollout_infos.{field}: the rollout was made with other weights than those last synced",
+                found=f"{field} {found}",
+                wanted=f"{field} {wanted}",
+                remedy="make sure that no other learner uses this server and that it was not restarted; then start "
+                "again",
+            )
 
 
 def _malformed(base_url: str, field: str, found: str, wanted: str) -> RolloutError:

@@ -3,7 +3,9 @@
 In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), by
 one weight version. Invariants: `connect` checks the servers and asks their world sizes, once; a request's seed depends
 on its index over all ranks only; the quotas of `distribution.py` hold through refills and retries; no sample is
-skipped, an error ends the call. Rollouts that nobody has taken yet are bounded by the window.
+skipped, an error ends the call. Rollouts that nobody has taken yet are bounded by the window. A server that fails is
+left out from then on, if `min_servers` allows it (D15); what it has not answered goes to the others. The other ranks
+hear of it at the next agreement. Until then a survivor may hold more than its cap, by what this rank gives it.
 
 All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
 weight sync may be called from any thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller
@@ -16,7 +18,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -38,7 +40,16 @@ from learner.rollout.backend import (
     split_window,
 )
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.distribution import Answered, Batch, Dispatcher, ServerSpan, chunk_size, distribute
+from learner.rollout.distribution import (
+    Answered,
+    Batch,
+    Dispatcher,
+    ServerSpan,
+    chunk_size,
+    distribute,
+    quotas_of,
+)
+from learner.rollout.membership import Member, Membership, ServedWeights
 from learner.rollout.requests import infer_request, read_rollout, request_config
 from shared.aio import gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
@@ -103,6 +114,8 @@ class _Job:
     requests: Sequence[RolloutInferRequest]  # the same, for the wire
     config: RequestConfig
     record: RolloutCallLog
+    members: Sequence[Member]  # that served when it began
+    served: ServedWeights | None
 
 
 class _Rollouts(RolloutStream):
@@ -129,8 +142,8 @@ class _Rollouts(RolloutStream):
 
 class ServerBackend(StreamingBackend):
     """`token`: the bearer token. `vocab_size`: that of the learner's model, compared with the servers'. `on_call` gets
-    the record of every `stream`, in the thread that iterated it. The weight sync sets `expected_ver`; None: any
-    version, but the same from all servers."""
+    the record of every `stream`, in the thread that iterated it. `membership` is what the ranks agreed on; the weight
+    sync sets it, with the weights that answers must come from."""
 
     def __init__(
         self,
@@ -144,8 +157,8 @@ class ServerBackend(StreamingBackend):
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         server = config.vllm.server
-        self.servers: tuple[ServerEntry, ...] = tuple(server.servers or ())
-        if not self.servers:
+        entries: tuple[ServerEntry, ...] = tuple(server.servers or ())
+        if not entries:
             raise ConfigError(
                 "custom.extra.rollout_matching.vllm.server.servers: no rollout server",
                 found="an empty list",
@@ -153,34 +166,42 @@ class ServerBackend(StreamingBackend):
                 remedy="name the servers, or set vllm.mode: colocate or rollout_backend: hf",
             )
         self.config = config
-        self.expected_ver: int | None = None
-        self.world_sizes: tuple[int, ...] = ()  # set by `connect`, and so is `chunk`
-        self.chunk = 0  # requests that this rank may have in flight
-        self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
-        self._vocab_size, self._on_call = vocab_size, on_call
-        self._decoding = {greedy: request_config(config.decoding, greedy=greedy) for greedy in (False, True)}
-        timeouts = Timeouts.of(server.timeout_s, server.infer_timeout_s)
+        self.chunk = 0  # requests that this rank may have in flight; set by `connect`
+        self.timeouts = Timeouts.of(server.timeout_s, server.infer_timeout_s)
         self.loop = LoopThread("rollout-client")
-        self.clients = tuple(ServerClient(entry.base_url, timeouts=timeouts, token=token) for entry in self.servers)
+        self.membership = Membership(
+            members=tuple(Member(base_url=e.base_url.rstrip("/"), group_port=e.group_port) for e in entries),
+            min_servers=server.min_servers,
+        )
+        self._lost: dict[str, str] = {}  # servers that failed this rank since the last agreement, and why
+        self._lock = threading.Lock()  # guards the two above: rollouts run beside the thread that learns
+        self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
+        self._clients: dict[str, ServerClient] = {}
+        self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
+        self._decoding = {greedy: request_config(config.decoding, greedy=greedy) for greedy in (False, True)}
 
     def connect(self) -> tuple[ServerStatus, ...]:
         """Wait until every server is healthy (at most `timeout_s`), check it, and ask its world size.
 
         Raises ServerUnreachableError, ServerMismatchError (protocol, vocabulary), ConfigError (caps, lengths).
         """
+        members = self.membership.serving
         statuses = self.statuses()
-        self.world_sizes = tuple(self.loop.run(gather(client.world_size() for client in self.clients)))
+        sizes = self.loop.run(gather(self.client(member.base_url).world_size() for member in members))
+        self.membership = self.membership.sized(
+            (member.base_url, size) for member, size in zip(members, sizes, strict=True)
+        )
         self.chunk = chunk_size(
             decode_batch_size=self.config.decode_batch_size,
             server_world_sizes=self.world_sizes,
             num_ranks=self._num_ranks,
         )
-        for entry, status, size in zip(self.servers, statuses, self.world_sizes, strict=True):
+        for member, status in zip(self.membership.serving, statuses, strict=True):
             log.info(
                 "rollout server %s: group_port %d, world size %d, model %s, %s at ver %d",
-                entry.base_url,
-                entry.group_port,
-                size,
+                member.base_url,
+                member.group_port,
+                member.world_size,
                 status.model,
                 status.gate,
                 status.ver,
@@ -188,9 +209,67 @@ class ServerBackend(StreamingBackend):
         log.info("rank %d of %d: at most %d requests in flight", self._rank, self._num_ranks, self.chunk)
         return statuses
 
+    @property
+    def clients(self) -> tuple[ServerClient, ...]:
+        """Of the serving servers."""
+        return tuple(self.client(member.base_url) for member in self.membership.serving)
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """Of the serving servers."""
+        return tuple(member.world_size for member in self.membership.serving)
+
+    def client(self, base_url: str) -> ServerClient:
+        """The one client of a server."""
+        with self._lock:
+            if base_url not in self._clients:
+                self._clients[base_url] = ServerClient(base_url, timeouts=self.timeouts, token=self._token)
+            return self._clients[base_url]
+
+    # ---- who serves ------------------------------------------------------------------------------------------------
+
+    def usable(self) -> Membership:
+        """What the ranks agreed on, without the servers that have failed this rank since."""
+        with self._lock:
+            return self._without_lost()
+
+    def lose(self, base_url: str, error: ProjectError) -> Membership:
+        """Leave a server out on this rank, from now on. Raises `error`, or what says how many are missing, if too few
+        servers are left then. From any thread."""
+        with self._lock:
+            before = self._without_lost()
+            if before.min_servers == "all" or len(before.members) == 1:
+                raise error
+            self._lost.setdefault(base_url, str(error))
+            left = self._without_lost()
+        if not left.enough:
+            raise left.too_few() from error
+        log.warning("rollout server %s is left out, %d serve: %s", base_url, len(left.serving), error)
+        return left
+
+    def lost(self) -> dict[str, str]:
+        """Servers that have failed this rank since the last agreement, and why."""
+        with self._lock:
+            return dict(self._lost)
+
+    def adopt(self, membership: Membership, *, told: Collection[str] = ()) -> None:
+        """Take over what the ranks agreed on; `told`: what this rank had reported for it."""
+        with self._lock:
+            self.membership = membership
+            for base_url in told:
+                self._lost.pop(base_url, None)
+
+    def _without_lost(self) -> Membership:
+        found = self.membership
+        for base_url, because in self._lost.items():
+            found = found.leave_out(base_url, because, now_s=0.0)
+        return found
+
+    # ---- rollouts --------------------------------------------------------------------------------------------------
+
     def statuses(self) -> tuple[ServerStatus, ...]:
-        """Every server's state now, in configured order. Raises as `connect` does."""
-        return tuple(self.loop.run(gather(self._look(client) for client in self.clients)))
+        """Every serving server's state now, in order. Raises as `connect` does."""
+        return tuple(self.loop.run(gather(self.look(client) for client in self.clients)))
 
     def generate_window(
         self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
@@ -215,6 +294,8 @@ class ServerBackend(StreamingBackend):
             requests=[infer_request(sample) for sample in asked.samples],
             config=self._decoding[greedy],
             record=record,
+            members=self.usable().serving,
+            served=self.membership.served,
         )
         return _Rollouts(
             lambda on_answer: self.loop.submit(self._generate(job, on_answer)), lambda: recorded(record, self._on_call)
@@ -223,11 +304,12 @@ class ServerBackend(StreamingBackend):
     def close(self) -> None:
         """Close the connections and end the loop's thread, in bounded time. A second call does nothing."""
         if not self.loop.closed:
-            self.loop.submit(gather(client.aclose() for client in self.clients)).result(CLOSE_S)
+            self.loop.submit(gather(client.aclose() for client in self._clients.values())).result(CLOSE_S)
             self.loop.close(CLOSE_S)
 
-    async def _look(self, client: ServerClient) -> ServerStatus:
-        await client.wait_healthy()
+    async def look(self, client: ServerClient, limit_s: float | None = None) -> ServerStatus:
+        """A server's status, checked, once it is healthy; waits at most `limit_s` for that."""
+        await client.wait_healthy(limit_s)
         status = await client.status()
         self._check(client.base_url, status)
         return status
@@ -256,13 +338,13 @@ class ServerBackend(StreamingBackend):
             )
 
     async def _generate(self, job: _Job, on_answer: Answered[Rollout]) -> None:
-        plan = distribute(
-            len(job.requests),
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            server_world_sizes=self.world_sizes,
-            decode_batch_size=self.config.decode_batch_size,
-        )
+        place = {
+            "rank": self._rank,
+            "num_ranks": self._num_ranks,
+            "decode_batch_size": self.config.decode_batch_size,
+        }
+        sizes = [member.world_size for member in job.members]
+        plan = distribute(len(job.requests), server_world_sizes=sizes, **place)
 
         def on_rollout(i: int, rollout: Rollout) -> None:
             _check_version(job.record, rollout)
@@ -271,15 +353,24 @@ class ServerBackend(StreamingBackend):
         def on_split(requests: Sequence[int], error: ProjectError) -> None:
             job.record.splits.append((*job.asked.indices[requests[0]], len(requests)))
 
+        def lose(server: int, error: ProjectError) -> Sequence[int]:
+            self.lose(job.members[server].base_url, error)
+            sizes[server] = 0
+            if not any(sizes):  # another call has lost the others
+                raise error
+            return quotas_of(server_world_sizes=sizes, **place)
+
         dispatcher = Dispatcher(
             replace(plan, spans=_within_micro_steps(plan.spans, job.asked.indices)),
-            send=lambda server, batch, answered: self._send(job, self.clients[server], batch, answered),
+            send=lambda server, batch, answered: self._send(job, job.members[server].base_url, batch, answered),
             on_answer=on_rollout,
             on_split=on_split,
+            lose=lose,
         )
         await dispatcher.run()
 
-    async def _send(self, job: _Job, client: ServerClient, batch: Batch, answered: Answered[Rollout]) -> None:
+    async def _send(self, job: _Job, base_url: str, batch: Batch, answered: Answered[Rollout]) -> None:
+        client, patience = self.client(base_url), self.timeouts.patience(has_others=self.usable().is_elastic)
         micro_step_idx, first_req_idx = job.asked.indices[batch.start]
         seed = job.asked.seeds[batch.start]
         requests = list(job.requests[batch.start : batch.stop])
@@ -292,13 +383,13 @@ class ServerBackend(StreamingBackend):
                 sample=job.asked.samples[batch.start + i],
                 request_uuid=requests[i].uuid,
                 seed=offset_seed(seed, i),
-                expected_ver=self.expected_ver,
+                served=job.served,
                 base_url=client.base_url,
             )
             answered(batch.start + i, rollout)
 
         try:
-            await client.infer(call, on_answer)
+            await client.infer(call, on_answer, patience)
         except ProjectError as error:
             error_text = str(error)
             raise

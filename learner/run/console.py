@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from learner.config.schedule import B_STEP_SKIPPED
 from learner.records import StepResult, SyncReceipt
+from learner.rollout.membership import ServerChange
 
 
 class Console:
@@ -53,6 +54,11 @@ class Console:
         """Print when adapter syncs end with this sync. Other syncs are part of their step's line."""
         if receipt.fallback:
             self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
+
+    def server(self, change: ServerChange) -> None:
+        """One line about a server that was left out, joined, or was added or removed."""
+        because = f": {change.because}" if change.because else ""
+        self.note(f"rollout server {change.base_url} {change.what} ({change.serving} serve){because}")
 
     def evaluation(self, global_step: int, metrics: Mapping[str, float]) -> None:
         usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")

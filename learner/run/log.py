@@ -1,7 +1,8 @@
 """What a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
 
-`MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `rollout_call`, `note`) with numbers and strings. Out: one
-JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0 writes. Each line is
+`MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `server`, `rollout_call`, `note`) with numbers and
+strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
+writes. Each line is
 flushed at once, so a killed run keeps what it had measured.
 
 `Timeline`: what ran when, on every rank and server; the report draws it. In: the learner's phases, and the rollout
@@ -159,6 +160,7 @@ class Timeline:
         self._lane = f"rank {rank}"
         self._lock = threading.Lock()
         self._spans: list[Span] = []
+        self._out: dict[str, float] = {}  # servers that do not serve now, and until when that is recorded
         self._began_s = time.time()
 
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
@@ -176,9 +178,20 @@ class Timeline:
             begin, end = call.began_at, call.began_at + call.seconds
             self._add(Span(lane=call.base_url, name=name, begin_s=begin, end_s=end))
 
+    def server(self, base_url: str, *, serves: bool, is_member: bool) -> None:
+        """Record that a server was left out, or serves again, from now on."""
+        now_s = time.time()
+        began_s = self._out.pop(base_url, None)
+        if began_s is not None:
+            self._add(Span(lane=base_url, name="out", begin_s=began_s, end_s=now_s))
+        if is_member and not serves:
+            self._out[base_url] = now_s
+
     def event(self, ranks: Ranks, global_step: int) -> Mapping[str, Any]:
         """All ranks' spans since the last event; collective. `spans` are [lane, name, begin, end], in seconds after
         `origin`, where this window of `seconds` begins."""
+        for base_url in tuple(self._out):
+            self.server(base_url, serves=False, is_member=True)
         with self._lock:
             mine, self._spans = self._spans, []
         begin, self._began_s = self._began_s, time.time()

@@ -22,10 +22,11 @@ from learner.data.prompt import PromptEncoder
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.colocate import ColocatedEngine
+from learner.rollout.membership import ServerChange
 from learner.sync.canary import Canary, CanaryGap, Logprobs, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode
-from shared.errors import DigestError, SyncError
+from shared.errors import DigestError, ProjectError, SyncError
 from shared.sync.digest import digest
 from shared.wire import ScoreReply
 
@@ -53,8 +54,17 @@ class EngineDelivery:
     def together(self, work: Callable[[], T]) -> T:
         return work()
 
+    def agree(self) -> Sequence[ServerChange]:
+        return ()
+
+    def is_current(self) -> bool:
+        return True
+
     def connect(self) -> int:
         return 0
+
+    def recover(self, error: ProjectError) -> bool:
+        return False
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         if self._engine.max_lora_rank < adapter.rank:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
-from learner.rollout.client import ServerClient
+from learner.rollout.client import Patience, ServerClient
 from learner.rollout.servers import LoopThread
 from shared.errors import CommunicatorError, DeadlineError, ProjectError, SyncError
 from shared.sync.buckets import seal_key
@@ -37,12 +37,14 @@ CAUSE_GRACE_S = 2.0  # after a failure on the wire, for the account of whoever b
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ServerLink:
-    """One server's client, the loop that it lives on, its own group port, and the number of its workers."""
+    """One server's client, the loop that it lives on, its own group port, the number of its workers, and how long its
+    `/health/` may be silent (None: as long as a call may take)."""
 
     client: ServerClient
     loop: LoopThread
     group_port: int
     world_size: int
+    patience: Patience | None = None
 
     @property
     def base_url(self) -> str:
@@ -83,12 +85,13 @@ class ServerGroup:
                 backend=_backend(device),
                 timeout_s=timeout_s,
             )
-            posts.append((link, link.post(link.client.init_communicator(call))))
+            posts.append((link, link.post(link.client.init_communicator(call, link.patience))))
             first_rank += link.world_size
         return posts
 
 
-Posts = Sequence[tuple[ServerLink, Future[Any]]]  # HTTP calls that are open
+Post = tuple[ServerLink, Future[Any]]
+Posts = Sequence[Post]  # HTTP calls that are open
 Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts under way
 
 
@@ -106,15 +109,16 @@ class ServerGroups:
         """Send a packed bucket to all workers of all servers, after the buckets that were given before."""
         return [(group, group.communicator.start_broadcast(bucket, group.rank).future) for group in self.groups]
 
-    def leave(self, *, abort: bool) -> Posts:
-        """Leave every group, and tell the servers; `abort` ends what is pending."""
+    def leave(self, *, abort: bool, gone: Collection[str] = ()) -> Posts:
+        """Leave every group, and tell the servers but those that are `gone`; `abort` ends what is pending."""
         for group in self.groups:
             if abort:
                 group.communicator.abort()
             else:
                 group.communicator.close()
         call = CloseCommunicatorCall(incarnation=self.incarnation)
-        return [(link, link.post(link.client.close_communicator(call))) for link in self.links]
+        here = [link for link in self.links if link.base_url not in gone]
+        return [(link, link.post(link.client.close_communicator(call))) for link in here]
 
 
 def open_groups(
@@ -124,8 +128,10 @@ def open_groups(
     device: torch.device,
     timeout_s: float,
     start_join: StartJoin = start_join,
+    asked: list[Post] | None = None,
 ) -> ServerGroups:
-    """Returns when all groups are joined by all. `device` is where the weights are.
+    """Returns when all groups are joined by all. `device` is where the weights are. `asked` gets every call to a
+    server, so that the caller can see who failed.
 
     Raises CommunicatorError, DeadlineError or a server's own error; no group is joined then.
     """
@@ -133,6 +139,8 @@ def open_groups(
     incarnation, secret = uuid.uuid4().hex, secrets.token_hex(32)
     groups = [ServerGroup(members) for members in of_one_machine(links, statuses)]
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
+    if asked is not None:
+        asked += posts
     joins: list[tuple[ServerGroup, Operation[Any]]] = []
     try:
         for group in groups:
@@ -204,6 +212,16 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
         open_posts = [post for _, post in posts if not post.done()]
         if causes or not open_posts or not wait(open_posts, deadline - time.monotonic(), FIRST_COMPLETED).done:
             raise (causes or errors)[0]
+
+
+def accused(posts: Posts) -> dict[str, ProjectError]:
+    """Servers whose own answer is a cause, not only that they lost the others."""
+    found = {}
+    for link, post in posts:
+        error = post.exception() if post.done() and not post.cancelled() else None
+        if isinstance(error, ProjectError) and not isinstance(error, CommunicatorError | DeadlineError):
+            found[link.base_url] = error
+    return found
 
 
 def _errors(futures: Iterable[Future[Any]]) -> list[BaseException]:

@@ -6,16 +6,23 @@ barrier`; complete means that every server has checked bytes and coverage, and t
 tolerance. The server judges that too, by the learner's scores, and serves nothing before. A bucket is gathered, packed
 and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
 below an adapter are an update of their own version, which also heals a poisoned server.
+
+Rank 0 decides who is a member (D15, R40): `agree` hears every rank, takes the user's requests, and gives all ranks the
+next `Membership`. A sync goes to the servers that serve and to those that are ready to; only who has completed it
+serves. What failed is left out of the next try; a failure that is nobody's is repeated once.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,19 +30,44 @@ from learner.config.schema import VllmConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import Checksums, checksum
-from learner.rollout.client import REPLY_GRACE_S
+from learner.rollout.client import LAST_LOOK_S, REPLY_GRACE_S, ServerClient
+from learner.rollout.control import ServerControl
+from learner.rollout.membership import Member, Membership, ServedWeights, ServerChange
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
-from learner.sync.groups import Posts, Sent, ServerGroups, ServerLink, StartJoin, await_all, cancel, named, open_groups
+from learner.sync.canary import Canary, CanaryGap, CanaryItem, score_items, worst_gap
+from learner.sync.groups import (
+    Post,
+    Posts,
+    Sent,
+    ServerGroups,
+    ServerLink,
+    StartJoin,
+    accused,
+    await_all,
+    cancel,
+    named,
+    open_groups,
+)
+from learner.sync.returning import ReturnWatch
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
+from shared.aio import gather
 from shared.checkpoint import differences
-from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, SyncError
+from shared.errors import (
+    NotFiniteError,
+    ProjectError,
+    PromptMismatchError,
+    ServerMismatchError,
+    ServerUnreachableError,
+    SyncError,
+)
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
 from shared.wire import Bucket, ScoreCall, ScoreReply, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
+CheckServer = Callable[[ServerClient, ServerStatus], None]  # raises what makes a server unfit
+GOODBYE_S = 3.0  # for servers to hear that a failed sync is over
 SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
 
@@ -44,7 +76,8 @@ NO_SCORES = CanaryScores(logprobs=[], merge_gap=0.0)
 
 
 class ServerDelivery:
-    """`canary` is used on rank 0 only; `device` is where the weights are."""
+    """`canary` is used on rank 0 only; `device` is where the weights are. `check` is asked about each server process
+    that was not there at the start; `control` brings what the user asks for."""
 
     def __init__(
         self,
@@ -55,42 +88,194 @@ class ServerDelivery:
         ranks: SyncRanks,
         device: torch.device,
         start_join: StartJoin = start_join,
+        check: CheckServer | None = None,
+        control: ServerControl | None = None,
     ) -> None:
         self._backend, self._config, self._canary, self._ranks = backend, config, canary, ranks
         self._device, self._start_join = device, start_join
+        self._check, self._control = check, control
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # by URL, when they were joined
         self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
+        self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
+        self._returning = ReturnWatch(backend)
+        self._changes: list[ServerChange] = []  # that `agree` has not told yet
+        self._known: set[str] = set()  # server processes that were found to fit, by their ids
+        self._asked: list[Post] = []  # calls of the try under way
+        self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
+        self._repeated = self._accused_one = False  # in this sync
 
     def together(self, work: Callable[[], T]) -> T:
-        return on_rank_0(self._ranks, work)
+        self._agree()
+        result, membership = on_rank_0(self._ranks, lambda: (work(), self._backend.membership))
+        self._backend.adopt(membership)
+        return result
+
+    # ---- who is a member -------------------------------------------------------------------------------------------
+
+    def agree(self) -> Sequence[ServerChange]:
+        self._agree()
+        told, self._changes = self._changes, []
+        return told
+
+    def _agree(self) -> None:
+        lost = self._backend.lost()
+        reports = self._ranks.all_gather_object(lost)
+        membership = self._decided(reports) if self._ranks.is_main else self._backend.membership
+        agreed = self._ranks.broadcast_object(membership)
+        self._backend.adopt(agreed, told=lost)
+        if not agreed.enough:
+            raise agreed.too_few()
+
+    def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
+        """On rank 0: what follows from what the ranks found, and from what the user asks for."""
+        membership, now_s = self._backend.membership, time.time()
+        for report in reports:
+            for base_url, because in report.items():
+                membership = membership.leave_out(base_url, because, now_s=now_s)
+        for request in self._control.take() if self._control else ():
+            if request.action == "add":
+                membership = membership.add(request.base_url, request.group_port, now_s=now_s)
+            else:
+                smaller = membership.remove(request.base_url, now_s=now_s)
+                if not smaller.serving or not smaller.enough:
+                    log.warning("%s is not removed: too few others serve", request.base_url)
+                    continue
+                membership = smaller
+        self._change_to(membership)
+        return membership
+
+    def _change_to(self, membership: Membership) -> None:
+        """On rank 0."""
+        changes = membership.changes_since(self._backend.membership)
+        for change in changes:
+            log.warning("server %s %s, %d serve %s", change.base_url, change.what, change.serving, change.because)
+        self._changes += changes
+        self._backend.adopt(membership)
+        self._returning.follow(membership.out)
+        if self._control is not None:
+            self._control.show(membership)
+
+    def _leave_out(self, base_url: str, error: ProjectError) -> None:
+        """On rank 0: a server failed the sync. Raises ServerError if too few are left."""
+        membership, now_s = self._backend.membership, time.time()
+        member = membership.get(base_url)
+        if member is not None and member.state == "out":
+            membership = membership.refuse(base_url, str(error), now_s=now_s)
+        else:
+            membership = membership.leave_out(base_url, str(error), now_s=now_s)
+        self._change_to(membership)
+        if (member := membership.get(base_url)) is not None:
+            self._returning.refused(member)
+        if not membership.enough:
+            raise membership.too_few() from error
+
+    def _members(self) -> list[Member]:
+        """Whom a sync is to reach: who serves, and who is ready to."""
+        membership = self._backend.membership
+        ready = self._returning.ready()
+        return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
+
+    def is_current(self) -> bool:
+        return {member.base_url for member in self._members()} == {link.base_url for link in self._groups.links}
+
+    def recover(self, error: ProjectError) -> bool:
+        if self._backend.membership.min_servers == "all" or isinstance(error, NotFiniteError):
+            return False
+        gone, accused_by = self._gone(), self._accused
+        self._accused = {}
+        for base_url, found in gone.items():
+            self._leave_out(base_url, found)
+        out = {member.base_url for member in self._backend.membership.out}
+        newcomers = {url: found for url, found in accused_by.items() if url in out and url not in gone}
+        for base_url, found in newcomers.items():
+            self._leave_out(base_url, found)
+        if gone or newcomers:
+            return True
+        if not self._repeated:
+            self._repeated = True
+            return True
+        if len(accused_by) == 1 and not self._accused_one and self._backend.membership.is_elastic:
+            # Twice the same server. A second one that fails would say that it is not the servers.
+            self._accused_one = True
+            for base_url, found in accused_by.items():
+                self._leave_out(base_url, found)
+            return True
+        return False
+
+    def _gone(self) -> dict[str, ProjectError]:
+        """Servers of the last try that do not answer now, and why."""
+        backend, gone = self._backend, self._unreachable()
+        tried = [base_url for base_url in self._statuses if base_url not in gone]
+        outcomes = backend.loop.run(_all_outcomes([_look(backend, backend.client(url)) for url in tried]))
+        return gone | {url: f for url, f in zip(tried, outcomes, strict=True) if isinstance(f, ProjectError)}
+
+    def _unreachable(self) -> dict[str, ProjectError]:
+        """Servers of the last try that were found to be gone in it."""
+        return {url: error for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
+
+    # ---- joining ---------------------------------------------------------------------------------------------------
 
     def connect(self) -> int:
-        """Join the groups of all servers. Raises CommunicatorError, DeadlineError or the server's own error."""
+        """Join the groups of all servers that serve or are ready to. Raises CommunicatorError, DeadlineError or the
+        server's own error."""
         backend = self._backend
-        statuses = backend.statuses()
+        is_first = not self._known  # everything must be there at the start, and was checked just now
+        statuses = self._reach(self._members(), is_first=is_first)
+        self._statuses = {member.base_url: status for member, status in statuses}
+        self._known |= {status.server_id for _, status in statuses}
+        patience = backend.timeouts.patience(has_others=backend.membership.is_elastic)
         links = [
-            ServerLink(client, backend.loop, entry.group_port, world_size)
-            for client, entry, world_size in zip(backend.clients, backend.servers, backend.world_sizes, strict=True)
+            ServerLink(backend.client(m.base_url), backend.loop, m.group_port, status.world_size, patience)
+            for m, status in statuses
         ]
-        self._statuses = {link.base_url: status for link, status in zip(links, statuses, strict=True)}
-        dtypes = {status.dtype for status in statuses}
+        dtypes = {status.dtype for _, status in statuses}
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
         self._plans.clear()
-        timeout_s = self._config.server.timeout_s
-        self._groups = open_groups(
-            links, statuses, device=self._device, timeout_s=timeout_s, start_join=self._start_join
-        )
+        self._asked = []
+        try:
+            self._groups = open_groups(
+                links,
+                [status for _, status in statuses],
+                device=self._device,
+                timeout_s=self._config.server.timeout_s,
+                start_join=self._start_join,
+                asked=self._asked,
+            )
+        except ProjectError:
+            self._accused = accused(self._asked)
+            raise
         names = [group.name for group in self._groups.groups]
         log.info("joined %s, weights travel in %s", names, self._dtype or "their own type")
-        return max(status.ver for status in statuses)
+        return max(status.ver for _, status in statuses)
+
+    def _reach(self, members: Sequence[Member], *, is_first: bool) -> list[tuple[Member, ServerStatus]]:
+        """The status of each member that answers and fits. Without one that does not if the run can go on."""
+        backend = self._backend
+        if is_first:
+            statuses = backend.statuses()
+            return list(zip(members, statuses, strict=True))
+        looks = [_look(backend, backend.client(member.base_url)) for member in members]
+        reached = []
+        for member, found in zip(members, backend.loop.run(_all_outcomes(looks)), strict=True):
+            try:
+                if isinstance(found, ProjectError):
+                    raise found
+                if self._check is not None and found.server_id not in self._known:
+                    self._check(backend.client(member.base_url), found)
+            except ProjectError as error:
+                self._leave_out(member.base_url, error)
+            else:
+                reached.append((member, found))
+        return reached
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         for base_url, status in self._statuses.items():
             check_adapter(base_url, status, rank=adapter.rank)
 
     def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[None]:
+        self._repeated = self._accused_one = False
         return nullcontext()
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
@@ -98,36 +283,47 @@ class ServerDelivery:
         return ver + 1
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
-        canary = self._canary
-        replies, learner = self._update(source, mode, ver, items=canary.items)
+        replies, learner, weights = self._update(source, mode, ver, items=self._canary.items)
         reply = next(iter(replies.values()))
-        return Delivered(
+        delivered = Delivered(
             mode=mode,
             num_bytes=reply.num_bytes,
             num_tensors=reply.num_tensors,
-            gap=worst_gap(
-                [canary.compare(learner.logprobs, reply.scores, base_url) for base_url, reply in replies.items()]
-            ),
+            gap=worst_gap([self._gap(learner, reply, base_url) for base_url, reply in replies.items()]),
             merge_gap=learner.merge_gap,
         )
+        served = ServedWeights(ver=ver, incarnation=self._groups.incarnation, weights=weights)
+        membership = self._backend.membership.sized((url, status.world_size) for url, status in self._statuses.items())
+        self._change_to(membership.synced(replies, served, now_s=time.time()))
+        return delivered
 
     def accept(self, ver: int) -> None:
-        self._backend.expected_ver = ver
+        served = self._backend.membership.served
+        assert served is not None, "accepted before anything was delivered"
+        assert served.ver == ver, "another version was delivered"
 
     def leave(self, *, abort: bool) -> None:
         groups, self._groups = self._groups, ServerGroups((), "", b"")
-        goodbyes = groups.leave(abort=abort)
-        wait([goodbye for _, goodbye in goodbyes], timeout=REPLY_GRACE_S)
+        out = {member.base_url for member in self._backend.membership.out}
+        goodbyes = groups.leave(abort=abort, gone=out | self._unreachable().keys())
+        wait([goodbye for _, goodbye in goodbyes], timeout=GOODBYE_S if abort else REPLY_GRACE_S)
         for link, goodbye in goodbyes:
             if not goodbye.done() or goodbye.exception() is not None:
                 log.warning("%s did not hear that the learner left: %s", link.base_url, goodbye)
             goodbye.cancel()
 
+    def _gap(self, learner: CanaryScores, reply: UpdateWeightsReply, base_url: str) -> CanaryGap:
+        try:
+            return self._canary.compare(learner.logprobs, reply.scores, base_url)
+        except ProjectError as error:
+            self._accused = {base_url: error}
+            raise
+
     def _update(
         self, source: WeightSource, mode: Mode, ver: int, *, items: Sequence[CanaryItem]
-    ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores]:
-        """Replies by URL, once all servers serve the weights as version `ver` and have scored `items`, and the
-        learner's own scores."""
+    ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
+        """Replies by URL, once all servers serve the weights as version `ver` and have scored `items`, the learner's
+        own scores, and the digest that the servers must name."""
         call = UpdateWeightsCall(
             incarnation=self._groups.incarnation,
             ver=ver,
@@ -137,10 +333,10 @@ class ServerDelivery:
             base_of_adapter=not items,
             timeout_s=self._config.server.timeout_s,
         )
-        posts = [(link, link.post(link.client.update_weights(call))) for link in self._groups.links]
+        posts = [(link, link.post(link.client.update_weights(call, link.patience))) for link in self._groups.links]
         told: Posts = []
         try:
-            under_way, sums = self._send(source, call, posts)
+            under_way, sums, seals = self._send(source, call, posts)
             learner = NO_SCORES
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
@@ -149,31 +345,69 @@ class ServerDelivery:
                 told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
             await_all(under_way, [*posts, *told])
         except BaseException:
+            self._accused = accused([*posts, *told])
             cancel([*posts, *told])
             raise
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             _check_reply(call, reply, base_url)
-        return replies, learner
+        return replies, learner, self._digest(mode, seals)
 
-    def _send(self, source: WeightSource, call: UpdateWeightsCall, posts: Posts) -> tuple[Sent, list[torch.Tensor]]:
-        """Give every bucket to every group; the buckets that are still under way, and every bucket's checksum."""
+    def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
+        """As the server makes it: of the seals; an adapter's together with that of the weights below it."""
+        digest = hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        if mode == "adapter":
+            return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
+        self._full_weights = digest
+        return digest
+
+    def _send(
+        self, source: WeightSource, call: UpdateWeightsCall, posts: Posts
+    ) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
+        """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""
         plan = [bucket.tensors for bucket in call.buckets]
         under_way: deque[Sent] = deque()
-        sums = []
+        sums, seals = [], []
         key, dtype = self._groups.seal_key, self._dtype
         for bucket in sealed_buckets(source, plan, key=key, ver=call.ver, dtype=dtype, device=self._device):
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)
             under_way.append(self._groups.broadcast(bucket))
             sums.append(checksum(bucket[:-SEAL_BYTES]))
-        return [part for sent in under_way for part in sent], sums
+            seals.append(bucket[-SEAL_BYTES:].clone())
+        return [part for sent in under_way for part in sent], sums, seals
 
     def _plan(self, source: WeightSource) -> list[Bucket]:
         if source not in self._plans:
             parts = plan_buckets(source.weight_specs(self._dtype), self._config.sync.bucket_bytes)
             self._plans[source] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
         return self._plans[source]
+
+
+async def _look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
+    """A server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
+    try:
+        async with asyncio.timeout(LAST_LOOK_S):
+            return await backend.look(client, 0.0)
+    except TimeoutError:
+        raise ServerUnreachableError(
+            f"{client.base_url}: the rollout server does not answer",
+            found=f"silence for {LAST_LOOK_S:g} s",
+            wanted="an answer at /health/ and /status/",
+            remedy="look at the server's log",
+        ) from None
+
+
+async def _all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> list[ServerStatus | ProjectError]:
+    """What each gave, or its error."""
+
+    async def outcome(call: Coroutine[Any, Any, ServerStatus]) -> ServerStatus | ProjectError:
+        try:
+            return await call
+        except ProjectError as error:
+            return error
+
+    return await gather(outcome(call) for call in calls)
 
 
 def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
@@ -232,24 +466,34 @@ def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: s
 # ---- before the first sync -------------------------------------------------------------------------------------------
 
 
-def check_servers(
-    backend: ServerBackend, *, architecture: Mapping[str, str], canary: CanaryItem, ranks: SyncRanks
-) -> None:
-    """Do the servers have the learner's model, and read its prompts alike (R03, R16)? A first sync would find most of
-    it too, but after it has overwritten the servers' weights. Rank 0 asks every server; collective.
-
-    Raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
-    """
+def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
+    """Are all servers fit (R16)? A first sync would find most of it too, but after it has overwritten the servers'
+    weights. Rank 0 asks every server; collective. Raises what `check` raises."""
 
     def ask_all() -> None:
         for client, status in zip(backend.clients, backend.statuses(), strict=True):
-            check_architecture(client.base_url, status, architecture)
-            if status.gate == "poisoned":
-                continue  # it scores nothing before the first sync, whose own check then covers the prompt
-            reply = backend.loop.run(client.score(ScoreCall(items=score_items([canary]))))
-            check_prompt(client.base_url, canary, reply)
+            check(client, status)
 
     on_rank_0(ranks, ask_all)
+
+
+def server_check(
+    backend: ServerBackend, *, architecture: Mapping[str, str], prompts: Sequence[CanaryItem]
+) -> CheckServer:
+    """Does a server have the learner's model, and read its prompts alike (R03, R16)?
+
+    What it gives raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
+    """
+
+    def check(client: ServerClient, status: ServerStatus) -> None:
+        check_architecture(client.base_url, status, architecture)
+        for item in prompts:
+            if status.gate == "poisoned":
+                return  # it scores nothing before the first sync, whose own check then covers the prompt
+            reply = backend.loop.run(client.score(ScoreCall(items=score_items([item]))))
+            check_prompt(client.base_url, item, reply)
+
+    return check
 
 
 def check_architecture(base_url: str, status: ServerStatus, architecture: Mapping[str, str]) -> None:

@@ -105,6 +105,8 @@ class SyncRanks(Protocol):
 
     def broadcast_object(self, value: Any) -> Any: ...
 
+    def all_gather_object(self, value: T) -> list[T]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Call:
@@ -130,6 +132,9 @@ class ShardedRanks:
 
     def barrier(self) -> None:
         self._ranks.barrier()
+
+    def all_gather_object(self, value: T) -> list[T]:
+        return self._ranks.all_gather_object(value)
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank. A rank that waits for it takes part in the shared calls that rank 0 makes

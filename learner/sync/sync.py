@@ -4,7 +4,8 @@ In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: 
 into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
 - `ver` rises with a completed sync and never otherwise; only rollouts of that version are accepted;
 - complete means: every generator has checked bytes and coverage, and its canary gap is within the tolerance;
-- after a failure the first cause is raised on every rank, and the next sync begins with new connections.
+- after a failure the next try begins with new connections. Servers that are gone are left out of it; a failure that
+  is nobody's is repeated once (`Delivery.recover`). What is left is raised, the first cause on every rank.
 
 An adapter sync sends the adapter alone. After a connection or a failure nothing is known of what a generator holds, so
 the next adapter sync sends the weights below the adapter first. If an adapter sync fails, adapter syncs end for the
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from learner.records import SyncReceipt
+from learner.rollout.membership import ServerChange
 from learner.sync.canary import CanaryGap
 from learner.sync.source import AdapterSource, WeightSource, check_specs
 from shared.errors import ProjectError, SyncError
@@ -48,8 +50,19 @@ class Delivery(Protocol):
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on the ranks that have a part in it; its result, or its error, on every rank."""
 
+    def agree(self) -> Sequence[ServerChange]:
+        """Bring all ranks to one view of who generates; what has changed since the last time, on rank 0. Collective.
+        Raises ServerError if too few are left."""
+
+    def is_current(self) -> bool:
+        """Whether those that were reached are still those that should be."""
+
     def connect(self) -> int:
         """Reach every generator; the highest version that one of them has seen."""
+
+    def recover(self, error: ProjectError) -> bool:
+        """After a try that failed and `leave`: whether to try again, without whoever is gone. Raises ServerError if too
+        few are left."""
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply it."""
@@ -95,6 +108,10 @@ class Sync:
         """
         self.ver = self._delivery.together(self._connect)
 
+    def agree(self) -> Sequence[ServerChange]:
+        """See `Delivery.agree`; to be called at the end of every step."""
+        return self._delivery.agree()
+
     def sync(self) -> SyncReceipt:
         """Bring every generator to the policy's weights; returns, on all ranks, when all serve them.
 
@@ -123,10 +140,13 @@ class Sync:
         return self.ver
 
     def _sync(self) -> SyncReceipt:
+        if self._is_connected and not self._delivery.is_current():
+            self._is_connected = False
+            self._delivery.leave(abort=False)
         if not self._is_connected:
-            self._connect()
+            self._repeated(self._connect)
         begin = time.monotonic()
-        with self._leaving_on_failure(), self._delivery.updating(self._modes()):
+        with self._delivery.updating(self._modes()):
             delivered = self._update()
         reason, self._fallback = self._fallback, ""  # reported once
         receipt = SyncReceipt(
@@ -149,12 +169,20 @@ class Sync:
     def _update(self) -> Delivered:
         if self._adapter is not None:
             with self._falling_back():
-                return self._update_adapter(self._adapter)
+                return self._repeated(self._update_adapter)
+        return self._repeated(self._update_full)
+
+    def _update_full(self) -> Delivered:
         if not self._is_connected:
             self._connect()
         return self._delivery.deliver(self._weights, "full", self.ver + 1)
 
-    def _update_adapter(self, adapter: AdapterSource) -> Delivered:
+    def _update_adapter(self) -> Delivered:
+        if not self._is_connected:
+            self._connect()
+        adapter = self._adapter
+        if adapter is None:  # whoever joined can't apply it
+            return self._update_full()
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)
@@ -162,6 +190,17 @@ class Sync:
         delivered = self._delivery.deliver(adapter, "adapter", self.ver + 1)
         self._base_is_loaded = True
         return delivered
+
+    def _repeated(self, work: Callable[[], T]) -> T:
+        """`work`, tried again as long as that makes sense."""
+        while True:
+            try:
+                with self._leaving_on_failure():
+                    return work()
+            except ProjectError as error:
+                if not self._delivery.recover(error):
+                    raise
+                log.warning("the sync is repeated with a new group: %s", error)
 
     def _check_adapter(self, adapter: AdapterSource) -> None:
         if adapter.obstacle:

@@ -1,6 +1,6 @@
-"""Runs that are stopped, killed, or lose their server: real vLLM, HTTP and gloo, one tiny server for all tests.
+"""Runs that are stopped, killed, or lose their servers: real vLLM, HTTP and gloo, one tiny server for all tests.
 
-The last test kills the server, so it stands last.
+The last test brings a second server and kills both, so it stands last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from PIL import Image
 
 from deploy.demo.model import build
 from learner.run.checkpoint import verify
-from shared.addresses import free_port
+from shared.addresses import free_ports
 from tests import runs
 from tests.servers import RunningServer, running_server, wait_gone
 
@@ -70,7 +70,7 @@ class Setup:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.images = folder, folder / "model", folder / "images"
-        self.group_port = free_port()
+        self.group_ports = free_ports(2)
         self._started: list[subprocess.Popen[str]] = []
         build(self.model, "tiny", seed=0)
         self.images.mkdir()
@@ -90,9 +90,12 @@ class Setup:
             )
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def learner(self, server: RunningServer, name: str, **training: Any) -> Learner:
+    def learner(self, *servers: RunningServer, name: str, **training: Any) -> Learner:
         server_section = {
-            "servers": [{"base_url": server.base_url, "group_port": self.group_port}],
+            "servers": [
+                {"base_url": server.base_url, "group_port": port}
+                for server, port in zip(servers, self.group_ports, strict=False)
+            ],
             "timeout_s": SERVER_TIMEOUT_S,
         }
         rollout = {
@@ -151,7 +154,7 @@ def status(server: RunningServer) -> dict[str, Any]:
 
 
 def test_ctrl_c_saves_and_a_killed_learner_leaves_a_usable_server(setup: Setup, server: RunningServer) -> None:
-    first = setup.learner(server, "stopped")
+    first = setup.learner(server, name="stopped")
     first.wait_for_step(2)
     first.process.send_signal(signal.SIGINT)
     code, printed = first.end(STOP_TIMEOUT_S)
@@ -162,30 +165,45 @@ def test_ctrl_c_saves_and_a_killed_learner_leaves_a_usable_server(setup: Setup, 
         assert noise not in printed
     assert (setup.folder / "latest").resolve() == first.run_dir
 
-    second = setup.learner(server, "stopped", resume_from_checkpoint="latest")
+    second = setup.learner(server, name="stopped", resume_from_checkpoint="latest")
     resumed_at = first.checkpoints()[-1]
     second.wait_for_step(resumed_at + 1)
     second.process.kill()
     assert second.steps() == list(range(1, len(second.steps()) + 1)), "a step was lost, or came twice"
 
-    third = setup.learner(server, "after_a_kill", max_steps=2)
+    third = setup.learner(server, name="after_a_kill", max_steps=2)
     code, printed = third.end(START_TIMEOUT_S)
     assert code == 0, printed
     assert third.steps() == [1, 2]
     assert status(server)["gate"] == "serving"
 
 
-def test_a_killed_server_ends_the_learner_with_a_checkpoint(setup: Setup, server: RunningServer) -> None:
-    """And leaves no engine: after kill -9 nobody else would end its processes."""
-    learner = setup.learner(server, "server_lost")
-    learner.wait_for_step(2)
+def test_one_of_two_servers_is_killed_and_then_the_other(setup: Setup, server: RunningServer) -> None:
+    """D15: the run goes on with the one that is left. Without any it ends with a checkpoint. A killed server leaves no
+    engine: nobody else would end its processes."""
+    config = {"model": str(setup.model), "allowed_image_roots": [str(setup.images)]}
+    with running_server(config, setup.folder) as other:
+        learner = setup.learner(server, other, name="servers_lost")
+        learner.wait_for_step(2)
+        _kill(server)
+        lost_at = learner.steps()[-1]
+        learner.wait_for_step(lost_at + 3)
+        events = [json.loads(line) for line in (learner.run_dir / "metrics.jsonl").read_text().splitlines()]
+        (lost,) = [event for event in events if event["event"] == "server"]
+        assert (lost["base_url"], lost["what"], lost["serving"]) == (server.base_url, "lost", 1)
+        versions = [event["ver"] for event in events if event["event"] == "sync"]
+        assert versions == sorted(set(versions))
+        _kill(other)
+        code, printed = learner.end(SERVER_TIMEOUT_S + 25.0)
+    assert code in (1, 2), printed
+    assert "Traceback" not in printed
+    assert other.base_url in printed.splitlines()[-1], printed
+    assert learner.checkpoints() == [learner.steps()[-1]]
+
+
+def _kill(server: RunningServer) -> None:
     family = server.family()
     assert len(family) > 1
     os.kill(server.process.pid, signal.SIGKILL)
     server.process.wait(10)
     assert wait_gone(family, 10.0) == []
-    code, printed = learner.end(SERVER_TIMEOUT_S + 25.0)
-    assert code in (1, 2), printed
-    assert "Traceback" not in printed
-    assert server.base_url in printed.splitlines()[-1], printed
-    assert learner.checkpoints() == [learner.steps()[-1]]

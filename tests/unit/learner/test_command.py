@@ -14,6 +14,8 @@ import pytest
 from learner import __main__ as command
 from learner.__main__ import COMMANDS, main
 from learner.config.load import load_config, write_resolved
+from learner.rollout.control import ServerControl, ServerRequest
+from learner.rollout.membership import Member, Membership
 from shared.config.parse import load_yaml, write_yaml
 from shared.packages import INSTALL, missing_package
 from tests.unit.learner.config.examples import stage2
@@ -36,7 +38,9 @@ def test_every_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_all_commands_are_listed() -> None:
-    assert {found.name or found.callback.__name__ for found in command.app.registered_commands} == set(COMMANDS)
+    app = command.app
+    names = {found.name or found.callback.__name__ for found in app.registered_commands}
+    assert names | {group.name for group in app.registered_groups} == set(COMMANDS)
 
 
 def test_a_mistyped_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +48,7 @@ def test_a_mistyped_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     assert "'train'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["servers", "--help"]])
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = f"import sys; from learner.__main__ import main; main({arguments}); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -169,3 +173,41 @@ def test_install_lines_have_the_ranges_of_the_project() -> None:
     for package, requirements in wanted.items():
         assert requirements
         assert [line for line in requirements if f"'{line}'" not in INSTALL[package]] == []
+
+
+# ---- servers of a run that goes on (R40) ---------------------------------------------------------------------------
+
+
+def test_servers_are_asked_for_in_the_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--run", str(tmp_path)]
+    assert main(["servers", "list", *place]) == 2
+    assert "--run" in capsys.readouterr().err
+    control = ServerControl(tmp_path)
+    members = (Member(base_url="http://a:1", group_port=3), Member(base_url="http://b:1", group_port=3))
+    control.show(Membership(members=members).leave_out("http://b:1", "killed", now_s=1e9))
+    assert main(["servers", "list", *place]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in shown[:2]] == [["http://a:1", "serving"], ["http://b:1", "out"]]
+    assert "killed" in shown[1]
+    assert main(["servers", "add", "http://c:1/", "--group-port", "7", *place]) == 0
+    assert main(["servers", "remove", "http://a:1", *place]) == 0
+    assert control.take() == [
+        ServerRequest(action="add", base_url="http://c:1", group_port=7),
+        ServerRequest(action="remove", base_url="http://a:1"),
+    ]
+    assert control.take() == []
+
+
+def test_a_server_that_cannot_be_named_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["c:1"], ["http://u:p@c:1"], ["http://c:1", "--group-port", "0"]):
+        assert main(["servers", "add", *arguments, "--run", str(tmp_path)]) == 2
+        assert "p@c" not in capsys.readouterr().err
+
+
+def test_a_damaged_request_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "servers" / "requests"
+    folder.mkdir(parents=True)
+    for i, text in enumerate(("{", "[]", '{"action": "eat", "base_url": "x"}', '{"action": "add", "x": 1}')):
+        (folder / f"{i}.json").write_text(text)
+    assert ServerControl(tmp_path).take() == []
+    assert list(folder.iterdir()) == []

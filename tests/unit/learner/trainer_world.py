@@ -192,6 +192,9 @@ class FakeSync:
 
     def close(self) -> None: ...
 
+    def agree(self) -> tuple[()]:
+        return ()
+
     def sync(self) -> SyncReceipt:
         self.ver += 1
         self._backend.ver, self._backend.synced = self.ver, snapshot(self._backend.policy)

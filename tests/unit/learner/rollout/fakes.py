@@ -31,12 +31,14 @@ def sample(i: int) -> Sample:
 
 
 def config(urls: list[str], *, first_port: int = 51216, **changes: Any) -> RolloutMatchingConfig:
-    """A server-mode section; `changes`: decode_batch_size, decoding, timeout_s, infer_timeout_s."""
+    """A server-mode section, in which no server may fail; `changes`: decode_batch_size, decoding, timeout_s,
+    infer_timeout_s, min_servers."""
     server = {
         "servers": [{"base_url": url, "group_port": first_port + i} for i, url in enumerate(urls)],
         "timeout_s": 2.0,
+        "min_servers": "all",
     }
-    server |= {key: changes.pop(key) for key in ("timeout_s", "infer_timeout_s") if key in changes}
+    server |= {key: changes.pop(key) for key in ("timeout_s", "infer_timeout_s", "min_servers") if key in changes}
     return RolloutMatchingConfig.model_validate({"vllm": {"mode": "server", "server": server}, **changes})
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from learner.config.schema import DecodingConfig
 from learner.records import Sample
 from learner.rollout.backend import MicroStep, Requests, RolloutCallLog
+from learner.rollout.membership import ServedWeights
 from learner.rollout.requests import request_config
 from learner.rollout.servers import ServerBackend
 from shared.errors import (
@@ -316,11 +317,11 @@ def test_rollouts_of_another_version_are_refused(router: respx.MockRouter, build
     """R10: the server was restarted or another learner wrote to it; asking again would not help."""
     server = FakeServer(router, URLS[0], ver=4)
     backend = build(URLS[:1], decode_batch_size=4)
-    backend.expected_ver = 5
+    backend.adopt(replace(backend.membership, served=ServedWeights(ver=5, incarnation="", weights="")))
     with pytest.raises(ServerMismatchError, match="ver 4; wanted ver 5"):
         generate(backend, 2)
     assert len(server.calls) == 1
-    backend.expected_ver = 4
+    backend.adopt(replace(backend.membership, served=ServedWeights(ver=4, incarnation="", weights="")))
     assert generate(backend, 2) == [0, 1]
 
 

@@ -5,16 +5,17 @@ Real deliveries: test_servers.py, test_adapter_sync.py, test_colocated.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
 
+from learner.rollout.membership import ServerChange
 from learner.sync.canary import CanaryGap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode, Sync
-from shared.errors import CoverageError, SyncError
+from shared.errors import CoverageError, ProjectError, SyncError
 from tests.unit.learner.sync.fakes import Adapter, Merged, Weights
 
 T = TypeVar("T")
@@ -31,6 +32,15 @@ class Recorder:
 
     def together(self, work: Callable[[], T]) -> T:
         return work()
+
+    def agree(self) -> Sequence[ServerChange]:
+        return ()
+
+    def is_current(self) -> bool:
+        return True
+
+    def recover(self, error: ProjectError) -> bool:
+        return False
 
     def connect(self) -> int:
         self._note("connect")

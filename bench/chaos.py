@@ -1,0 +1,574 @@
+"""Faults while a run goes on: `python -m bench.chaos --seconds 500 --out FILE`.
+
+A real learner on two ranks trains on the rollouts of four servers, while faults hit the servers one after another. The
+servers are real above the engine (`bench.chaos_server`); HTTP goes through a proxy that can break it. Faults: `kill`,
+`freeze` (SIGSTOP), `delay`, `reset`, `half-open` (connections stay and nothing passes), `truncate` (an answer ends
+early), `corrupt` (an answer's bytes are overwritten), `flip` (a bit of a bucket), `partition` (in the middle of a
+bucket), `second learner` (opens its own group at a server).
+
+Checked at the end (exit code 1 if one does not hold):
+- every answer that was accepted came from exactly the weights that the sync of its version sent, as a whole;
+- every sample was learned once per epoch;
+- no call lasted longer than its deadline, the last look at the server and one second;
+- the run ended with a checkpoint that loads, and no process is left.
+
+Per fault: how many, how many were noticed, seconds until the first failed call or the server's loss (median, p99), and
+seconds until the end of the first step that began after it. On two cores a step itself takes part of that.
+
+The scores of the fake engine mean nothing to the real policy, so the canary's tolerance is wide open here; `tests/` has
+the canary. An answer whose bytes change and still parse would not be noticed: answers carry no digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, pairwise
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import torch
+import typer
+
+from bench import chaos_server
+from bench.chaos_server import TensorEngine, fingerprint
+from bench.runs import say
+from shared.addresses import free_port, free_ports
+from shared.config.parse import write_yaml
+from shared.generation import Generation
+from shared.wire import RolloutInferRequest
+
+NUM_SERVERS, NUM_RANKS = 4, 2
+NUM_SAMPLES, BATCH = 24, 8
+INFER_TIMEOUT_S, TIMEOUT_S = 1.5, 6.0
+LAST_LOOK_S = 3.0
+FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt", "flip", "partition", "second learner")
+LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0}
+NOTICED_WITHIN_S = 20.0
+RUNNING = get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    url: str
+    at_s: float  # Unix seconds
+
+
+# ---- servers -------------------------------------------------------------------------------------------------------
+
+
+class ChaosEngine(TensorEngine):
+    """Answers from a table, and does to its buckets what a file in `folder` says."""
+
+    def __init__(self, table: Path, folder: Path) -> None:
+        known: dict[str, Any] = pickle.loads(table.read_bytes())
+        self._prompts, self._answers = known["prompts"], known["answers"]
+        super().__init__(self._from_table, answer_s=0.03)
+        self.vocab_size = known["vocab_size"]
+        self._folder = folder
+
+    def _from_table(self, request: RolloutInferRequest, seed: int, weights: int) -> Generation:
+        key = str(request.messages[0].content)
+        tokens = self._answers[key][seed % len(self._answers[key])]
+        return Generation(
+            prompt_token_ids=list(self._prompts[key]),
+            response_token_ids=list(tokens),
+            text=str(weights),  # which the learner does not read, and the check does
+            finish_reason="stop",
+        )
+
+    def _load(self, receiving: Any) -> None:
+        if self._told("flip"):
+            receiving.buffer[0] ^= 1
+        if self._told("partition"):
+            time.sleep(LASTS_S["partition"])
+        super()._load(receiving)
+
+    def _told(self, what: str) -> bool:
+        try:
+            (self._folder / what).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def serve(port: int, table: Path, folder: Path) -> None:
+    with (folder / "log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os._exit(chaos_server.serve(port, ChaosEngine(table, folder)))
+
+
+class Proxy:
+    """HTTP between learner and server, with faults. Lives on an event loop of its own thread."""
+
+    def __init__(self, target: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.port = free_port()
+        self._target, self._loop = target, loop
+        self._fault, self._until = "", 0.0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def listen(self) -> None:
+        await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+
+    def set(self, fault: str, until: float) -> None:
+        """From another thread."""
+        self._fault, self._until = fault, until
+        if fault == "reset":
+            for writer in list(self._open):
+                self._loop.call_soon_threadsafe(writer.transport.abort)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there_reader, there = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._open.add(writer)
+        pumps = [self._pump(reader, there, answers=False), self._pump(there_reader, writer, answers=True)]
+        tasks = [asyncio.create_task(pump) for pump in pumps]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        self._open.discard(writer)
+        for one in (there, writer):
+            one.transport.abort() if self._fault == "truncate" else one.close()
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while content := await source.read(1 << 16):
+                fault = self._fault if time.monotonic() < self._until else ""
+                if fault == "delay":
+                    await asyncio.sleep(random.uniform(0.2, 1.0))
+                while self._fault in ("half-open", "partition") and time.monotonic() < self._until:
+                    await asyncio.sleep(0.05)
+                if answers and fault in ("truncate", "corrupt"):
+                    self._until = 0.0  # once
+                    middle = len(content) // 2
+                    if fault == "truncate":
+                        sink.write(content[:middle])
+                        await sink.drain()
+                        return
+                    content = content[:middle] + b"\xff" * min(16, len(content) - middle) + content[middle + 16 :]
+                sink.write(content)
+                await sink.drain()
+
+
+@dataclass
+class Server:
+    table: Path
+    folder: Path
+    loop: asyncio.AbstractEventLoop  # of the proxy
+    port: int = field(default_factory=free_port)
+    group_port: int = field(default_factory=free_port)
+    busy_until: float = 0.0  # monotonic; under a fault until then
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        self.proxy = Proxy(self.port, self.loop)
+        self.url = f"http://127.0.0.1:{self.proxy.port}"
+        self.start()
+
+    def start(self) -> None:
+        self.process: BaseProcess = RUNNING.Process(target=serve, args=(self.port, self.table, self.folder))
+        self.process.start()
+
+    def signal(self, signum: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def hit(self, kind: str, rng: random.Random) -> None:
+        """Begin a fault; a thread ends it."""
+        now = time.monotonic()
+        lasts_s = LASTS_S.get(kind, 1.0)
+        self.busy_until = now + lasts_s + 0.3
+        if kind in ("kill", "freeze"):
+            self.signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            threading.Timer(lasts_s * rng.uniform(0.5, 1.5), self._mend, (kind,)).start()
+        elif kind == "second learner":
+            threading.Thread(target=self._second_learner, daemon=True).start()
+        else:
+            if kind in ("flip", "partition"):
+                (self.folder / kind).touch()
+            if kind != "flip":
+                self.proxy.set(kind, now + lasts_s)
+
+    def _mend(self, kind: str) -> None:
+        if kind == "freeze":
+            self.signal(signal.SIGCONT)
+        else:
+            self.process.join(2)
+            self.start()
+
+    def _second_learner(self) -> None:
+        call = {
+            "incarnation": "a second learner",
+            "secret": "0" * 64,
+            "group_port": free_port(),
+            "world_size": 2,
+            "backend": "tcp",
+            "timeout_s": 0.5,
+        }
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.post(f"http://127.0.0.1:{self.port}/init_communicator/", json=call, timeout=2.0, trust_env=False)
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.join(5)
+
+
+# ---- the learner ---------------------------------------------------------------------------------------------------
+
+
+def learn(config: Path, rank: int, port: int, folder: Path) -> None:
+    """One rank, in a process of its own. Notes what it accepts, sends and learns."""
+    from learner.__main__ import main
+    from learner.policy.load import Policy
+    from learner.policy.optim import Optimizer
+    from learner.rollout import servers
+    from learner.sync.servers import ServerDelivery
+
+    out = (folder / f"learner{rank}.log").open("ab")
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
+    group = {"WORLD_SIZE": NUM_RANKS, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in group.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    notes = (folder / f"notes{rank}.jsonl").open("a", buffering=1)
+    read_rollout, deliver, backward, update = (
+        servers.read_rollout,
+        ServerDelivery.deliver,
+        Policy.backward,
+        Optimizer.update,
+    )
+
+    def note(**values: Any) -> None:
+        notes.write(json.dumps(values) + "\n")
+
+    def accepted(output: Any, **place: Any) -> Any:
+        rollout = read_rollout(output, **place)
+        note(accepted=output.response.choices[0].message.content, ver=rollout.ver)
+        return rollout
+
+    def delivered(self: Any, source: Any, mode: Any, ver: int) -> Any:
+        done = deliver(self, source, mode, ver)
+        note(sent=str(fingerprint(dict(source.named_weights(self._dtype)))), ver=ver)
+        return done
+
+    def learned(self: Any, row: Any) -> Any:
+        note(learned=[segment.sample_id for segment in row.segments])
+        return backward(self, row)
+
+    def updated(self: Any, *args: Any, **settings: Any) -> Any:
+        note(step=True)
+        return update(self, *args, **settings)
+
+    servers.read_rollout, ServerDelivery.deliver = accepted, delivered  # type: ignore[method-assign]
+    Policy.backward, Optimizer.update = learned, updated  # type: ignore[method-assign]
+    os._exit(main(["train", "--config", str(config)]))
+
+
+def write_table(model: Path, samples: Path, table: Path, config: Any) -> None:
+    """What the engine answers: each sample's prompt as the learner encodes it, and its first objects."""
+    from learner.build import load_data
+    from learner.policy.load import load_policy
+    from learner.tasks.detection.task import DetectionTask
+
+    policy = load_policy(config.model, device=torch.device("cpu"))
+    task = DetectionTask(config.task, policy.tokenizer)
+    prompts, answers = {}, {}
+    for sample in load_data(config, task, policy.encoder).train:
+        key = str(sample.messages[0]["content"])
+        prompts[key] = list(policy.encoder.encode(sample).token_ids)
+        texts = [task.serialize(sample.objects[:n], after=None).text for n in range(1, len(sample.objects) + 1)]
+        answers[key] = [policy.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    vocab_size = policy.model.config.get_text_config().vocab_size
+    table.write_bytes(pickle.dumps({"prompts": prompts, "answers": answers, "vocab_size": vocab_size}))
+
+
+def write_samples(path: Path) -> None:
+    lines = []
+    for i in range(NUM_SAMPLES):
+        boxes = [[4 * i % 60 + k, 3 * k, 4 * i % 60 + 20 + k, 30 + 3 * k] for k in range(1 + i % 3)]
+        objects = [{"desc": "three", "bbox_2d": box} for box in boxes]
+        turn = {"role": "user", "content": f"Detect every digit of scene {i}."}
+        lines.append({"id": f"s{i}", "messages": [turn], "objects": objects, "width": 100, "height": 100})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def learner_config(model: Path, folder: Path, servers: list[Server]) -> dict[str, Any]:
+    entries = [{"base_url": server.url, "group_port": server.group_port} for server in servers]
+    server = {"servers": entries, "timeout_s": TIMEOUT_S, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": 1}
+    sync = {"canary_samples": 1, "canary_tolerance": 1e9, "bucket_bytes": 200_000}
+    vllm = {"mode": "server", "server": server, "sync": sync}
+    rollouts = {"decode_batch_size": 4, "decoding": {"max_new_tokens": 64}, "vllm": vllm}
+    training = {
+        "output_dir": str(folder / "run"),
+        "max_steps": 1_000_000,
+        "per_device_train_batch_size": BATCH // NUM_RANKS,
+        "packing": False,
+        "learning_rate": 1e-4,
+        "collective_timeout_s": 120.0,
+        "stop_timeout_s": 20.0,
+    }
+    return {
+        "model": {"path": str(model)},
+        "data": {"train": str(folder / "train.jsonl")},
+        "training": training,
+        "logging": {"trackers": [], "progress_bar": False},
+        "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
+        "global_max_length": 512,
+    }
+
+
+# ---- the campaign --------------------------------------------------------------------------------------------------
+
+
+class Campaign:
+    def __init__(self, folder: Path, seed: int) -> None:
+        from bench.models import text_model
+        from learner.config.load import config_of
+
+        RUNNING.set_forkserver_preload(["bench.chaos", "learner.build", "learner.sync.servers"])
+        self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
+        model, table = text_model(folder, "tiny"), folder / "table"
+        write_samples(folder / "train.jsonl")
+        say("starting servers")
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        table_config = learner_config(model, folder, [])
+        table_config["custom"] = {"trainer_variant": "sft"}
+        write_table(model, folder / "train.jsonl", table, config_of(table_config))
+        self.servers = [Server(table, folder / f"server{i}", self._loop) for i in range(NUM_SERVERS)]
+        for server in self.servers:
+            asyncio.run_coroutine_threadsafe(server.proxy.listen(), self._loop).result(5)
+        for server in self.servers:
+            _wait(partial(_answers, server.url), 60.0, "a server")
+        self.config = folder / "run.yaml"
+        write_yaml(self.config, learner_config(model, folder, self.servers))
+        (port,) = free_ports(1)
+        self.ranks = [RUNNING.Process(target=learn, args=(self.config, r, port, folder)) for r in range(NUM_RANKS)]
+        for rank in self.ranks:
+            rank.start()
+
+    def run(self, seconds: float, pause_s: float) -> None:
+        say("waiting for the first steps")
+        _wait(lambda: len(self._steps()) >= 3 or not self._alive(), 120.0, "step 3")
+        self.began_s, end = time.time(), time.monotonic() + seconds
+        while time.monotonic() < end and self._alive():
+            time.sleep(self.rng.expovariate(1.0 / pause_s))
+            now = time.monotonic()
+            quiet = [server for server in self.servers if server.busy_until < now]
+            serving = [server for server in quiet if server.url in self._serving()]
+            if len(serving) < 2:  # one must be left: losing all would end the run, and rightly so
+                continue
+            server, kind = self.rng.choice(quiet), self.rng.choice(FAULTS)
+            self.faults.append(Fault(kind, server.url, time.time()))
+            server.hit(kind, self.rng)
+        time.sleep(6.0)  # the last faults end
+        self.died_early = not self._alive()
+        for rank in self.ranks:
+            if rank.is_alive():
+                assert rank.pid is not None
+                os.kill(rank.pid, signal.SIGINT)
+        for rank in self.ranks:
+            rank.join(40)
+
+    def close(self) -> list[str]:
+        """End everything; what did not end by itself."""
+        left = [f"rank {i}" for i, rank in enumerate(self.ranks) if rank.is_alive()]
+        for rank in self.ranks:
+            rank.kill()
+        for server in self.servers:
+            server.end()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        return left
+
+    def _serving(self) -> set[str]:
+        from learner.rollout.control import read_state
+
+        return {s["base_url"] for s in read_state(self.folder / "run")["servers"] if s["state"] == "serving"}
+
+    def _alive(self) -> bool:
+        return all(rank.is_alive() for rank in self.ranks)
+
+    def _steps(self) -> list[dict[str, Any]]:
+        return [event for event in self.events() if event["event"] == "step"]
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.folder / "run" / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def notes(self, rank: int) -> Iterator[dict[str, Any]]:
+        for line in (self.folder / f"notes{rank}.jsonl").read_text().splitlines():
+            if line.endswith("}"):
+                yield json.loads(line)
+
+
+def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
+    """What does not hold, in words."""
+    from learner.run.checkpoint import verify
+
+    found = [f"{name} did not end" for name in left]
+    notes = [list(campaign.notes(rank)) for rank in range(NUM_RANKS)]
+    sent = {note["ver"]: note["sent"] for note in notes[0] if "sent" in note}
+    accepted = [note for part in notes for note in part if "accepted" in note]
+    wrong = [note for note in accepted if sent.get(note["ver"]) != note["accepted"]]
+    if wrong or not accepted:
+        found.append(f"{len(wrong)} of {len(accepted)} accepted answers by other weights, such as {wrong[:1]}")
+    found += _wrong_epochs(notes)
+    calls = [call for event in campaign.events() if event["event"] == "rollout_call" for call in event["calls"]]
+    limit_s = INFER_TIMEOUT_S + LAST_LOOK_S + 1.0
+    late = [call["seconds"] for call in calls if call["seconds"] > limit_s]
+    if late:
+        found.append(f"{len(late)} of {len(calls)} calls took longer than {limit_s:g} s: up to {max(late):.1f} s")
+    codes = [rank.exitcode for rank in campaign.ranks]
+    if campaign.died_early or codes != [130] * NUM_RANKS:
+        found.append(f"the run ended early: exit codes {codes}")
+    checkpoints = list((campaign.folder / "run").glob("checkpoint-*"))
+    for path in checkpoints:
+        verify(path)
+    if not checkpoints:
+        found.append("no checkpoint")
+    return found
+
+
+def _wrong_epochs(notes: list[list[dict[str, Any]]]) -> list[str]:
+    """Each epoch's samples, over all ranks; the last epoch may not be whole."""
+    by_rank = []
+    for part in notes:
+        steps: list[list[str]] = [[]]
+        for note in part:
+            steps[-1] += note.get("learned", [])
+            if "step" in note:
+                steps.append([])
+        by_rank.append(steps[:-1])
+    whole = [list(chain(*parts)) for parts in zip(*by_rank, strict=False)]
+    per_epoch = NUM_SAMPLES // BATCH
+    wanted = Counter({f"s{i}": 1 for i in range(NUM_SAMPLES)})
+    epochs = [list(chain(*whole[i : i + per_epoch])) for i in range(0, len(whole) - per_epoch + 1, per_epoch)]
+    wrong = [i for i, epoch in enumerate(epochs) if Counter(epoch) != wanted]
+    return [f"epochs {wrong[:5]} of {len(epochs)} did not learn each sample once"] if wrong or not epochs else []
+
+
+def figures_of(campaign: Campaign) -> dict[str, Any]:
+    events = campaign.events()
+    step_ends = [event["time"] for event in events if event["event"] == "step"]
+    lost = [(e["base_url"], e["time"]) for e in events if e["event"] == "server" and e["what"] == "lost"]
+    failed = [
+        (call["base_url"], call["began_at"] + call["seconds"])
+        for event in events
+        if event["event"] == "rollout_call"
+        for call in event["calls"]
+        if call["error"]
+    ]
+    rows: dict[str, Any] = {}
+    for kind in FAULTS:
+        own = [fault for fault in campaign.faults if fault.kind == kind]
+        detections, recoveries = [], []
+        for fault in own:
+            seen = [t - fault.at_s for url, t in lost + failed if url == fault.url and t > fault.at_s]
+            if seen and min(seen) < NOTICED_WITHIN_S:
+                detections.append(min(seen))
+            after = [t - fault.at_s for t in step_ends if t > fault.at_s]
+            if len(after) > 1:
+                recoveries.append(after[1])
+        rows[kind] = {
+            "number": len(own),
+            "noticed": len(detections),
+            "detection_s": _spread(detections),
+            "recovery_s": _spread(recoveries),
+        }
+    gaps = [b - a for a, b in pairwise(step_ends)]
+    return {
+        "faults": len(campaign.faults),
+        "seconds": round(step_ends[-1] - campaign.began_s, 1) if step_ends else 0.0,
+        "steps": len(step_ends),
+        "step_s": _spread(gaps),
+        "syncs": sum(event["event"] == "sync" for event in events),
+        "lost": len(lost),
+        "joined": sum(event["event"] == "server" and event["what"] == "joined" for event in events),
+        "by_fault": rows,
+    }
+
+
+def _spread(values: list[float]) -> Mapping[str, float] | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"median": round(statistics.median(ordered), 3), "p99": round(p99, 3)}
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/", trust_env=False, timeout=1.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _wait(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} after {timeout_s:g} s")
+        time.sleep(0.1)
+
+
+def chaos(folder: Path, *, seconds: float, pause_s: float, seed: int) -> tuple[Campaign, list[str]]:
+    """Run the campaign; what did not hold."""
+    campaign = Campaign(folder, seed)
+    try:
+        campaign.run(seconds, pause_s)
+    finally:
+        left = campaign.close()
+    return campaign, broken_invariants(campaign, left)
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="How long faults are injected.")] = 500.0,
+    pause_s: Annotated[float, typer.Option(help="Mean pause between two faults.")] = 0.3,
+    seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="A folder for logs and the run; default: a temporary one.")] = None,
+) -> None:
+    """Inject faults into the servers of a real run, and check what must hold."""
+    from bench import figures
+
+    with tempfile.TemporaryDirectory() as temporary:
+        campaign, broken = chaos((keep or Path(temporary)).resolve(), seconds=seconds, pause_s=pause_s, seed=seed)
+        result = {**figures.circumstances(), "seed": seed, **figures_of(campaign), "broken": broken}
+    text = json.dumps(result, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text)
+    for line in broken:
+        say(f"DOES NOT HOLD: {line}")
+    sys.exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

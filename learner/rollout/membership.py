@@ -1,0 +1,198 @@
+"""Which rollout servers a run has, which of them serve, and with which weights (D15, R40). Pure.
+
+A `Membership` never changes: each method gives the next one. Rank 0 alone makes the next one, and all ranks take it
+over at the end of each step and of each sync (`learner.sync.servers`). Distribution, sync and records read it. Between
+two agreements a rank stops using a server that failed it, and says so at the next one.
+
+    added --> out --> serving --> out        out: left out, waits until it is ready again
+                  \\          \\--> draining    draining: taken out by the user; gone after the next sync
+
+Invariants: a server serves only after a completed sync to it; every serving server has the weights `served`; a server
+that is left out or removed gets no new request; `number` rises with every change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shared.errors import ServerError
+
+State = Literal["serving", "out", "draining"]
+What = Literal["lost", "joined", "added", "removed"]
+MinServers = int | Literal["all"]
+MIN_SERVERS = "custom.extra.rollout_matching.vllm.server.min_servers"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedWeights:
+    """What the last sync brought to every serving server; each answer must name the same."""
+
+    ver: int
+    incarnation: str  # of the group that brought them
+    weights: str  # their digest, as this side computed it from what was sent; "": not known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One server. `since_s` (Unix seconds) and `because` belong to its state."""
+
+    base_url: str
+    group_port: int
+    world_size: int = 0  # 0: not asked yet
+    state: State = "serving"
+    since_s: float = 0.0
+    because: str = ""
+    failures: int = 0  # in a row, without a completed sync between them
+    is_new: bool = False  # added while the run goes on, and has not served yet
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerChange:
+    """What happened to one server, for the log, the console and the report."""
+
+    base_url: str
+    what: What
+    because: str
+    serving: int  # servers that serve after it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Membership:
+    """`members` in the order in which they were named. `min_servers`: with fewer the run ends; `all`: with the first
+    one that fails."""
+
+    members: tuple[Member, ...]
+    min_servers: MinServers = 1
+    number: int = 0
+    served: ServedWeights | None = None  # None: before the first sync
+
+    @property
+    def serving(self) -> tuple[Member, ...]:
+        return self._in("serving")
+
+    @property
+    def out(self) -> tuple[Member, ...]:
+        return self._in("out")
+
+    @property
+    def wanted(self) -> int:
+        """How many must serve."""
+        if self.min_servers == "all":
+            return len(self.serving) + sum(not member.is_new for member in self.out)
+        return self.min_servers
+
+    @property
+    def enough(self) -> bool:
+        return len(self.serving) >= self.wanted
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run can go on without one of the serving servers."""
+        return self.min_servers != "all" and len(self.serving) > self.min_servers
+
+    def get(self, base_url: str) -> Member | None:
+        return next((member for member in self.members if member.base_url == base_url), None)
+
+    def leave_out(self, base_url: str, because: str, *, now_s: float) -> Membership:
+        """It failed. Nothing changes if it is out already, or draining."""
+        member = self.get(base_url)
+        if member is None or member.state != "serving":
+            return self
+        return self._with(replace(member, state="out", because=because, since_s=now_s, failures=member.failures + 1))
+
+    def refuse(self, base_url: str, because: str, *, now_s: float) -> Membership:
+        """It wanted to serve and could not."""
+        member = self.get(base_url)
+        if member is None or member.state != "out":
+            return self
+        return self._with(replace(member, because=because, failures=member.failures + 1))
+
+    def sized(self, sizes: Iterable[tuple[str, int]]) -> Membership:
+        """With the world sizes that servers gave."""
+        known = dict(sizes)
+        members = (replace(m, world_size=known.get(m.base_url, m.world_size)) for m in self.members)
+        return replace(self, members=tuple(members))
+
+    def synced(self, base_urls: Collection[str], served: ServedWeights, *, now_s: float) -> Membership:
+        """A sync to these was completed. They serve; draining servers are gone; the others are out."""
+        members = []
+        for member in self.members:
+            if member.state == "draining":
+                continue
+            if member.base_url in base_urls:
+                since_s = now_s if member.state != "serving" else member.since_s
+                member = replace(member, state="serving", because="", since_s=since_s, failures=0, is_new=False)
+            elif member.state == "serving":
+                member = replace(member, state="out", because="the sync was without it", since_s=now_s)
+            members.append(member)
+        changed = [(m.base_url, m.state) for m in members] != [(m.base_url, m.state) for m in self.members]
+        return replace(self, members=tuple(members), served=served, number=self.number + changed)
+
+    def add(self, base_url: str, group_port: int, *, now_s: float) -> Membership:
+        """A server that was not there, or is to come back; it serves after the next sync that it is ready for."""
+        if (known := self.get(base_url)) is not None and known.state != "draining":
+            return self
+        member = Member(
+            base_url=base_url,
+            group_port=group_port,
+            state="out",
+            since_s=now_s,
+            because="waits for its first sync",
+            is_new=True,
+        )
+        kept = tuple(m for m in self.members if m.base_url != base_url)
+        return replace(self, members=(*kept, member), number=self.number + 1)
+
+    def remove(self, base_url: str, *, now_s: float) -> Membership:
+        """The user does not want it any more."""
+        member = self.get(base_url)
+        if member is None or member.state == "draining":
+            return self
+        if member.state == "out":
+            kept = tuple(m for m in self.members if m.base_url != base_url)
+            return replace(self, members=kept, number=self.number + 1)
+        return self._with(replace(member, state="draining", because="removed", since_s=now_s))
+
+    def too_few(self) -> ServerError:
+        """What to raise when not enough serve."""
+        lost = "; ".join(f"{m.base_url}: {m.because}" for m in self.out)
+        return ServerError(
+            "too few rollout servers are left",
+            found=f"{len(self.serving)} of {len(self.serving) + len(self.out)} serve. {lost}",
+            wanted=f"at least {self.wanted} ({MIN_SERVERS})",
+            remedy="restart the servers and resume the run, or lower min_servers",
+        )
+
+    def changes_since(self, before: Membership) -> list[ServerChange]:
+        """What happened between two agreements."""
+        old = {member.base_url: member.state for member in before.members}
+        found = [
+            self._change(member.base_url, what, member.because)
+            for member in self.members
+            if (what := _WHAT.get((old.get(member.base_url), member.state))) is not None
+        ]
+        gone = [url for url, state in old.items() if state == "out" and self.get(url) is None]
+        return found + [self._change(url, "removed", "") for url in gone]
+
+    def _change(self, base_url: str, what: What, because: str) -> ServerChange:
+        return ServerChange(base_url=base_url, what=what, because=because, serving=len(self.serving))
+
+    def _in(self, state: State) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.state == state)
+
+    def _with(self, changed: Member) -> Membership:
+        members = tuple(changed if m.base_url == changed.base_url else m for m in self.members)
+        return replace(self, members=members, number=self.number + 1)
+
+
+_WHAT: dict[tuple[State | None, State], What] = {
+    (None, "out"): "added",
+    (None, "serving"): "joined",
+    ("draining", "out"): "added",
+    ("out", "serving"): "joined",
+    ("draining", "serving"): "joined",
+    ("serving", "out"): "lost",
+    ("serving", "draining"): "removed",
+}

@@ -1,0 +1,25 @@
+"""A short sample of `bench.chaos`: a real learner on two ranks, four servers under faults, and what must hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.chaos import broken_invariants, chaos
+
+pytestmark = pytest.mark.integration
+
+
+def test_nothing_is_lost_under_faults(tmp_path: Path) -> None:
+    """D15, R40. The check itself is shown to find what is wrong in the same run's notes."""
+    campaign, broken = chaos(tmp_path, seconds=5.0, pause_s=0.4, seed=1)
+    assert broken == []
+    assert len(campaign.faults) >= 3
+    notes = tmp_path / "notes1.jsonl"
+    whole = notes.read_text().splitlines()
+    notes.write_text("\n".join(line for i, line in enumerate(whole) if not (i < 10 and "learned" in line)))
+    assert any("each sample once" in found for found in broken_invariants(campaign, []))
+    notes.write_text("\n".join([*whole, '{"accepted": "1", "ver": 2}']))
+    assert any("other weights" in found for found in broken_invariants(campaign, []))
+    assert any("rank 1" in found for found in broken_invariants(campaign, ["rank 1"]))

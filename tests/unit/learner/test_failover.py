@@ -1,0 +1,314 @@
+"""Servers that die, freeze, come back, join and leave while rollouts and syncs go on (D15, R40).
+
+Real server processes above an engine without a model (`bench.chaos_server`), over real HTTP and real groups. An
+answer's tokens name its request, its seed and the weights that made it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bench import chaos_server
+from bench.chaos_server import fingerprint, logprobs
+from learner.policy.parallel import Ranks
+from learner.records import EncodedPrompt
+from learner.rollout.backend import MicroStep
+from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
+from learner.rollout.membership import ServerChange
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem
+from shared.addresses import free_port
+from shared.errors import DeadlineError, ProjectError, ServerError
+from shared.seeds import request_seed
+from tests.syncs import ONE_RANK, server_sync
+from tests.unit.learner.rollout.fakes import config, sample
+from tests.unit.learner.sync.fakes import Weights
+from tests.unit.learner.trainer_world import Meeting, ThreadRanks
+
+INFER_TIMEOUT_S = 1.0
+TIMEOUT_S = 20.0
+
+
+class Server:
+    """One server process, forked from one that has imported what it needs."""
+
+    _context = get_context("forkserver")
+    _context.set_forkserver_preload(["bench.chaos_server"])
+
+    def __init__(self) -> None:
+        self.port, self.group_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        self._process: BaseProcess = self._context.Process(target=chaos_server.serve, args=(self.port,), daemon=True)
+        self._process.start()
+
+    def signal(self, signum: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, signum)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(5)
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: _answers(self.url))
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/", trust_env=False, timeout=1.0).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+class Learner:
+    """Rollouts and syncs of one rank, without a policy."""
+
+    def __init__(
+        self,
+        servers: list[Server],
+        *,
+        ranks: Ranks = ONE_RANK,
+        min_servers: int | str = 1,
+        control: ServerControl | None = None,
+    ) -> None:
+        self.weights = Weights()
+        limits = {"timeout_s": 10.0, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": min_servers}
+        section = config([server.url for server in servers], decode_batch_size=4, **limits)
+        entries = [
+            entry.model_copy(update={"group_port": server.group_port})
+            for entry, server in zip(section.vllm.server.servers or (), servers, strict=True)
+        ]
+        vllm = section.vllm.model_copy(
+            update={
+                "server": section.vllm.server.model_copy(update={"servers": entries}),
+                "sync": section.vllm.sync.model_copy(update={"bucket_bytes": 400}),
+            }
+        )
+        place: dict[str, Any] = {"run_seed": 1, "rank": ranks.rank, "num_ranks": ranks.world_size}
+        self.backend = ServerBackend(section.model_copy(update={"vllm": vllm}), **place)
+        self.backend.connect()
+        prompt = EncodedPrompt(token_ids=(1,), vision=None)
+        canary = [CanaryItem(sample=sample(0), prompt=prompt, response_token_ids=(3, 4))]
+        self.sync = server_sync(
+            self.backend,
+            self.weights,
+            canary,
+            lambda: [logprobs(self.weights.tensors, [3, 4])],
+            config=vllm,
+            ranks=ranks,
+            control=control,
+        )
+
+    def synced(self) -> int:
+        """Train, and sync; the version."""
+        self.weights.step()
+        return self.sync.sync().ver
+
+    def roll_out(self, number: int, *, step: int = 0, after_first: Callable[[], None] = lambda: None) -> None:
+        """All rollouts come, each by its own seed and the weights that were synced last."""
+        window = [MicroStep(samples=[sample(i) for i in range(number)], micro_step_idx=0, first_req_idx=0)]
+        found = {}
+        with closing(self.backend.stream(window, global_step=step)) as rollouts:
+            for place, rollout in rollouts:
+                assert place not in found, "a request was answered twice"
+                found[place] = rollout.response_token_ids
+                if len(found) == 1:
+                    after_first()
+        wanted = fingerprint(self.weights.tensors)
+        seeds = [request_seed(run_seed=1, global_step=step, micro_step_idx=0, req_idx=i) for i in range(number)]
+        assert [found[i] for i in range(number)] == [(i, seed, wanted) for i, seed in enumerate(seeds)]
+
+    @property
+    def serving(self) -> list[str]:
+        return [member.base_url for member in self.backend.membership.serving]
+
+    def changes(self) -> list[tuple[str, str]]:
+        return [_told(change) for change in self.sync.agree()]
+
+    def close(self) -> None:
+        self.sync.close()
+        self.backend.close()
+
+
+def _told(change: ServerChange) -> tuple[str, str]:
+    return change.base_url, change.what
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Server]]:
+    servers = [Server() for _ in range(3)]
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def servers(processes: list[Server]) -> list[Server]:
+    """All three, running and ready, whatever a test before has done to them."""
+    for server in processes:
+        server.signal(signal.SIGCONT) if server._process.is_alive() else server.start()
+    for server in processes:
+        server.wait_ready()
+    return processes
+
+
+@pytest.fixture
+def learner(servers: list[Server]) -> Iterator[Learner]:
+    with closing(Learner(servers)) as made:
+        assert made.synced() >= 1
+        yield made
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_lost_in_the_middle_of_a_step(servers: list[Server], learner: Learner, signum: int) -> None:
+    """Its requests go to the others with the same seeds; the next sync goes to the others; the version rises."""
+    urls = [server.url for server in servers]
+    before = learner.backend.membership.served
+    begin = time.monotonic()
+    learner.roll_out(60, after_first=lambda: servers[1].signal(signum))
+    assert time.monotonic() - begin < INFER_TIMEOUT_S + 5.0
+    assert before is not None
+    assert learner.synced() == before.ver + 1
+    learner.roll_out(12, step=1)
+    assert learner.serving == [urls[0], urls[2]]
+    assert learner.changes() == [(urls[1], "lost")]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_lost_before_a_sync_comes_back(servers: list[Server], learner: Learner, signum: int) -> None:
+    """The sync is repeated without it. Once it is ready again, or a new process is, it serves after a full sync."""
+    urls = [server.url for server in servers]
+    servers[0].signal(signum)
+    begin, before = time.monotonic(), learner.sync.ver
+    assert learner.synced() > before
+    assert time.monotonic() - begin < INFER_TIMEOUT_S + 8.0
+    assert learner.serving == urls[1:]
+    learner.roll_out(12)
+    if signum == signal.SIGSTOP:
+        servers[0].signal(signal.SIGCONT)
+    else:
+        servers[0]._process.join(5)
+        servers[0].start()
+    servers[0].wait_ready()
+    wait_until(lambda: not learner.sync._delivery.is_current())  # it was seen
+    learner.synced()
+    learner.roll_out(12, step=2)
+    assert learner.serving == urls
+    assert learner.changes() == [(urls[0], "lost"), (urls[0], "joined")]
+
+
+def test_a_server_killed_while_buckets_travel(servers: list[Server], learner: Learner) -> None:
+    """Nobody serves mixed weights: the others get the whole update again, in a group without it."""
+
+    def killing(dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        for i, (name, tensor) in enumerate(learner.weights.tensors.items()):
+            if i == 2:
+                servers[2].kill()
+            yield name, tensor
+
+    whole = learner.weights.named_weights
+    learner.weights.named_weights = killing  # type: ignore[method-assign]
+    learner.synced()
+    learner.weights.named_weights = whole  # type: ignore[method-assign]
+    learner.roll_out(12)
+    assert learner.serving == [server.url for server in servers[:2]]
+
+
+def test_a_bad_bucket_is_sent_again(servers: list[Server], learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R09: a bit flips on the way. All three go on."""
+    from learner.sync import groups
+
+    broadcast, spoiled = groups.ServerGroups.broadcast, []
+
+    def flip_once(self: Any, bucket: Any) -> Any:
+        if not spoiled:
+            spoiled.append(True)
+            bucket[0] ^= 1
+        return broadcast(self, bucket)
+
+    monkeypatch.setattr(groups.ServerGroups, "broadcast", flip_once)
+    learner.synced()
+    learner.roll_out(12)
+    assert spoiled
+    assert len(learner.serving) == 3
+
+
+def test_servers_are_added_and_removed(servers: list[Server], tmp_path: Path) -> None:
+    """R40: both at a step's end; the added one serves after the next sync."""
+    urls = [server.url for server in servers]
+    with closing(Learner(servers[:2], control=ServerControl(tmp_path))) as learner:
+        learner.synced()
+        learner.roll_out(6)
+        ask(tmp_path, ServerRequest(action="add", base_url=urls[2], group_port=servers[2].group_port))
+        ask(tmp_path, ServerRequest(action="remove", base_url=urls[0]))
+        assert learner.changes() == [(urls[0], "removed"), (urls[2], "added")]
+        assert learner.serving == [urls[1]]
+        learner.roll_out(6, step=1)
+        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery._members()])
+        learner.synced()
+        learner.roll_out(6, step=2)
+        assert learner.changes() == [(urls[2], "joined")]
+        assert [(s["base_url"], s["state"]) for s in read_state(tmp_path)["servers"]] == [
+            (urls[1], "serving"),
+            (urls[2], "serving"),
+        ]
+
+
+@pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), (3, ServerError)])
+def test_too_few_servers_end_the_run(servers: list[Server], min_servers: int | str, wanted: type[ProjectError]) -> None:
+    with closing(Learner(servers, min_servers=min_servers)) as learner:
+        learner.synced()
+        with pytest.raises(wanted, match=servers[1].url):
+            learner.roll_out(60, after_first=servers[1].kill)
+
+
+def test_a_loss_that_one_rank_sees_is_every_rank_s_at_the_next_agreement(servers: list[Server]) -> None:
+    meeting = Meeting(2)
+    learners: list[Learner] = []
+    errors: list[BaseException] = []
+
+    def rank_main(rank: int) -> None:
+        try:
+            with closing(Learner(servers, ranks=ThreadRanks(rank=rank, world_size=2, meeting=meeting))) as learner:
+                learners.append(learner)
+                learner.synced()
+                if rank == 1:
+                    learner.roll_out(40, after_first=servers[1].kill)
+                meeting.exchange(rank, None)
+                learner.changes()
+                assert learner.serving == [servers[0].url, servers[2].url]
+                learner.synced()
+                learner.roll_out(20, step=1)
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert {learner.backend.membership for learner in learners} == {learners[0].backend.membership}
