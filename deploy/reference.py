@@ -32,6 +32,7 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
+from rollout_server.openai_api import ChatCall, CompletionCall, OpenAIError
 from rollout_server.service import RolloutService
 from rollout_server.updates import SyncTotals
 from shared import wire
@@ -176,6 +177,21 @@ ENDPOINTS = {
     "/close_communicator": Endpoint(
         meaning="Leave the learner's group.", body=wire.CloseCommunicatorCall, reply='`{"status": "closed"}`'
     ),
+    "/v1/models": Endpoint(meaning="The served model, in OpenAI's form.", reply="as OpenAI's"),
+    "/v1/chat/completions": Endpoint(
+        meaning="OpenAI's chat completions, by vLLM's own OpenAI layer. With `stream`, server-sent events.",
+        body=ChatCall,
+        reply="as OpenAI's; an error is an [`OpenAIError`](#openaierror)",
+        example=ChatCall(messages=[wire.Message(role="user", content="Name three digits.")], max_tokens=8),
+    ),
+    "/v1/completions": Endpoint(
+        meaning="OpenAI's completions. The prompt is text or token ids.",
+        body=CompletionCall,
+        reply="as OpenAI's; an error is an [`OpenAIError`](#openaierror)",
+        example=CompletionCall(prompt="seven, eight,", max_tokens=8),
+    ),
+    "/openapi.json": Endpoint(meaning="The description of this API (OpenAPI 3.1).", reply="JSON"),
+    "/docs": Endpoint(meaning="The same as a page, which loads nothing from elsewhere.", reply="HTML"),
 }
 
 ENDPOINTS_INTRO = """\
@@ -200,6 +216,7 @@ _REPLIES: tuple[type[BaseModel], ...] = (
     wire.WorldSizeReply,
     wire.ServerStatus,
     wire.ErrorBody,
+    OpenAIError,
 )
 
 

@@ -2,8 +2,7 @@
 
 `MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `server`, `rollout_call`, `note`) with numbers and
 strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
-writes. Each line is
-flushed at once, so a killed run keeps what it had measured.
+writes. Each line is flushed at once, so a killed run keeps what it had measured.
 
 `Timeline`: what ran when, on every rank and server; the report draws it. In: the learner's phases, and the rollout
 calls as they end. Out: one `timeline` event per optimizer step, with all ranks' spans. A span is in the event of the
