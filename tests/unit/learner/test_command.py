@@ -87,9 +87,16 @@ def test_training_gets_the_values_of_the_command_line(config: str, monkeypatch: 
     assert got == [3e-6]
 
 
-def test_bench_passes_its_arguments_on(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--part", "no_such_part"]) == 2
-    assert "no_such_part" in capfd.readouterr().err
+def test_bench_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def run(argv: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
+        started.append(argv)
+        return subprocess.CompletedProcess(argv, 7)
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    assert main(["bench", "--part", "stages"]) == 7
+    assert started == [[sys.executable, "-m", "bench.run", "--part", "stages"]]
 
 
 @pytest.mark.parametrize("package", INSTALL)
