@@ -54,7 +54,8 @@ T = TypeVar("T")
 
 
 class RolloutService:
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: Engine, config: ServerConfig, server_id: str = "") -> None:
+        """`server_id`: the name of this start of the server; "": a random one."""
         self.config = config
         self.engine = engine
         self.gate = Gate(engine.weights)
@@ -63,7 +64,7 @@ class RolloutService:
         )
         self.updates = WeightUpdates(engine, self.waiting_gate, config)
         self.metrics = Metrics(self.waiting_gate, self.updates.totals)
-        self.server_id = uuid.uuid4().hex[:12]
+        self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(config.answer_cache_size)
         self._versions = _versions()
 

@@ -28,6 +28,7 @@ from shared.errors import ProjectError, error_classes
 
 PROTOCOL_VERSION = 3
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
+SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # likewise, what a server calls itself; whoever starts it can know it by that
 NDJSON = "application/x-ndjson"  # one JSON object per line
 
 
