@@ -55,7 +55,7 @@ SETTINGS = {
 }
 
 
-def run(
+def main(
     families: Annotated[list[str] | None, typer.Argument(help="Names of families; none: all.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for the results.")] = None,
 ) -> None:
@@ -145,4 +145,4 @@ def show(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    typer.run(main)

@@ -206,6 +206,9 @@ curl -H "Authorization: Bearer $ROLLOUT_SERVER_TOKEN" http://127.0.0.1:8000/stat
 
 An error is an [`ErrorBody`](#errorbody) with an HTTP status. 503 comes with `Retry-After`: try again.
 [Every error](../troubleshooting/errors.md) has its cause and its way out. Unknown fields are refused.
+
+A running server describes itself at `/openapi.json`, and at `/docs` as a page. What other programs may ask, `/v1/`
+included, is in [Clients](../clients.md).
 """
 
 _REPLIES: tuple[type[BaseModel], ...] = (

@@ -75,7 +75,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     prefix = service.config.url_prefix
     router = APIRouter(prefix=prefix)
-    routes = _routes(service)
+    routes = _routes(service) + (_openai_routes(service) if service.config.openai_api else [])
     for route in (*routes, *_documentation(routes, service.config, token is not None)):
         for spelling in (route.path + "/", route.path):
             router.add_api_route(spelling, _with_errors(route.handler), methods=[route.method], response_model=None)
@@ -90,6 +90,8 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
 
 
 def _routes(service: RolloutService) -> list[Route]:
+    """The learner's calls."""
+
     async def health(request: Request) -> Response:
         service.check_alive()
         return JSONResponse({"status": "ok", "server_id": service.server_id})
@@ -145,7 +147,7 @@ def _routes(service: RolloutService) -> list[Route]:
         return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies or _STATUS)
 
     outputs = {JSON: list[RolloutOutput], NDJSON: AnswerLine}
-    routes = [
+    return [
         get("/health", health, "Is the engine alive?"),
         get("/ready", ready, "Would a rollout be answered now?"),
         get("/status", status, "The model, its weights' version, the gate.", **{JSON: ServerStatus}),
@@ -159,7 +161,6 @@ def _routes(service: RolloutService) -> list[Route]:
         post("/expect_scores", expect_scores, "What the canary must score.", ExpectScoresCall),
         post("/close_communicator", close_communicator, "Leave the group.", CloseCommunicatorCall),
     ]
-    return routes + (_openai_routes(service) if service.config.openai_api else [])
 
 
 def _openai_routes(service: RolloutService) -> list[Route]:

