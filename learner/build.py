@@ -44,7 +44,7 @@ from learner.rollout.hf import HfBackend
 from learner.run.checkpoint import CheckpointStore
 from learner.run.console import Console
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
-from learner.run.output_dir import claim_output_dir
+from learner.run.output_dir import claim_output_dir, torchrun_job
 from learner.run.stopping import Stopped, StopRequest
 from learner.run.trackers import check_trackers
 from learner.steps.ahead import Stage2Ahead
@@ -76,7 +76,7 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
-        claim_output_dir(config, ranks)
+        config = claim_output_dir(config, ranks, torchrun_job(environment))
         trainer = build(config, plan, ranks, token=environment.get(TOKEN_VARIABLE), stack=stack)
         try:
             with trainer.stop.installed():

@@ -27,7 +27,7 @@ from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend, is_out_of_memory
-from learner.run.checkpoint import CheckpointStore, Generators, TrainerState
+from learner.run.checkpoint import Cadence, CheckpointStore, Generators, TrainerState
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
 from learner.run.log import MetricsLog, PhaseClock, Timeline
@@ -184,6 +184,8 @@ class Trainer:
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
         self.timeline, self.clock = timeline, clock
+        training = config.training
+        self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
@@ -215,7 +217,7 @@ class Trainer:
             self.report(result, receipt)
             if training.eval_steps and result.global_step % training.eval_steps == 0:
                 self.evaluate()
-            if training.save_steps and result.global_step % training.save_steps == 0:
+            if self.cadence.is_due(result.global_step):
                 self.save()
         if training.eval_on_end:
             self.evaluate()
@@ -324,6 +326,7 @@ class Trainer:
         with self.clock.phase("save"):
             path = self.checkpoints.save(self.policy, self.optimizer, at.state, at.generators)
         self._saved_at = self.state.global_step
+        self.cadence.saved()
         self.console.note(f"saved {path}")
 
     def rescue(self) -> None:

@@ -342,6 +342,9 @@ class TrainingConfig(Section):
     eval_on_end: bool = key("evaluate after the last step", False)
     eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
     save_steps: int | None = key("write a checkpoint every N steps", None, unit="optimizer steps", ge=1)
+    save_minutes: float | None = key(
+        "write a checkpoint after the step at which the last one is this old", None, unit="min", gt=0.0
+    )
     save_total_limit: int | None = key(
         "number of checkpoints to keep, the newest ones; null: all", None, unit="checkpoints", ge=1
     )
