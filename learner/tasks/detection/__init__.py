@@ -2,7 +2,7 @@
 
     from learner.tasks.detection import load_task, rollout_of, sample_of
 
-    task = load_task("Qwen/Qwen3-VL-2B-Instruct", coordinates="digits", container="array")
+    task = load_task("models/Qwen3-VL-2B-Instruct", coordinates="digits", container="array")
     sample = sample_of([("cat", (12, 40, 310, 277))], width=640, height=480)
     assignment = task.match(task.parse(rollout_of(sample, answer, task)))
     task.evaluate([assignment])["f1@0.5"]

@@ -1,13 +1,17 @@
 """What a program needs around `DetectionTask` if it is not the learner: records from a model's folder, boxes in pixels
 and an answer's text, and targets packed into rows.
 
-Pure but for `load_task`, which reads a tokenizer's files.
+Pure but for `load_task`, which reads a tokenizer's files. Nothing here loads torch or transformers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer as Fast
 
 from learner.config.schema import TaskConfig
 from learner.records import DetectionObject, EncodedPrompt, GeometryKind, PackedRow, Rollout, Sample, Segment, Target
@@ -19,26 +23,55 @@ from learner.tasks.task import Tokenizer
 from shared.errors import ConfigError
 
 
-def load_task(model: str | Tokenizer, **keys: Any) -> DetectionTask:
-    """The task for a Hugging Face folder or name, or for a tokenizer. `keys` are those of the section `task`:
+class FolderTokenizer:
+    """The tokenizer of a model's folder: of `tokenizer.json`, with the end token that `tokenizer_config.json` names.
+
+    It gives the same ids as transformers' AutoTokenizer, and loads without transformers and torch.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, ValueError or KeyError if the files are missing or not as they should be."""
+        if not (folder / "tokenizer.json").is_file():
+            raise FileNotFoundError(f"no tokenizer.json in {folder}")
+        self.backend_tokenizer = Fast.from_file(str(folder / "tokenizer.json"))
+        end = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+        found = self.backend_tokenizer.token_to_id(end if isinstance(end, str) else end["content"])
+        if found is None:
+            raise ValueError(f"the end token {end} has no id")
+        self.eos_token_id: int = found
+        self.added_tokens_decoder: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return str(self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        return self.backend_tokenizer.id_to_token(token_id)
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.backend_tokenizer.get_vocab())
+
+
+def load_task(model: str | Path | Tokenizer, **keys: Any) -> DetectionTask:
+    """The task for a model's folder, or for a tokenizer of transformers. `keys` are those of the section `task`:
     `container`, `coordinates`, `iou_threshold`.
 
     Raises ConfigError if the tokenizer cannot be loaded, or lacks the tokens that `coordinates: tokens` needs, and
     pydantic's ValidationError for a wrong key.
     """
     config = TaskConfig.model_validate(keys)
-    if not isinstance(model, str):
+    if not isinstance(model, str | Path):
         return DetectionTask(config, model)
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+        tokenizer = FolderTokenizer(Path(model))
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             "the tokenizer cannot be loaded",
-            found=f"{model}; {str(error).splitlines()[0]}",
-            wanted="a Hugging Face folder or name",
-            remedy="correct the path",
+            found=f"{model}: {type(error).__name__}: {error}",
+            wanted="a folder with tokenizer.json and tokenizer_config.json",
+            remedy="correct the path, or pass a tokenizer of transformers",
         ) from error
     return DetectionTask(config, tokenizer)
 

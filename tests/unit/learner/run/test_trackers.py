@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -20,13 +22,14 @@ from learner.config.schema import LoggingConfig
 from learner.policy.parallel import Ranks
 from learner.run import trackers
 from learner.run.log import MetricsLog
-from learner.run.trackers import Kind, Place, Tracker, TrackerCount, Trackers
+from learner.run.trackers import Kind, Place, Tracker, TrackerCount, Trackers, check_trackers
 from shared.config.parse import dump_yaml
 from tests.runs import events
 from tests.unit.learner.config.examples import changed, minimal
 from tests.unit.learner.data.fakes import draw
 from tests.unit.learner.trainer_world import Seen, make_config, trainer
 
+DOCS = Path(__file__).parents[4] / "docs" / "trackers.md"
 SETTINGS = {"training": {"seed": 3, "output_dir": "out"}, "data": {"val": None}}
 
 
@@ -140,6 +143,13 @@ def test_a_whole_run_with_three_of_them(tiny_vlm: Path, tmp_path: Path, monkeypa
     (picture,) = folder.glob("files/media/images/eval/*.png")
     assert Image.open(picture).size == (200, 100)
     assert json.loads((run_dir / "trackers.json").read_text())["wandb"] in stored.name
+
+
+def test_every_yaml_block_of_the_page_is_accepted() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        check_trackers(config_of({**minimal(), **yaml.safe_load(block)}))
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------
