@@ -21,7 +21,7 @@ from learner.records import StepResult
 from learner.report.charts import Bar, Chart, Point, Series, Table, bar_chart, line_chart, number, stacked_chart, ticks
 from learner.report.read import Activity, Run, StepTimeline
 
-PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before"} | {
+PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack")
 }  # all else: "rest"
 MAX_ROWS = 400

@@ -43,10 +43,6 @@ class ReturnWatch:
         now, ready = time.monotonic(), self._ready
         return [base_url for base_url, not_before in self._followed.items() if base_url in ready and now >= not_before]
 
-    def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-
     async def _watch(self) -> None:
         while followed := tuple(self._followed):
             answered = await asyncio.gather(*(self._is_ready(base_url) for base_url in followed))

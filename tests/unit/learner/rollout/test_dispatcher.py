@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.rollout.distribution import REFILLS, Batch, Dispatcher, Distribution, ServerSpan, halves
+from learner.rollout.distribution import (
+    REFILLS,
+    Batch,
+    Dispatcher,
+    Distribution,
+    ServerSpan,
+    distribute,
+    halves,
+    quotas_of,
+)
 from shared.errors import DeadlineError, MediaError, ProjectError, RolloutError, ServerUnreachableError
 
 
@@ -203,3 +212,90 @@ def test_what_repeating_cannot_fix_is_not_repeated(error: ProjectError) -> None:
         run(one_server(16, 4), servers)
     assert sum(start <= 1 < stop for _, start, stop in servers.started) == 1
     assert servers.in_flight[0] == 0
+
+
+# ---- servers that are lost (D15) -----------------------------------------------------------------------------------
+
+
+class MortalServers(Servers):
+    """Server `s` dies when it has answered `lives[s]` requests: all that it holds then fails, and all that comes."""
+
+    def __init__(self, lives: dict[int, int]) -> None:
+        super().__init__()
+        self.lives, self.num_answered = lives, Counter[int]()
+
+    async def __call__(self, server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
+        self.started.append((server, batch.start, batch.stop))
+        for request in range(batch.start, batch.stop):
+            for _ in range(1 + request % 3):
+                await asyncio.sleep(0)
+            if self.num_answered[server] >= self.lives.get(server, 10**9):
+                raise ServerUnreachableError(f"server {server} is gone")
+            self.num_answered[server] += 1
+            answered(request, request)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    st.integers(1, 60),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_requests_of_lost_servers_are_answered_once_by_the_others(
+    sizes: list[int], number: int, decode_batch_size: int, num_ranks: int, data: st.DataObject
+) -> None:
+    """Whichever servers die, and whenever: every request is answered once if one lives, even where this rank had no
+    quota on it; else the run hears of the loss."""
+    place = {"rank": data.draw(st.integers(0, num_ranks - 1)), "num_ranks": num_ranks}
+    lives = data.draw(st.dictionaries(st.integers(0, len(sizes) - 1), st.integers(0, 20)))
+    plan = distribute(number, server_world_sizes=sizes, decode_batch_size=decode_batch_size, **place)
+    left, answered = list(sizes), []
+
+    def lose(server: int, error: ProjectError) -> Sequence[int]:
+        assert left[server], "lost twice"
+        left[server] = 0
+        if not any(left):
+            raise error
+        return quotas_of(server_world_sizes=left, decode_batch_size=decode_batch_size, **place)
+
+    servers = MortalServers(lives)
+    dispatcher: Dispatcher[int] = Dispatcher(
+        plan,
+        send=servers,
+        on_answer=lambda request, _: answered.append(request),
+        on_split=lambda requests, error: None,
+        lose=lose,
+    )
+    try:
+        asyncio.run(dispatcher.run())
+    except ServerUnreachableError:
+        assert not any(left)
+        assert len(answered) < number
+    else:
+        assert sorted(answered) == list(range(number))
+    assert len(set(answered)) == len(answered)
+    for server, start, stop in servers.started:  # nothing begins beyond a span: the seeds of a call are consecutive
+        assert any(span.start <= start < stop <= span.stop for span in plan.spans), server
+
+
+def test_a_request_that_fails_on_two_servers_is_the_request_s_fault() -> None:
+    """The first server is lost for it, the second is not."""
+    plan = Distribution(spans=(ServerSpan(server=0, start=0, stop=4),), quotas=(2, 2, 2))
+    lost = []
+
+    def lose(server: int, error: ProjectError) -> Sequence[int]:
+        lost.append(server)
+        return [0 if i in lost else 2 for i in range(3)]
+
+    dispatcher: Dispatcher[int] = Dispatcher(
+        plan,
+        send=Servers(lambda server, request: 1, poison=1),
+        on_answer=lambda request, result: None,
+        on_split=lambda requests, error: None,
+        lose=lose,
+    )
+    with pytest.raises(RolloutError):
+        asyncio.run(dispatcher.run())
+    assert len(lost) == 1

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from learner.config.schema import LoggingConfig
+from learner.policy.parallel import Ranks
 from learner.run import log as metrics
-from learner.run.log import MetricsLog, PhaseClock
+from learner.run.log import MetricsLog, PhaseClock, Timeline
 
 PLAIN = LoggingConfig(trackers=[])
 JSON = st.recursive(
@@ -170,3 +171,20 @@ def test_an_error_ends_its_phase(hands: Hands) -> None:
         fail_after_3_seconds()
     hands.now += 1
     assert clock.read() == {"sync_s": 3.0, "other_s": 1.0, "step_s": 4.0}
+
+
+def test_a_server_that_does_not_serve_has_a_bar_until_it_does() -> None:
+    """R40: in the event of every step that it missed."""
+    timeline = Timeline(0)
+
+    def bars() -> list[tuple[str, str]]:
+        return [(lane, name) for lane, name, _, _ in timeline.event(Ranks(), 1)["spans"]]
+
+    assert bars() == []
+    timeline.server("http://a", serves=False, is_member=True)
+    assert bars() == bars() == [("http://a", "out")]
+    timeline.server("http://a", serves=True, is_member=True)
+    assert bars() == [("http://a", "out")]
+    assert bars() == []
+    timeline.server("http://a", serves=False, is_member=False)
+    assert bars() == []
