@@ -235,7 +235,8 @@ def _prompt(index: int) -> str:
 def _trl_sides(server: TrlServer, engine: VllmEngine, requests: Sequence[RolloutInferRequest]) -> dict[str, Side]:
     """TRL's client as its trainers call it (the sampled tokens' log-probabilities come along), and without those."""
     client = server.client()
-    prompts = [engine._renderer.render(request).token_ids for request in requests]
+    share = engine._renderer.decoders.share()
+    prompts = [engine._renderer.render(request, share).token_ids for request in requests]
 
     def generate(logprobs: int | None) -> int:
         client.reset_prefix_cache()

@@ -182,20 +182,20 @@ class VllmEngine:
 
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
         """One response. Raises MediaError, RequestError, PromptTooLongError, ServerError."""
-        prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids), _MAX_TOKENS, config.max_tokens)
-        with self._vllm_errors():
-            output = await self._run(prompt, sampling_params(config, seed))
+        async with self._rendered(request) as prompt:
+            self._check_length(len(prompt.token_ids), _MAX_TOKENS, config.max_tokens)
+            with self._vllm_errors():
+                output = await self._run(prompt, sampling_params(config, seed))
         self._check_length(len(output.prompt_token_ids), _MAX_TOKENS, config.max_tokens)  # images were widened
         return read_generation(output, self._stop_ids, self._renderer.text_of)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
-        prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
-        with self._vllm_errors():
-            output = await self._run(*scoring(prompt, response_token_ids))
+        async with self._rendered(request) as prompt:
+            self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
+            with self._vllm_errors():
+                output = await self._run(*scoring(prompt, response_token_ids))
         return read_scores(output, len(response_token_ids))
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
@@ -252,12 +252,17 @@ class VllmEngine:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._renderer.decoders.close()
         self._llm.shutdown()
         self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter is gone
         gc.unfreeze()  # some libraries count what is left at exit, and would complain
 
-    async def _render(self, request: RolloutInferRequest) -> Prompt:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._renderer.render, request)
+    @contextlib.asynccontextmanager
+    async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
+        """Its images hold memory until this ends. If it is cancelled, so is their decoding."""
+        with contextlib.closing(self._renderer.decoders.share()) as share:
+            run = asyncio.get_running_loop().run_in_executor
+            yield await run(self._threads, self._renderer.render, request, share)
 
     async def _run(self, prompt: Prompt, params: Any) -> Any:
         """The finished output."""

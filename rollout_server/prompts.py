@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_server.config import ServerConfig
+from rollout_server.decoding import Decoders, Share
 from shared.errors import MediaError, RequestError
 from shared.generation import Prompt, limit_pixels, render_messages
-from shared.images import Images
 from shared.wire import RolloutInferRequest
 
 
@@ -21,7 +21,7 @@ class Renderer:
     def __init__(self, model_path: str, config: ServerConfig) -> None:
         from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-        self._most_images, self._images = config.max_images_per_request, Images(config.image_rules)
+        self._most_images, self.decoders = config.max_images_per_request, Decoders(config)
         self._processor: Any = AutoProcessor.from_pretrained(model_path, trust_remote_code=config.trust_remote_code)
         is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
         self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
@@ -30,8 +30,9 @@ class Renderer:
             self._processor, min_pixels=config.min_pixels, max_pixels=config.max_pixels, keys="the server's "
         )
 
-    def render(self, request: RolloutInferRequest) -> Prompt:
-        """Raises MediaError, or RequestError where messages and images do not fit or the template refuses them."""
+    def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
+        """Raises MediaError, or RequestError where messages and images do not fit or the template refuses them.
+        `share` is what the images hold of the server's memory."""
         sources = [*request.images, *_inline_images(request)]
         if len(sources) > self._most_images:
             raise MediaError(
@@ -58,7 +59,7 @@ class Renderer:
                 remedy="check the roles and their order",
             ) from error
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        images = [self._images.load(source) for source in sources]
+        images = self.decoders.load(sources, share)
         return Prompt(token_ids=token_ids, images=images, pixels=self._pixels)
 
     def text_of(self, token_ids: list[int]) -> str:
