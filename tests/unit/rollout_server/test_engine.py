@@ -73,7 +73,7 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
             raise RequestError("the client hung up")
 
     engine = object.__new__(VllmEngine)
-    engine._renderer, engine._threads = Slow(), ThreadPoolExecutor(1)  # type: ignore[assignment]
+    engine._renderer, engine._threads = Slow(), ThreadPoolExecutor(1)
 
     async def run() -> None:
         request = RolloutInferRequest(messages=[Message(role="user", content="a")])
