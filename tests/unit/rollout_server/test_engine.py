@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 from vllm import exceptions
@@ -73,7 +74,7 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
             raise RequestError("the client hung up")
 
     engine = object.__new__(VllmEngine)
-    engine._renderer, engine._threads = Slow(), ThreadPoolExecutor(1)
+    engine._renderer, engine._threads = cast(Any, Slow()), ThreadPoolExecutor(1)
 
     async def run() -> None:
         request = RolloutInferRequest(messages=[Message(role="user", content="a")])
