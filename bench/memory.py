@@ -5,8 +5,8 @@ how far it moves after the first fifth. The model is tiny and answers one token,
 per request: images, prompts, answers. Images have up to 25,000 sizes.
 
 What is kept on purpose has a limit, and grows up to it: vLLM's processed images (`mm_processor_cache_gb`, 4 GiB), and
-without a GPU the KV cache, which takes memory as it is first written (`cpu_kv_cache_gib`). Both are small here, and full
-within the first fifth.
+without a GPU the KV cache, which takes memory as it is first written (`cpu_kv_cache_gib`). Both are small here, and
+full within the first fifth.
 """
 
 from __future__ import annotations
