@@ -115,7 +115,13 @@ class ServerConfig(Section):
     )
     image_decode_timeout_s: float = key("longest decoding of one request's images", 20.0, unit="s", gt=0.0)
     max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
-    max_body_bytes: int = key("largest body of one HTTP call", 512 << 20, unit="bytes", ge=1)
+    max_body_bytes: int = key("largest body of one HTTP call", 128 << 20, unit="bytes", ge=1)
+    max_body_values: int = key(
+        "most values in one body: commas, brackets and braces, those in texts too, counted before it is parsed",
+        1_000_000,
+        unit="values",
+        ge=1,
+    )
     max_bodies_bytes: int = key(
         "largest sum of the bodies of all running calls; further calls get 503",
         2 << 30,

@@ -113,6 +113,7 @@ class Decoders:
 
     def load(self, sources: Sequence[str], share: Share) -> list[Image.Image]:
         """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
+        self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
         until = time.monotonic() + self._config.image_decode_timeout_s
         looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, until)) for source, data in encoded]
@@ -125,6 +126,16 @@ class Decoders:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().kill()
+
+    def _check_number(self, number: int) -> None:
+        most = self._config.max_images_per_request
+        if number > most:
+            raise MediaError(
+                "a request has too many images",
+                found=str(number),
+                wanted=f"at most {most}",
+                remedy="raise the server's max_images_per_request",
+            )
 
     def _check_cost(self, cost: int) -> None:
         most = self._config.max_request_pixels

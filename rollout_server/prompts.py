@@ -10,7 +10,7 @@ from typing import Any
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, Share
-from shared.errors import MediaError, RequestError
+from shared.errors import RequestError
 from shared.generation import Prompt, limit_pixels, render_messages
 from shared.wire import RolloutInferRequest
 
@@ -21,7 +21,7 @@ class Renderer:
     def __init__(self, model_path: str, config: ServerConfig) -> None:
         from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-        self._most_images, self.decoders = config.max_images_per_request, Decoders(config)
+        self.decoders = Decoders(config)
         self._processor: Any = AutoProcessor.from_pretrained(model_path, trust_remote_code=config.trust_remote_code)
         is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
         self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
@@ -31,16 +31,9 @@ class Renderer:
         )
 
     def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
-        """Raises MediaError, or RequestError where messages and images do not fit or the template refuses them.
-        `share` is what the images hold of the server's memory."""
+        """Raises MediaError, ServerBusyError, or RequestError if messages and images do not fit or the template refuses
+        them. `share` is what the images hold of the server's memory."""
         sources = [*request.images, *_inline_images(request)]
-        if len(sources) > self._most_images:
-            raise MediaError(
-                "a request has too many images",
-                found=str(len(sources)),
-                wanted=f"at most {self._most_images}",
-                remedy="raise the server's max_images_per_request",
-            )
         if sources and not self._takes_images:
             raise RequestError(
                 "this model takes no images",

@@ -75,7 +75,7 @@ class RolloutService:
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
-        self._check_number("infer_requests", len(call.infer_requests))
+        check_number("infer_requests", len(call.infer_requests), self.config)
         ended: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
         answering = asyncio.create_task(self._answer_all(call, ended))
         answering.add_done_callback(lambda _: ended.put_nowait(None))
@@ -109,24 +109,13 @@ class RolloutService:
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
-        self._check_number("items", len(call.items))
+        check_number("items", len(call.items), self.config)
         async with self.waiting_gate.call() as ver:
             try:
                 return await score(self.engine, call.items, ver)
             except NotFiniteError as error:
                 self.gate.poison(str(error))
                 raise
-
-    def _check_number(self, field: str, number: int) -> None:
-        if number > self.config.max_requests_per_call:
-            error = RequestError(
-                f"{field}: too many for one call",
-                found=str(number),
-                wanted=f"at most {self.config.max_requests_per_call}",
-                remedy="send several calls, or raise the server's max_requests_per_call",
-            )
-            error.http_status = 413
-            raise error
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and images. Does not wait: it fails if blocks are in use."""
@@ -183,6 +172,19 @@ class RolloutService:
 
         with named(f"infer_requests.{i}"):
             return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
+
+
+def check_number(field: str, number: int, config: ServerConfig) -> None:
+    """Raises RequestError (413) if these are too many requests for one call."""
+    if number > config.max_requests_per_call:
+        error = RequestError(
+            f"{field}: too many for one call",
+            found=str(number),
+            wanted=f"at most {config.max_requests_per_call}",
+            remedy="send several calls, or raise the server's max_requests_per_call",
+        )
+        error.http_status = 413
+        raise error
 
 
 @dataclass
