@@ -184,7 +184,7 @@ def _in_child(pipe: Connection, path: str, body: bytes) -> None:
         run(handle)
         stalls.append(time.thread_time() - begin)
 
-    asyncio.Handle._run = timed  # type: ignore[method-assign]
+    asyncio.Handle._run = timed  # type: ignore[assignment,method-assign]
 
     async def call() -> tuple[int, float]:
         config = ServerConfig(model="fake")

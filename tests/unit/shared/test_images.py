@@ -220,6 +220,26 @@ def test_a_form_outside_the_list_is_refused(tmp_path: Path) -> None:
             Images(ImageRules()).load(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0\0\0\x1cftypavif" + bytes(200),
+        b"BLP2" + bytes(200),
+        b"BLP1\0\0\0\0" + b"\xff" * 200,
+        b"DDS " + b"\xff" * 200,
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        b"8BPS" + bytes(200),
+    ],
+)
+def test_broken_images_of_other_forms_are_the_senders_fault(tmp_path: Path, data: bytes) -> None:
+    """However they are sent. Their readers raise what they like: none of them runs."""
+    (tmp_path / "a.png").write_bytes(data)
+    for source in (str(tmp_path / "a.png"), f"data:image/png;base64,{text(data)}", text(data)):
+        for use in (Images(ImageRules()).load, Images(ImageRules()).size):
+            with pytest.raises(MediaError):
+                use(source)
+
+
 # ---- pixels --------------------------------------------------------------------------------------------------------
 
 
