@@ -52,7 +52,7 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
-_OPEN = ("/health", "/ready")  # probes hold no token; these two say nothing but alive or ready
+_OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or ready, and which start of the server it is
 _RETRY_AFTER_S = 1.0
 _MAX_FIELDS = 256  # of one JSON object; no right body has so many
 _MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
@@ -80,11 +80,11 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
 def _routes(service: RolloutService) -> list[tuple[str, str, Handler]]:
     async def health(request: Request) -> Response:
         service.check_alive()
-        return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "ok", "server_id": service.server_id})
 
     async def ready(request: Request) -> Response:
         service.check_ready()
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "ready", "server_id": service.server_id})
 
     async def status(request: Request) -> Response:
         return _json(service.status())

@@ -6,12 +6,14 @@ allowed is in `shared/images.py`. Everything here blocks; `engine.py` calls it o
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, Share
 from shared.errors import RequestError
-from shared.generation import Prompt, limit_pixels, render_messages
+from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_messages
 from shared.wire import RolloutInferRequest
 
 
@@ -26,14 +28,17 @@ class Renderer:
         is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
         self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
         self._takes_images = not is_tokenizer
-        self._pixels = limit_pixels(
+        renders = (self._processor.apply_chat_template, self.tokenizer.apply_chat_template)
+        self._template_arguments = {name for method in renders for name in inspect.signature(method).parameters}
+        self.pixels = limit_pixels(
             self._processor, min_pixels=config.min_pixels, max_pixels=config.max_pixels, keys="the server's "
         )
 
     def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
         """Raises MediaError, ServerBusyError, or RequestError if messages and images do not fit or the template refuses
         them. `share` is what the images hold of the server's memory."""
-        sources = [*request.images, *_inline_images(request)]
+        sources = image_sources(request)
+        self.check_template_kwargs(request.chat_template_kwargs)
         if sources and not self._takes_images:
             raise RequestError(
                 "this model takes no images",
@@ -43,7 +48,9 @@ class Renderer:
             )
         turns = render_messages([message.model_dump() for message in request.messages], len(sources))
         try:
-            text = self._processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            text = self._processor.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False, **request.chat_template_kwargs
+            )
         except Exception as error:  # templates raise what they like
             raise RequestError(
                 "the model's chat template refuses the messages",
@@ -53,7 +60,7 @@ class Renderer:
             ) from error
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         images = self.decoders.load(sources, share)
-        return Prompt(token_ids=token_ids, images=images, pixels=self._pixels)
+        return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
 
     def text_of(self, token_ids: list[int]) -> str:
         """What the tokens say, special ones included."""
@@ -61,7 +68,28 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
+    def check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raises RequestError for a name that is not a variable of the template but an argument of what renders it:
+        one of these replaces the template."""
+        arguments = sorted(self._template_arguments & kwargs.keys())
+        if arguments:
+            raise RequestError(
+                "chat_template_kwargs: not variables of the chat template",
+                found=", ".join(arguments),
+                wanted="variables of the model's own template, such as enable_thinking",
+                remedy="remove them",
+            )
 
-def _inline_images(request: RolloutInferRequest) -> list[str]:
-    parts = [part for message in request.messages if not isinstance(message.content, str) for part in message.content]
-    return [part.image for part in parts if part.type == "image" and part.image is not None]
+
+def image_sources(request: RolloutInferRequest) -> list[str]:
+    """The request's images in the order of their places in the messages: a part's own, or the next of `images`. What is
+    left of `images` has no place, and comes last."""
+    left, sources = iter(request.images), []
+    for message in request.messages:
+        if isinstance(message.content, str):
+            own: list[str | None] = [None] * message.content.count(IMAGE_PLACEHOLDER)
+        else:
+            own = [part.source for part in message.content if part.type != "text"]
+        found = [next(left, None) if source is None else source for source in own]
+        sources += [source for source in found if source is not None]
+    return [*sources, *left]

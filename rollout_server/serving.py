@@ -30,13 +30,21 @@ class _Server(uvicorn.Server):
             listener.listen(_BACKLOG)
 
 
-async def serve(engine: Engine, config: ServerConfig, token: str | None, listener: socket.socket, console: Any) -> int:
+async def serve(
+    engine: Engine,
+    config: ServerConfig,
+    token: str | None,
+    listener: socket.socket,
+    console: Any,
+    *,
+    server_id: str = "",
+) -> int:
     """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`.
     Raises ConfigError if the limit on open files is too low."""
     config = with_open_files(config)
     server = _Server(
         uvicorn.Config(
-            create_app(RolloutService(engine, config), token),
+            create_app(RolloutService(engine, config, server_id), token),
             http=functools.partial(Connection, Waiting(config)),  # type: ignore[arg-type]
             ws="none",
             log_level="error",  # what callers send is no warning

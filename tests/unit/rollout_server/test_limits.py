@@ -143,7 +143,7 @@ class Engine(FakeEngine):
         super().__init__()
         self.decoders, self._threads = Decoders(config), ThreadPoolExecutor(2)
 
-    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         share = self.decoders.share()
         try:
             run = asyncio.get_running_loop().run_in_executor
