@@ -17,8 +17,8 @@ import platform
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
@@ -65,6 +65,7 @@ class RolloutService:
         self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(config.answer_cache_size)
         self._versions = _versions()
+        self._num_requests = 0  # of all calls, those included that wait for an update
 
     async def infer(self, call: InferCall) -> list[bytes]:
         """All of `answers`, in request order."""
@@ -100,7 +101,7 @@ class RolloutService:
             num_answered += 1
 
         try:
-            async with self.waiting_gate.call() as ver:
+            async with self._admitted(len(call.infer_requests) * call.request_config.n) as ver:
                 await gather(one(i, request, ver) for i, request in enumerate(call.infer_requests))
         except BaseException as error:
             outcome = type(error).__name__ if isinstance(error, ProjectError) else "cancelled"
@@ -113,8 +114,27 @@ class RolloutService:
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
         check_number("items", len(call.items), self.config)
-        async with self.waiting_gate.call() as ver:
+        async with self._admitted(len(call.items)) as ver:
             return await self._checked(score(self.engine, call.items, ver))
+
+    @asynccontextmanager
+    async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
+        """The version that answers these requests. Raises ServerBusyError if there are too many, and what the gate
+        raises."""
+        most = self.config.max_requests_in_flight
+        if self._num_requests and self._num_requests + num_requests > most:
+            raise ServerBusyError(
+                "too many requests are under way",
+                found=f"{self._num_requests}, and {num_requests} more",
+                wanted=f"at most {most}",
+                remedy="try again later, or raise the server's max_requests_in_flight",
+            )
+        self._num_requests += num_requests
+        try:
+            async with self.waiting_gate.call() as ver:
+                yield ver
+        finally:
+            self._num_requests -= num_requests
 
     async def _checked(self, work: Awaitable[T]) -> T:
         """`work`. A log-probability in it that is not finite poisons the server."""

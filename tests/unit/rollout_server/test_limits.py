@@ -263,6 +263,31 @@ def test_bodies_have_a_budget_together_and_a_deadline() -> None:
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+def test_requests_have_a_limit_together_and_are_forgotten_when_their_caller_goes() -> None:
+    def call(num: int) -> dict[str, Any]:
+        return {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}] * num}
+
+    async def run() -> None:
+        engine = FakeEngine()
+        app = create_app(RolloutService(engine, ServerConfig(model="fake", max_requests_in_flight=4)), None)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+            engine.go.clear()
+            first = asyncio.create_task(http.post("/infer/", json=call(3)))
+            while len(engine.generated) < 3:
+                await asyncio.sleep(0.01)
+            second = await http.post("/infer/", json=call(2))
+            assert (second.status_code, second.json()["error"]) == (503, "ServerBusyError")
+            assert "max_requests_in_flight" in second.json()["remedy"]
+            first.cancel()
+            while len(engine.cancelled) < 3:
+                await asyncio.sleep(0.01)
+            engine.go.set()
+            for _ in range(2):
+                assert (await http.post("/infer/", json=call(4))).status_code == 200
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 @pytest.fixture(autouse=True)
 def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_server.service._versions", dict)
