@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _HEAD = struct.Struct("<cQ")  # what, and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # without which Python may not start
 _POLL_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _BYTES_PER_PIXEL = 24  # of the largest image, with all copies that decoding, turning and converting make
@@ -184,8 +185,15 @@ class _Process:
         self._link.settimeout(_POLL_S)
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
-            env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-            self._popen = subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL)
+            env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            self._popen = subprocess.Popen(
+                argv,
+                pass_fds=[theirs.fileno()],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the server
+            )
 
     def ask(self, what: bytes, data: bytes, check: Callable[[], None]) -> tuple[bytes, bytearray]:
         """`check` raises when it is time to give up."""

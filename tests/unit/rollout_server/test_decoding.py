@@ -137,12 +137,15 @@ def test_decoded_images_have_a_limit_together(start: Callable[..., Decoders]) ->
     decoders.load([source], decoders.share())
 
 
-def test_a_process_knows_no_secret(start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_knows_no_secret_and_hears_no_ctrl_c(
+    start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "secret")
     decoders, others = start(), descendants(os.getpid())
     decoders.load([text(encoded((4, 4)))], decoders.share())
     (process,) = descendants(os.getpid()) - others
     assert b"secret" not in Path(f"/proc/{process}/environ").read_bytes()
+    assert os.getpgid(process) != os.getpgid(0)
 
 
 @pytest.mark.parametrize("lossless", [False, True])
