@@ -97,10 +97,10 @@ async def direct(engine: VllmEngine, call: InferCall) -> int:
     """Number of tokens from the engine, with the server's seeds."""
     config, seed = call.request_config, call.request_config.seed
     seeds = [None if seed is None else offset_seed(seed, i) for i in range(len(call.infer_requests))]
-    generations = await asyncio.gather(
+    answers = await asyncio.gather(
         *(engine.generate(request, config, own) for request, own in zip(call.infer_requests, seeds, strict=True))
     )
-    return sum(len(generation.response_token_ids) for (generation,) in generations)
+    return sum(len(generation.response_token_ids) for generations in answers for generation in generations)
 
 
 class Served:
@@ -235,7 +235,8 @@ def _prompt(index: int) -> str:
 def _trl_sides(server: TrlServer, engine: VllmEngine, requests: Sequence[RolloutInferRequest]) -> dict[str, Side]:
     """TRL's client as its trainers call it (the sampled tokens' log-probabilities come along), and without those."""
     client = server.client()
-    prompts = [engine._renderer.render(request).token_ids for request in requests]
+    share = engine._renderer.decoders.share()
+    prompts = [engine._renderer.render(request, share).token_ids for request in requests]
 
     def generate(logprobs: int | None) -> int:
         client.reset_prefix_cache()

@@ -34,7 +34,17 @@ from shared.errors import ConfigError, ProjectError
 
 Device = Literal["cpu", "cuda"]
 Part = Literal[
-    "stages", "training", "first_token", "adapters", "ahead", "sync", "infer", "several", "learning", "offload"
+    "stages",
+    "training",
+    "first_token",
+    "adapters",
+    "ahead",
+    "sync",
+    "infer",
+    "memory",
+    "several",
+    "learning",
+    "offload",
 ]
 _TIMEOUT_S = 1800.0
 _WORK = "from bench.run import work; work()"  # the code of a measurement's process
@@ -48,7 +58,7 @@ class Job:
     device: Device = "cpu"
     gpus: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    only_named: bool = False  # a trial without a GPU: runs only if its part is named
+    only_named: bool = False  # long, or a trial without a GPU: runs only if its part is named
 
     def __str__(self) -> str:
         return " ".join([self.function, *(f"{name}={value}" for name, value in self.settings.items())])
@@ -74,6 +84,7 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _cuda(1, "bench.infer:measure", size="0.6B"),
         _cuda(1, "bench.infer:measure", size="4B"),
     ],
+    "memory": [_try("bench.memory:measure")],
     "several": [_cuda(4, "bench.sync:full", size="4B", servers=3)],
     "learning": [
         _cuda(1, "bench.learning:measure", size="4B"),

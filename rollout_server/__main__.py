@@ -135,6 +135,8 @@ def _prepare_environment(config: ServerConfig) -> None:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; they are killed then
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
+        # Without a GPU oneDNN keeps what it has compiled for 1,024 shapes. Images have new ones again and again.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
     }
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

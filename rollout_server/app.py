@@ -35,7 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
 from rollout_server.openapi import JSON, Route, document, page
-from rollout_server.service import RolloutService
+from rollout_server.service import RolloutService, check_number
 from shared.addresses import is_loopback
 from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
 from shared.wire import (
@@ -73,6 +73,7 @@ _MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tenso
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
     """`token`: the bearer token that every call but the probes must bring; None: no token."""
     app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.state.config = service.config
     prefix = service.config.url_prefix
     router = APIRouter(prefix=prefix)
     routes = _routes(service) + (_openai_routes(service) if service.config.openai_api else [])
@@ -269,6 +270,7 @@ async def _body(request: Request, model: type[Body]) -> Body:
         raise _gone() from None
     try:
         value = from_json(content)
+        _check_number(value, request.app.state.config)
         _check_size(value)
         return model.model_validate(value)
     except ValidationError as error:
@@ -285,6 +287,14 @@ async def _body(request: Request, model: type[Body]) -> Body:
         wanted=f"a {model.__name__}",
         remedy="run the same version of this project on both sides",
     )
+
+
+def _check_number(value: Any, config: ServerConfig) -> None:
+    """Raises RequestError (413). To understand too many requests takes much longer than to count them."""
+    for field in ("infer_requests", "items"):
+        items = value.get(field) if isinstance(value, dict) else None
+        if isinstance(items, list):
+            check_number(field, len(items), config)
 
 
 def _check_size(value: Any) -> None:
@@ -477,11 +487,12 @@ class BodyLimit:
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > self._config.max_body_bytes:
             return await _error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
-        num_bytes, complete = 0, False
+        num_bytes = num_values = 0
+        complete = False
         deadline = asyncio.get_running_loop().time() + self._config.body_timeout_s
 
         async def limited() -> Message:
-            nonlocal num_bytes, complete
+            nonlocal num_bytes, num_values, complete
             if complete:  # what comes now is the client's going
                 return await receive()
             try:
@@ -489,12 +500,16 @@ class BodyLimit:
                     message = await receive()
             except TimeoutError:
                 raise self._too_slow(num_bytes) from None
-            num_new = len(message.get("body", b""))
+            body = message.get("body", b"")
+            num_new = len(body)
             num_bytes += num_new
+            num_values += body.count(b",") + body.count(b"[") + body.count(b"{")
             self._num_held_bytes += num_new
             complete = not message.get("more_body", False)
             if num_bytes > self._config.max_body_bytes:
                 raise self._too_large(f"more than {self._config.max_body_bytes} bytes")
+            if num_values > self._config.max_body_values:
+                raise self._too_many_values()
             if self._num_held_bytes > self._config.max_bodies_bytes:
                 raise self._too_many()
             return message
@@ -510,6 +525,11 @@ class BodyLimit:
         wanted = f"at most {self._config.max_body_bytes} bytes"
         remedy = "send fewer requests per call, or raise the server's max_body_bytes"
         return _refused(413, "the request's body is too large", found, wanted, remedy)
+
+    def _too_many_values(self) -> RequestError:
+        found, wanted = f"more than {self._config.max_body_values} values", "fewer commas, brackets and braces"
+        remedy = "send fewer requests per call, or raise the server's max_body_values"
+        return _refused(413, "the request's body has too many values", found, wanted, remedy)
 
     def _too_slow(self, num_bytes: int) -> RequestError:
         found = f"{num_bytes} bytes, and no end after {self._config.body_timeout_s:g} s"

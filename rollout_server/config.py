@@ -104,8 +104,27 @@ class ServerConfig(Section):
     image_cache_bytes: int = key("fetched images that are kept in memory; 0: none", 256 << 20, unit="bytes", ge=0)
     max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
+    max_request_pixels: int = key(
+        "most pixels times scans of all images of one request: how long they take to decode",
+        256_000_000,
+        unit="pixels",
+        ge=1,
+    )
+    max_pixels_in_flight: int = key(
+        "most pixels of the images of all running requests, 4 bytes each; others wait up to `queue_timeout_s`",
+        2_000_000_000,
+        unit="pixels",
+        ge=1,
+    )
+    image_decode_timeout_s: float = key("longest decoding of one request's images", 20.0, unit="s", gt=0.0)
     max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
-    max_body_bytes: int = key("largest body of one HTTP call", 512 << 20, unit="bytes", ge=1)
+    max_body_bytes: int = key("largest body of one HTTP call", 128 << 20, unit="bytes", ge=1)
+    max_body_values: int = key(
+        "most values in one body: commas, brackets and braces, those in texts too, counted before it is parsed",
+        1_000_000,
+        unit="values",
+        ge=1,
+    )
     max_bodies_bytes: int = key(
         "largest sum of the bodies of all running calls; further calls get 503",
         2 << 30,
@@ -123,8 +142,16 @@ class ServerConfig(Section):
         "longest time for sending one body, and longest pause in reading an answer", 60.0, unit="s", gt=0.0
     )
     max_requests_per_call: int = key("most requests of one `/infer/` or `/score/` call", 4096, unit="requests", ge=1)
+    max_requests_in_flight: int = key(
+        "most requests of all running `/infer/` and `/score/` calls; further calls get 503",
+        65_536,
+        unit="requests",
+        ge=1,
+    )
 
-    queue_timeout_s: float = key("longest wait of a call for a weight update to end", 60.0, unit="s", gt=0.0)
+    queue_timeout_s: float = key(
+        "longest wait of a call for a weight update to end, or of its images for memory", 60.0, unit="s", gt=0.0
+    )
     drain_timeout_s: float = key(
         "longest wait of a weight update for calls in flight", 300.0, unit="s", req="R10", gt=0.0
     )

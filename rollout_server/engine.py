@@ -45,7 +45,6 @@ from shared.sync.adapter_loading import adapter_request
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
 T = TypeVar("T")
-Arg = TypeVar("Arg")
 _WORKER_CALL_S = 60.0  # a worker that is silent for so long is gone; its own waits are far shorter
 _MAX_TOKENS = "request_config.max_tokens"
 
@@ -197,12 +196,12 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         """`config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError, PromptTooLongError,
         ServerError, NotFiniteError."""
-        prompt = await self._render(request)
         num_new = config.max_tokens or 1  # null: what the context has room for, if there is any
-        self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
-        with self._vllm_errors():
-            outputs = await gather(self._run(prompt, sampling_params(config, own)) for own in seeds)
+        async with self._rendered(request) as prompt:
+            self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
+            with self._vllm_errors():
+                outputs = await gather(self._run(prompt, sampling_params(config, own)) for own in seeds)
         self._check_length(len(outputs[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
         return [read_generation(output, self._stop_ids, self._renderer.text_of) for output in outputs]
 
@@ -213,10 +212,10 @@ class VllmEngine:
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
-        prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
-        with self._vllm_errors():
-            output = await self._run(*scoring(prompt, response_token_ids))
+        async with self._rendered(request) as prompt:
+            self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
+            with self._vllm_errors():
+                output = await self._run(*scoring(prompt, response_token_ids))
         return read_scores(output, len(response_token_ids))
 
     async def models(self) -> bytes:
@@ -225,10 +224,169 @@ class VllmEngine:
 
     async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
         """The answer of vLLM's OpenAI layer; its events if `call.stream`. Raises what `generate` raises."""
-        images = await self._on_thread(self._renderer.load_images, image_parts(call))
-        with self._vllm_errors():
-            async with self._stalls.guard():
-                answer = await self._openai.complete(call, images)
+        with contextlib.ExitStack() as stack:
+            share = stack.enter_context(contextlib.closing(self._renderer.decoders.share()))
+            images = await self._on_thread(self._renderer.decoders.load, image_parts(call), share)
+            with self._vllm_errors():
+                async with self._stalls.guard():
+                    answer = await self._openai.complete(call, images)
+            return answer if isinstance(answer, bytes) else self._guarded(answer, stack.pop_all())
+
+    async def _guarded(self, events: AsyncGenerator[str], share: contextlib.ExitStack) -> AsyncGenerator[str]:
+        with share, self._vllm_errors():
+            async with self._stalls.guard(), contextlib.aclosing(events):
+                async for event in events:
+                    yield event
+
+    async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
+    async def reset_caches(self) -> None: ...
+    def serve_adapter(self, name: str | None) -> None: ...
+    def check_answers(self) -> None: ...
+    async def watch(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+async def score(engine: Engine, items: Sequence[ScoreItem], ver: int) -> ScoreReply:
+    """Log-probabilities of given answers, for `/score/` and the canary. Raises what `Engine.score` raises."""
+
+    async def one(i: int, item: ScoreItem) -> Scores:
+        with named(f"items.{i}"):
+            return await engine.score(item.request, item.response_token_ids)
+
+    scores = await gather(one(i, item) for i, item in enumerate(items))
+    return ScoreReply(
+        ver=ver,
+        logprobs=[one.logprobs for one in scores],
+        prompt_token_ids=[one.prompt_token_ids for one in scores],
+    )
+
+
+@contextlib.contextmanager
+def named(field: str) -> Iterator[None]:
+    """A refused request says where in the call it stands."""
+    try:
+        yield
+    except RequestError as error:
+        what = f"{field}: {error.what}"
+        raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
+
+
+class StallWatch:
+    """Asks the engine from time to time whether it is there. After `stall_s` without an answer all that wait for it get
+    an error, until it answers again."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._stalled = False
+        self._waiting: set[asyncio.Timeout] = set()
+
+    def check(self) -> None:
+        """Raises ServerError (503) if the engine does not answer."""
+        if self._stalled:
+            error = ServerError(
+                "the engine does not answer",
+                found=f"no sign of it for {self._stall_s:g} s",
+                wanted="an answer within engine_stall_s",
+                remedy="see whether its process is stopped; restart the server if it stays so",
+            )
+            error.http_status = 503
+            raise error
+
+    @contextlib.asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """Around whatever waits for the engine. Raises what `check` raises, once it does."""
+        self.check()
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._waiting.add(limit)
+                try:
+                    yield
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            self.check()
+            raise
+
+    async def run(self, ping: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            asking = asyncio.ensure_future(ping())
+            if not (await asyncio.wait({asking}, timeout=0.75 * self._stall_s))[0]:
+                self._stalled = True
+                waiting, self._waiting = self._waiting, set()
+                for limit in waiting:
+                    limit.reschedule(asyncio.get_running_loop().time())
+                await asyncio.wait({asking})
+            asking.exception()  # a dead engine is found by others
+            self._stalled = False
+            await asyncio.sleep(0.25 * self._stall_s)
+
+
+class VllmEngine:
+    def __init__(self, config: ServerConfig) -> None:
+        """Start the engine; blocks until the model is loaded. Raises ConfigError if the model's family does not
+        work or is not tested, or if vLLM refuses the settings."""
+        self.model = config.model
+        self._path = model_folder(config.model, "model")
+        check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
+        self._renderer = Renderer(self._path, config)
+        self._llm: Any = _start(_engine_args(self._path, config), config)
+        model_config = self._llm.model_config
+        self.dtype = str(model_config.dtype).removeprefix("torch.")
+        self.architecture = signature(model_config.hf_config.to_dict())
+        self.gpus = _gpus(config.world_size)
+        self.vocab_size = int(model_config.get_vocab_size())
+        self.max_model_len = int(model_config.max_model_len)
+        self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
+        self._ids = itertools.count()
+        self._adapter: Any = None  # a LoRARequest
+        self._openai = OpenAILayer(self._llm, model=self.model, renderer=self._renderer, adapter=lambda: self._adapter)
+        self._stalls = StallWatch(config.engine_stall_s)
+        self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
+        self.weights = checkpoint_digest(self._path)
+        # Objects from start-up stay anyway. Without the freeze the collector walked them again and again: 0.4 s a time.
+        gc.collect()
+        gc.freeze()
+
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
+        """`config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError, PromptTooLongError,
+        ServerError, NotFiniteError."""
+        num_new = config.max_tokens or 1  # null: what the context has room for, if there is any
+        seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
+        async with self._rendered(request) as prompt:
+            self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
+            with self._vllm_errors():
+                outputs = await gather(self._run(prompt, sampling_params(config, own)) for own in seeds)
+        self._check_length(len(outputs[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
+        return [read_generation(output, self._stop_ids, self._renderer.text_of) for output in outputs]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """What the tokens say, special ones included."""
+        return self._renderer.text_of(token_ids)
+
+    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+        """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""
+        self._check_ids(response_token_ids)
+        async with self._rendered(request) as prompt:
+            self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
+            with self._vllm_errors():
+                output = await self._run(*scoring(prompt, response_token_ids))
+        return read_scores(output, len(response_token_ids))
+
+    async def models(self) -> bytes:
+        """The body of `/v1/models`."""
+        return await self._openai.models()
+
+    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+        """The answer of vLLM's OpenAI layer; its events if `call.stream`. Raises what `generate` raises."""
+        with contextlib.closing(self._renderer.decoders.share()) as share:
+            images = await self._on_thread(self._renderer.decoders.load, image_parts(call), share)
+            with self._vllm_errors():
+                async with self._stalls.guard():
+                    answer = await self._openai.complete(call, images)
         return answer if isinstance(answer, bytes) else self._guarded(answer)
 
     async def _guarded(self, events: AsyncGenerator[str]) -> AsyncGenerator[str]:
@@ -291,15 +449,19 @@ class VllmEngine:
     def shutdown(self) -> None:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._renderer.decoders.close()
         self._llm.shutdown()
         self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter is gone
         gc.unfreeze()  # some libraries count what is left at exit, and would complain
 
-    async def _render(self, request: RolloutInferRequest) -> Prompt:
-        return await self._on_thread(self._renderer.render, request)
+    @contextlib.asynccontextmanager
+    async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
+        """Its images hold memory until this ends. If it is cancelled, so is their decoding."""
+        with contextlib.closing(self._renderer.decoders.share()) as share:
+            yield await self._on_thread(self._renderer.render, request, share)
 
-    async def _on_thread(self, work: Callable[[Arg], T], argument: Arg) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
+    async def _on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def _run(self, prompt: Prompt, params: Any) -> Any:
         """The finished output."""

@@ -7,17 +7,14 @@ allowed is in `shared/images.py`. Everything here blocks; `engine.py` calls it o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from rollout_server.config import ServerConfig
-from shared.errors import MediaError, RequestError
+from rollout_server.decoding import Decoders, Share
+from shared.errors import RequestError
 from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_messages
-from shared.images import Images
 from shared.wire import RolloutInferRequest
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 
 class Renderer:
@@ -26,7 +23,7 @@ class Renderer:
     def __init__(self, model_path: str, config: ServerConfig) -> None:
         from transformers import AutoProcessor, PreTrainedTokenizerBase
 
-        self._most_images, self._images = config.max_images_per_request, Images(config.image_rules)
+        self.decoders = Decoders(config)
         self._processor: Any = AutoProcessor.from_pretrained(model_path, trust_remote_code=config.trust_remote_code)
         is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
         self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
@@ -37,10 +34,10 @@ class Renderer:
             self._processor, min_pixels=config.min_pixels, max_pixels=config.max_pixels, keys="the server's "
         )
 
-    def render(self, request: RolloutInferRequest) -> Prompt:
-        """Raises MediaError, or RequestError where messages and images do not fit or the template refuses them."""
+    def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
+        """Raises MediaError, ServerBusyError, or RequestError if messages and images do not fit or the template refuses
+        them. `share` is what the images hold of the server's memory."""
         sources = image_sources(request)
-        self._check_number(len(sources))
         self.check_template_kwargs(request.chat_template_kwargs)
         if sources and not self._takes_images:
             raise RequestError(
@@ -62,12 +59,8 @@ class Renderer:
                 remedy="check the roles and their order",
             ) from error
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Prompt(token_ids=token_ids, images=self._load(sources), pixels=self.pixels)
-
-    def load_images(self, sources: Sequence[str]) -> list[Image.Image]:
-        """The images of one request. Raises MediaError."""
-        self._check_number(len(sources))
-        return self._load(sources)
+        images = self.decoders.load(sources, share)
+        return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
 
     def text_of(self, token_ids: list[int]) -> str:
         """What the tokens say, special ones included."""
@@ -85,18 +78,6 @@ class Renderer:
                 found=", ".join(arguments),
                 wanted="variables of the model's own template, such as enable_thinking",
                 remedy="remove them",
-            )
-
-    def _load(self, sources: Sequence[str]) -> list[Image.Image]:
-        return [self._images.load(source) for source in sources]
-
-    def _check_number(self, num_images: int) -> None:
-        if num_images > self._most_images:
-            raise MediaError(
-                "a request has too many images",
-                found=str(num_images),
-                wanted=f"at most {self._most_images}",
-                remedy="raise the server's max_images_per_request",
             )
 
 

@@ -17,8 +17,8 @@ import platform
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -67,6 +67,7 @@ class RolloutService:
         self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(config.answer_cache_size)
         self._versions = _versions()
+        self._num_requests = 0  # of all calls, those included that wait for an update
 
     async def infer(self, call: InferCall) -> list[bytes]:
         """All of `answers`, in request order."""
@@ -80,7 +81,7 @@ class RolloutService:
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
-        self._check_number("infer_requests", len(call.infer_requests) * call.request_config.n)
+        check_number("infer_requests", len(call.infer_requests) * call.request_config.n, self.config)
         async with aclosing(relay(partial(self._answer_all, call))) as answers:
             async for answer in answers:
                 yield answer
@@ -95,7 +96,7 @@ class RolloutService:
             num_answered += 1
 
         try:
-            async with self.waiting_gate.call() as ver:
+            async with self._admitted(len(call.infer_requests) * call.request_config.n) as ver:
                 await gather(one(i, request, ver) for i, request in enumerate(call.infer_requests))
         except BaseException as error:
             outcome = type(error).__name__ if isinstance(error, ProjectError) else "cancelled"
@@ -107,9 +108,9 @@ class RolloutService:
 
     async def complete(self, call: OpenAICall) -> bytes:
         """The answer of vLLM's OpenAI layer. Raises what the gate, the media rules and the engine raise."""
-        self._check_number("n", call.num_prompts * call.n)
+        check_number("n", call.num_prompts * call.n, self.config)
         with self._counted():
-            async with self.waiting_gate.call():
+            async with self._admitted(call.num_prompts * call.n):
                 answer = await self.engine.complete(call)
                 self.gate.check_sound()
         assert isinstance(answer, bytes), "a call without `stream` gets one answer"
@@ -117,14 +118,14 @@ class RolloutService:
 
     async def completion_events(self, call: OpenAICall) -> AsyncGenerator[bytes]:
         """The same as server-sent events, as they come; the gate is held until the last one is made."""
-        self._check_number("n", call.num_prompts * call.n)
+        check_number("n", call.num_prompts * call.n, self.config)
         async with aclosing(relay(partial(self._put_events, call))) as events:
             async for event in events:
                 yield event
 
     async def _put_events(self, call: OpenAICall, put: Callable[[bytes], None]) -> None:
         with self._counted():
-            async with self.waiting_gate.call():
+            async with self._admitted(call.num_prompts * call.n):
                 events = await self.engine.complete(call)
                 assert isinstance(events, AsyncGenerator), "a call with `stream` gets events"
                 async with aclosing(events):
@@ -146,9 +147,28 @@ class RolloutService:
 
     async def score(self, call: ScoreCall) -> ScoreReply:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
-        self._check_number("items", len(call.items))
-        async with self.waiting_gate.call() as ver:
+        check_number("items", len(call.items), self.config)
+        async with self._admitted(len(call.items)) as ver:
             return await self._checked(score(self.engine, call.items, ver))
+
+    @asynccontextmanager
+    async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
+        """The version that answers these requests. Raises ServerBusyError if there are too many, and what the gate
+        raises."""
+        most = self.config.max_requests_in_flight
+        if self._num_requests and self._num_requests + num_requests > most:
+            raise ServerBusyError(
+                "too many requests are under way",
+                found=f"{self._num_requests}, and {num_requests} more",
+                wanted=f"at most {most}",
+                remedy="try again later, or raise the server's max_requests_in_flight",
+            )
+        self._num_requests += num_requests
+        try:
+            async with self.waiting_gate.call() as ver:
+                yield ver
+        finally:
+            self._num_requests -= num_requests
 
     async def _checked(self, work: Awaitable[T]) -> T:
         """`work`. A log-probability in it that is not finite poisons the server."""
@@ -157,17 +177,6 @@ class RolloutService:
         except NotFiniteError as error:
             self.gate.poison(str(error))
             raise
-
-    def _check_number(self, field: str, number: int) -> None:
-        if number > self.config.max_requests_per_call:
-            error = RequestError(
-                f"{field}: too many for one call",
-                found=str(number),
-                wanted=f"at most {self.config.max_requests_per_call}",
-                remedy="send several calls, or raise the server's max_requests_per_call",
-            )
-            error.http_status = 413
-            raise error
 
     async def reset_prefix_cache(self) -> None:
         """Forget cached prefixes and images. Does not wait: it fails if blocks are in use."""
@@ -265,6 +274,19 @@ class RolloutService:
             stop_token_id=generation.stop_token_id,
             stop_logprob=generation.stop_logprob,
         )
+
+
+def check_number(field: str, number: int, config: ServerConfig) -> None:
+    """Raises RequestError (413) if these are too many requests for one call."""
+    if number > config.max_requests_per_call:
+        error = RequestError(
+            f"{field}: too many for one call",
+            found=str(number),
+            wanted=f"at most {config.max_requests_per_call}",
+            remedy="send several calls, or raise the server's max_requests_per_call",
+        )
+        error.http_status = 413
+        raise error
 
 
 @dataclass

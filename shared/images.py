@@ -18,24 +18,26 @@ size in pixels before it is decoded. Everything here blocks, and may be called f
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
+import contextlib
 import functools
 import io
 import os
 import re
+import socket
 import ssl
 import stat
 import struct
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Literal
-from urllib.parse import unquote, unquote_to_bytes, urljoin
+from urllib.parse import SplitResult, quote, unquote, unquote_to_bytes, urljoin, urlsplit
 
 from PIL import Image, UnidentifiedImageError
 
@@ -58,12 +60,15 @@ _SHOWN_CHARS = 200
 
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
-_HEADERS = {"User-Agent": "rollout-matching", "Accept-Encoding": "identity"}
+_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # must not be quoted again
+_HEADERS = {"User-Agent": "rollout-matching"}
+_FETCH_CHUNK_BYTES = 1 << 16
 
 # `max_pixels` is checked before anything is decoded. Pillow's own limit only warns, and a single thread cannot silence
 # it.
 Image.MAX_IMAGE_PIXELS = None
 
+_JPEG_SCAN = b"\xff\xda"
 _ORIENTATION = 0x0112  # EXIF tag
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -105,7 +110,7 @@ class Images:
         absolute, everything else stays. Raises MediaError if it does not name a usable image. Fetches nothing."""
         way = _way_of(source, folder)
         if way == "http":
-            self._check_host(source, source)
+            self._checked_url(source, source)
         elif way == "data":
             self._from_data_url(source)
         elif way != "base64" or not self._from_base64(source):
@@ -116,7 +121,10 @@ class Images:
 
     def load(self, source: str) -> Image.Image:
         """The image: RGB, upright, fully decoded. Raises MediaError."""
-        data = self._bytes(source)
+        return self.decode(self.read(source), source)
+
+    def decode(self, data: bytes, source: str) -> Image.Image:
+        """The image in what `read` has read. Raises MediaError."""
         try:
             image = self._open(io.BytesIO(data), source)
             image.load()
@@ -124,10 +132,20 @@ class Images:
         except _DECODING_ERRORS as error:
             raise _no_image(source, data, error) from error
 
+    def look(self, data: bytes, source: str) -> tuple[int, int]:
+        """(pixels, passes over them that decoding takes), from the header. Raises MediaError."""
+        try:
+            image = self._open(io.BytesIO(data), source)
+        except _DECODING_ERRORS as error:
+            raise _no_image(source, data, error) from error
+        # A JPEG may have thousands of scans, each over all pixels. Within one, its marker does not occur.
+        is_jpeg = image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg"
+        return image.width * image.height, max(1, data.count(_JPEG_SCAN)) if is_jpeg else 1
+
     def size(self, source: str) -> tuple[int, int]:
         """(width, height) of the upright image, from its header. Raises MediaError."""
         way = _way_of(source)
-        with self._file(source)[0] if way in ("file", "path") else io.BytesIO(self._bytes(source)) as file:
+        with self._file(source)[0] if way in ("file", "path") else io.BytesIO(self.read(source)) as file:
             try:
                 self._check_bytes(_num_bytes(file), source)
                 return _upright_size(self._open(file, source), file)
@@ -137,7 +155,8 @@ class Images:
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
-    def _bytes(self, source: str) -> bytes:
+    def read(self, source: str) -> bytes:
+        """The encoded image. Raises MediaError."""
         way = _way_of(source)
         if way == "http":
             return self._cache.get(source) or self._cache.keep(source, self._fetch(source))
@@ -181,20 +200,24 @@ class Images:
         rules = self.rules
         if rules.roots is None:
             found = f"no file {folder.absolute() / source}" if len(source) <= _SHOWN_CHARS else "no file of that name"
-            return _error(source, f"{found}, and no base64 of an image", FIVE_WAYS, "correct the path or the string")
+            return media_error(
+                source, f"{found}, and no base64 of an image", FIVE_WAYS, "correct the path or the string"
+            )
         if not rules.roots:
             remedy = f"set {rules.keys}allowed_image_roots, or send the image itself as base64"
-            return _error(source, "no base64 of an image, and local paths are not allowed", FIVE_WAYS, remedy)
+            return media_error(source, "no base64 of an image, and local paths are not allowed", FIVE_WAYS, remedy)
         roots = ", ".join(str(root) for root in rules.roots)
         found = f"no such file in an allowed folder ({roots}), and no base64 of an image"
-        return _error(
+        return media_error(
             source, found, FIVE_WAYS, f"correct the path, or add its folder to {rules.keys}allowed_image_roots"
         )
 
     def _from_data_url(self, source: str) -> bytes:
         header, comma, body = source.partition(",")
         if not comma:
-            raise _error(source, "a data URL without a comma", "data:image/png;base64,...", "encode the image again")
+            raise media_error(
+                source, "a data URL without a comma", "data:image/png;base64,...", "encode the image again"
+            )
         if not header.lower().endswith(";base64"):
             self._check_bytes(len(body) // 3, source)
             return unquote_to_bytes(body)
@@ -203,7 +226,9 @@ class Images:
         try:
             return base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise _error(source, f"text that is not base64 ({error})", "base64", "encode the image again") from error
+            raise media_error(
+                source, f"text that is not base64 ({error})", "base64", "encode the image again"
+            ) from error
 
     def _from_base64(self, source: str) -> bytes | None:
         """None if the text is not base64."""
@@ -218,75 +243,63 @@ class Images:
         most = self.rules.max_bytes
         if num_bytes > most:
             remedy = f"shrink the image, or raise {self.rules.keys}max_image_bytes"
-            raise _error(source, f"more than {most} bytes", f"at most {most} bytes", remedy)
+            raise media_error(source, f"more than {most} bytes", f"at most {most} bytes", remedy)
 
     # ---- URLs ------------------------------------------------------------------------------------------------------
 
     def _fetch(self, source: str) -> bytes:
-        with ThreadPoolExecutor(max_workers=1) as thread:  # this one may have an event loop
-            return thread.submit(self._fetch_alone, source).result()
-
-    def _fetch_alone(self, source: str) -> bytes:
-        """Within `timeout_s`, whatever it waits for: names, connections, headers, or one byte after the other."""
-        import httpx
-
-        loop = asyncio.new_event_loop()
+        url, until = source, time.monotonic() + self.rules.timeout_s
         try:
-            return loop.run_until_complete(asyncio.wait_for(self._follow(source), self.rules.timeout_s))
-        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            for _ in range(_MAX_REDIRECTS + 1):
+                with _answer(self._checked_url(url, source), until) as response:
+                    if response.status == 200:
+                        return self._body(response, source, until)
+                    if response.status not in _REDIRECTS:
+                        raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
+                    url = urljoin(url, response.headers.get("Location", ""))
+        except (OSError, HTTPException, ValueError) as error:
             found = f"{type(error).__name__}: {error}"
             remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
-            raise _error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
-        finally:
-            loop.close()  # does not wait for names
+            raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
+        raise media_error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
 
-    async def _follow(self, source: str) -> bytes:
-        import httpx
-
-        url = source
-        # No proxies: they would see every image.
-        async with httpx.AsyncClient(trust_env=False, verify=_certificates(), timeout=None) as http:
-            for _ in range(_MAX_REDIRECTS + 1):
-                self._check_host(url, source)
-                async with http.stream("GET", url, headers=_HEADERS) as response:
-                    if response.status_code == 200:
-                        return await self._body(response.aiter_raw(), source)
-                    if response.status_code not in _REDIRECTS:
-                        raise _error(source, f"HTTP {response.status_code}", "HTTP 200", "check the URL")
-                    url = urljoin(url, response.headers.get("Location", ""))
-        raise _error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
-
-    async def _body(self, parts: AsyncIterator[bytes], source: str) -> bytes:
+    def _body(self, response: HTTPResponse, source: str, until: float) -> bytes:
         data = bytearray()
-        async for part in parts:
+        while part := response.read(_FETCH_CHUNK_BYTES):
             data += part
             self._check_bytes(len(data), source)
+        if time.monotonic() > until:  # we have hung up
+            raise TimeoutError(f"{len(data)} bytes so far")
         return bytes(data)
 
-    def _check_host(self, url: str, source: str) -> None:
-        import httpx
-
+    def _checked_url(self, url: str, source: str) -> SplitResult:
+        """The URL in the parts by which it is fetched, so that nobody takes another part for the host."""
         try:
-            parsed = httpx.URL(url)  # by which it is fetched: parsers differ in what they take for the host
-        except httpx.InvalidURL as error:
-            raise _error(source, f"no URL ({error})", "http(s)://host/path", "correct the URL") from error
-        scheme, host = parsed.scheme, parsed.host
+            parts = urlsplit(url)
+            scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port
+        except ValueError as error:
+            raise media_error(source, f"no URL ({error})", "http(s)://host/path", "correct the URL") from error
         if scheme not in {"http", "https"} or host not in self.rules.hosts:
             allowed = ", ".join(self.rules.hosts) or "none"
             found = f"host {host!r} over {scheme or 'nothing'}"
             remedy = f"add the host to {self.rules.keys}allowed_image_hosts, or use files"
-            raise _error(source, found, f"http(s) to one of: {allowed}", remedy)
+            raise media_error(source, found, f"http(s) to one of: {allowed}", remedy)
+        return parts
 
     # ---- headers ---------------------------------------------------------------------------------------------------
 
     def _open(self, file: IO[bytes], source: str) -> Image.Image:
         """The image with its header read, but no pixels."""
+        self._check_pixels(*_webp_size(file), source)  # Pillow would take memory for all its pixels
         image = Image.open(file, formats=FORMATS)
-        most, num_pixels = self.rules.max_pixels, image.width * image.height
+        self._check_pixels(image.width, image.height, source)
+        return image
+
+    def _check_pixels(self, width: int, height: int, source: str) -> None:
+        most, num_pixels = self.rules.max_pixels, width * height
         if num_pixels > most:
             remedy = f"shrink the image, or raise {self.rules.keys}max_image_pixels"
-            raise _error(source, f"{image.width}x{image.height} = {num_pixels} pixels", f"at most {most}", remedy)
-        return image
+            raise media_error(source, f"{width}x{height} = {num_pixels} pixels", f"at most {most}", remedy)
 
 
 class _Cache:
@@ -310,6 +323,34 @@ class _Cache:
             while self._used > self._size:
                 self._used -= len(self._kept.popitem(last=False)[1])
         return data
+
+
+@contextlib.contextmanager
+def _answer(url: SplitResult, until: float) -> Iterator[HTTPResponse]:
+    """The answer to a GET. At `until` the connection ends, so nothing waits longer, not even for one byte after the
+    other. (Names are looked up within the resolver's own limits.) No proxies: they would see every image."""
+    secure, host = url.scheme == "https", url.hostname or ""
+    left_s = until - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("redirects took the time")
+    link = socket.create_connection((host, url.port or (443 if secure else 80)), timeout=left_s)
+    with link.dup() as same, contextlib.closing(link):
+        hanging_up = threading.Timer(until - time.monotonic(), _hang_up, (same,))
+        hanging_up.start()
+        try:
+            connection = HTTPConnection(host, url.port, timeout=left_s)
+            connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
+            with contextlib.closing(connection):
+                target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
+                connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
+                yield connection.getresponse()
+        finally:
+            hanging_up.cancel()
+
+
+def _hang_up(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        link.shutdown(socket.SHUT_RDWR)
 
 
 @functools.cache
@@ -362,6 +403,21 @@ def _num_bytes(file: IO[bytes]) -> int:
     num_bytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     return num_bytes
+
+
+def _webp_size(file: IO[bytes]) -> tuple[int, int]:
+    """(width, height) of a WebP's canvas; zeros if it is none."""
+    head = file.read(30).ljust(30, b"\0")
+    file.seek(0)
+    if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
+        return 0, 0
+    if head[12:16] == b"VP8X":
+        return 1 + int.from_bytes(head[24:27], "little"), 1 + int.from_bytes(head[27:30], "little")
+    if head[12:16] == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    width, height = struct.unpack("<HH", head[26:30])
+    return width & 0x3FFF, height & 0x3FFF
 
 
 # ---- pixels --------------------------------------------------------------------------------------------------------
@@ -427,8 +483,8 @@ def short(source: str) -> str:
 def _no_image(source: str, data: bytes, error: Exception) -> MediaError:
     why = f"begins with {data[:16]!r}" if isinstance(error, UnidentifiedImageError) else str(error)[:200]
     found = f"{len(data)} bytes that are not an image ({why})"
-    return _error(source, found, " or ".join(FORMATS), "repair or replace the image")
+    return media_error(source, found, " or ".join(FORMATS), "repair or replace the image")
 
 
-def _error(source: str, found: str, wanted: str, remedy: str) -> MediaError:
+def media_error(source: str, found: str, wanted: str, remedy: str) -> MediaError:
     return MediaError(f"image {short(source)!r} can't be used", found=found, wanted=wanted, remedy=remedy)

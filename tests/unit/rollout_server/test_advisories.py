@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hmac
 import http.server
 import io
@@ -60,8 +61,9 @@ class ReadingEngine(FakeEngine):
         super().__init__()
         self._renderer = Renderer(str(model), config)
 
-    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
-        await asyncio.to_thread(self._renderer.render, request)
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
+        with contextlib.closing(self._renderer.decoders.share()) as share:
+            await asyncio.to_thread(self._renderer.render, request, share)
         return await super().generate(request, config, seed)
 
 
@@ -534,7 +536,7 @@ def test_a_picture_is_seen_as_people_see_it(advisories: Any, model: Path) -> Non
     turned = data_url(encoded(Image.new("RGB", (64, 32)), "JPEG", exif=exif))
     renderer = Renderer(str(model), ServerConfig(model=str(model)))
     request = RolloutInferRequest(messages=[Message(role="user", content="a")], images=[turned])
-    assert renderer.render(request).images[0].size == (32, 64)
+    assert renderer.render(request, renderer.decoders.share()).images[0].size == (32, 64)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

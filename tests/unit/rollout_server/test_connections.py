@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -36,9 +37,8 @@ class Engine(FakeEngine):
     async def generate(self, request, config, seed):  # type: ignore[no-untyped-def]
         if config.max_tokens == 1:
             await asyncio.sleep(60)
-        generation = await super().generate(request, config, seed)
-        object.__setattr__(generation, "text", "x" * (config.max_tokens * 1024))
-        return generation
+        generations = await super().generate(request, config, seed)
+        return [replace(one, text="x" * (1024 * config.max_tokens)) for one in generations]
 
 
 def _serve(config: ServerConfig, log: Path) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 from vllm import exceptions
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from rollout_server.config import ServerConfig
+from rollout_server.decoding import Decoders, Share
 from rollout_server.engine import VllmEngine
 from shared.errors import PromptTooLongError, RequestError, ServerError
+from shared.generation import Prompt
+from shared.wire import Message, RequestConfig, RolloutInferRequest
 
 
 @pytest.mark.parametrize("openmp", [1, 3])
@@ -51,3 +58,34 @@ def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type
     with pytest.raises(wanted) as raised, Engine()._vllm_errors():
         raise error
     assert type(raised.value) is wanted
+
+
+def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their_memory() -> None:
+    """R16: on vLLM's side of the gate, with a renderer that decodes until it is told to end."""
+    held: list[Share] = []
+
+    class Slow:
+        decoders = Decoders(ServerConfig(model="m"))
+
+        def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
+            share.take(1000)
+            held.append(share)
+            assert share.closed.wait(10)
+            raise RequestError("the client hung up")
+
+    engine = object.__new__(VllmEngine)
+    engine._renderer, engine._threads = cast(Any, Slow()), ThreadPoolExecutor(1)
+
+    async def run() -> None:
+        request = RolloutInferRequest(messages=[Message(role="user", content="a")])
+        calling = asyncio.create_task(engine.generate(request, RequestConfig(), None))
+        while not held:
+            await asyncio.sleep(0.01)
+        assert Slow.decoders.num_pixels_held == 1000
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert Slow.decoders.num_pixels_held == 0
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+    engine._threads.shutdown(wait=True)

@@ -13,6 +13,7 @@ from PIL import Image
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
 from shared.errors import ConfigError, MediaError, RequestError
+from shared.generation import Prompt
 from shared.wire import ContentPart, Message, RolloutInferRequest
 from tests.models import build_qwen3, build_qwen3_vl
 
@@ -30,8 +31,12 @@ def png(size: tuple[int, int] = (64, 32)) -> str:
     return base64.b64encode(out.getvalue()).decode()
 
 
-def renderer(model: str, **settings: Any) -> Renderer:
-    return Renderer(model, ServerConfig(model=model, **settings))
+def rendered(model: str, request: RolloutInferRequest, **settings: Any) -> Prompt:
+    renderer = Renderer(model, ServerConfig(model=model, **settings))
+    try:
+        return renderer.render(request, renderer.decoders.share())
+    finally:
+        renderer.decoders.close()
 
 
 def asking(*images: str) -> RolloutInferRequest:
@@ -40,9 +45,9 @@ def asking(*images: str) -> RolloutInferRequest:
 
 def test_images_of_the_request_and_of_its_messages_are_read(model: str) -> None:
     inline = [ContentPart(type="image", image=png((16, 8))), ContentPart(type="text", text="Detect.")]
-    found = renderer(model).render(RolloutInferRequest(messages=[Message(role="user", content=inline)]))
+    found = rendered(model, RolloutInferRequest(messages=[Message(role="user", content=inline)]))
     assert [image.size for image in found.images] == [(16, 8)]
-    assert [image.size for image in renderer(model).render(asking(png(), png((8, 8)))).images] == [(64, 32), (8, 8)]
+    assert [image.size for image in rendered(model, asking(png(), png((8, 8)))).images] == [(64, 32), (8, 8)]
 
 
 def test_images_come_in_the_order_of_their_places(model: str) -> None:
@@ -55,7 +60,7 @@ def test_images_come_in_the_order_of_their_places(model: str) -> None:
     ]
     messages = [Message(role="user", content="<image>a"), Message.model_validate({"role": "user", "content": parts})]
     request = RolloutInferRequest(messages=messages, images=[png((24, 8)), png((32, 8))])
-    assert [image.width for image in renderer(model).render(request).images] == [24, 8, 32, 16]
+    assert [image.width for image in rendered(model, request).images] == [24, 8, 32, 16]
 
 
 def test_template_variables_reach_the_template_and_nothing_else_does(tmp_path: Path) -> None:
@@ -65,14 +70,15 @@ def test_template_variables_reach_the_template_and_nothing_else_does(tmp_path: P
     template = tmp_path / "chat_template.jinja"
     assert settings.exists()
     template.write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
-    render = renderer(str(tmp_path))
+    renderer = Renderer(str(tmp_path), ServerConfig(model=str(tmp_path)))
+    share = renderer.decoders.share()
     request = RolloutInferRequest(messages=[Message(role="user", content="a")])
     thinking = request.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}})
-    assert render.text_of(render.render(request).token_ids) == "a"
-    assert render.text_of(render.render(thinking).token_ids) == "think a"
+    assert renderer.text_of(renderer.render(request, share).token_ids) == "a"
+    assert renderer.text_of(renderer.render(thinking, share).token_ids) == "think a"
     for name in ("chat_template", "tools", "tokenize", "conversation"):
         with pytest.raises(RequestError, match=name):
-            render.render(request.model_copy(update={"chat_template_kwargs": {name: "x"}}))
+            renderer.render(request.model_copy(update={"chat_template_kwargs": {name: "x"}}), share)
 
 
 def test_the_servers_own_rules_hold(model: str, tmp_path: Path) -> None:
@@ -80,30 +86,30 @@ def test_the_servers_own_rules_hold(model: str, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(base64.b64decode(png()))
     path = str(tmp_path / "a.png")
     with pytest.raises(MediaError, match=r"the server's allowed_image_roots"):
-        renderer(model).render(asking(path))
-    assert renderer(model, allowed_image_roots=[tmp_path]).render(asking(path)).images[0].size == (64, 32)
+        rendered(model, asking(path))
+    assert rendered(model, asking(path), allowed_image_roots=[tmp_path]).images[0].size == (64, 32)
     with pytest.raises(MediaError, match=r"at most 100.*the server's max_image_pixels"):
-        renderer(model, max_image_pixels=100).render(asking(png()))
+        rendered(model, asking(png()), max_image_pixels=100)
     with pytest.raises(MediaError, match=r"host 'elsewhere'.*one of: here"):
-        renderer(model, allowed_image_hosts=["here"]).render(asking("http://elsewhere/a.png"))
+        rendered(model, asking("http://elsewhere/a.png"), allowed_image_hosts=["here"])
 
 
 def test_too_many_images(model: str) -> None:
     with pytest.raises(MediaError, match=r"at most 2.*max_images_per_request"):
-        renderer(model, max_images_per_request=2).render(asking(png(), png(), png()))
+        rendered(model, asking(png(), png(), png()), max_images_per_request=2)
 
 
 def test_a_model_of_text_takes_no_images(tmp_path: Path) -> None:
     build_qwen3(tmp_path)
     with pytest.raises(RequestError, match="takes no images"):
-        renderer(str(tmp_path)).render(asking(png()))
+        rendered(str(tmp_path), asking(png()))
     with pytest.raises(ConfigError, match="min_pixels"):
-        renderer(str(tmp_path), min_pixels=100)
+        rendered(str(tmp_path), asking(), min_pixels=100)
 
 
 def test_limits_of_pixels_reach_the_engine(model: str) -> None:
-    asked = renderer(model, max_pixels=32 * 32).render(asking(png())).for_engine()
+    asked = rendered(model, asking(png()), max_pixels=32 * 32).for_engine()
     assert asked["mm_processor_kwargs"]["size"]["longest_edge"] == 32 * 32
-    assert "mm_processor_kwargs" not in renderer(model).render(asking(png())).for_engine()
+    assert "mm_processor_kwargs" not in rendered(model, asking(png())).for_engine()
     with pytest.raises(ConfigError, match=r"min_pixels.*above.*max_pixels"):
-        renderer(model, min_pixels=100, max_pixels=99)
+        rendered(model, asking(), min_pixels=100, max_pixels=99)

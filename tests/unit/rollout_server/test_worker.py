@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rollout_server.engine import WorkerReply
-from rollout_server.worker import Receiving
+from rollout_server.worker import Receiving, SyncWorker
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError, DigestError
 from shared.sync import buckets as weights
 from shared.sync.group import Communicator, start_join
-from shared.wire import Bucket, UpdateWeightsCall
+from shared.wire import BUCKETS as BUCKETS_TYPE
+from shared.wire import Bucket, InitCommunicatorCall, UpdateWeightsCall
 
 
 class RememberingLoad:
@@ -152,3 +155,48 @@ def test_an_update_that_can_t_begin_leaves_the_model_whole(pair: tuple[Communica
         receiving.advance(0.0)
     receiving.close()
     assert load.closed
+
+
+class Worker(SyncWorker):
+    device, rank = torch.device("cpu"), 0
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=0, world_size=1))
+
+    def _load(self, mode: str) -> RememberingLoad:
+        return RememberingLoad()
+
+
+@pytest.mark.parametrize("silent", ["never came", "says nothing more", "in an update"])
+def test_leaving_never_waits_for_a_peer_and_the_next_learner_gets_in(silent: str) -> None:
+    """R16: the silent one has asked for a day, and its connection stays open."""
+    worker, port = Worker(), free_port()
+
+    def joins(incarnation: str) -> str:
+        secret = hashlib.sha256(incarnation.encode()).hexdigest()
+        call = InitCommunicatorCall(
+            incarnation=incarnation, secret=secret, group_port=port, world_size=2, backend="tcp", timeout_s=86_400.0
+        )
+        assert WorkerReply.model_validate_json(worker.sync_join(call.model_dump_json(), "127.0.0.1")).error is None
+        return secret
+
+    def meets(secret: str) -> Communicator:
+        joining = start_join("tcp", "127.0.0.1", port, 1, 2, 10.0, secret=bytes.fromhex(secret))
+        until = time.monotonic() + 10
+        while not WorkerReply.model_validate_json(worker.sync_poll_join(0.05)).done:
+            assert time.monotonic() < until
+        return joining.result()
+
+    secret = joins("silent")
+    learner = None if silent == "never came" else meets(secret)
+    if silent == "in an update":
+        call = update(timeout_s=86_400.0)
+        rest = call.model_copy(update={"buckets": []}).model_dump_json()
+        worker.sync_start(rest, BUCKETS_TYPE.dump_json(call.buckets).decode())
+        assert not WorkerReply.model_validate_json(worker.sync_poll(0.05)).done
+    begin = time.monotonic()
+    worker.sync_leave("its time is over")
+    assert time.monotonic() - begin < 1
+    meets(joins("next")).close()
+    assert time.monotonic() - begin < 5
+    worker.sync_leave("the end")
+    if learner is not None:
+        learner.close()

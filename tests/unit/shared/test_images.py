@@ -220,6 +220,26 @@ def test_a_form_outside_the_list_is_refused(tmp_path: Path) -> None:
             Images(ImageRules()).load(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0\0\0\x1cftypavif" + bytes(200),
+        b"BLP2" + bytes(200),
+        b"BLP1\0\0\0\0" + b"\xff" * 200,
+        b"DDS " + b"\xff" * 200,
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        b"8BPS" + bytes(200),
+    ],
+)
+def test_broken_images_of_other_forms_are_the_senders_fault(tmp_path: Path, data: bytes) -> None:
+    """However they are sent. Their readers raise what they like: none of them runs."""
+    (tmp_path / "a.png").write_bytes(data)
+    for source in (str(tmp_path / "a.png"), f"data:image/png;base64,{text(data)}", text(data)):
+        for use in (Images(ImageRules()).load, Images(ImageRules()).size):
+            with pytest.raises(MediaError):
+                use(source)
+
+
 # ---- pixels --------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +342,9 @@ def test_urls_of_allowed_hosts_only_and_no_way_around(url: str) -> None:
         f"{url}/round": "redirects",
         f"{url}/none.png": "HTTP 404",
         url.replace("127.0.0.1", "localhost") + "/a.png": "host 'localhost'",
-        "http://127.0.0.1:1/a.png": "ConnectError",
+        "http://127.0.0.1:1/a.png": "refused",
+        f"{url.replace('127', 'user@127')}/none.png": "HTTP 404",
+        "http://127.0.0.1:x/a.png": "no URL",
         "http://[::1/a.png": "no URL",
     }.items():
         with pytest.raises(MediaError, match=found):

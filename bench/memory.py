@@ -1,0 +1,109 @@
+"""Memory of a rollout server over many requests, none of whose images has been seen before.
+
+In: how many requests. Out: memory of the server and all its children (proportional set size) at equal distances, and
+how far it moves after the first fifth. The model is tiny and answers one token, so that the time goes into what is kept
+per request: images, prompts, answers. Images have up to 25,000 sizes.
+
+What is kept on purpose has a limit, and grows up to it: vLLM's processed images (`mm_processor_cache_gb`, 4 GiB), and
+without a GPU the KV cache, which takes memory as it is first written (`cpu_kv_cache_gib`). Both are small here, and
+full within the first fifth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from bench.figures import Figure, sampled
+from bench.models import vision_model
+from bench.runs import say, serve
+from bench.watch import resident_bytes
+from deploy.launch import supervised
+
+WANTED_DRIFT = 0.05
+NUM_LOOKS = 50  # at the server's memory
+SMALL_CACHES = {"mm_processor_cache_gb": 0.05, "kv_cache_memory_bytes": 64 << 20}
+_WARM_UP_SHARE = 0.2
+_AT_ONCE, _PER_CALL = 4, 16
+_SIDES = (40, 200)  # pixels
+_TIMEOUT_S = 120.0
+
+
+def measure(folder: Path, *, num_requests: int = 20_000, max_s: float = 720.0) -> Iterator[Figure]:
+    """Ends after `max_s` if the requests have not; the figures then say how many were sent."""
+    config: dict[str, Any] = {"model": str(vision_model(folder, "tiny")), "max_model_len": 1024, "cpu_threads": 1}
+    config |= {"max_num_seqs": 64, "enforce_eager": True, "engine_args": SMALL_CACHES}
+    with supervised() as processes:
+        server = serve(processes, folder, "server", config)
+        looks = asyncio.run(_load(server.url, server.pid, num_requests, max_s))
+    yield from figures(looks)
+
+
+def figures(looks: Mapping[int, float]) -> list[Figure]:
+    """`looks`: MiB by the number of answered requests."""
+    most = max(looks)
+    warm = [mib for num, mib in looks.items() if num >= _WARM_UP_SHARE * most]
+    drift = max(abs(mib / warm[0] - 1) for mib in warm)
+    return [
+        Figure(name="requests, each with a new image", value=float(most), unit="requests"),
+        sampled("memory of the server, children included", list(looks.values()), "MiB"),
+        Figure(name="memory after the first fifth", value=warm[0], unit="MiB"),
+        Figure(name="memory at the end", value=warm[-1], unit="MiB"),
+        Figure(name="drift after the first fifth", value=drift, unit="share", wanted=WANTED_DRIFT, at_least=False),
+    ]
+
+
+async def _load(url: str, pid: int, num_requests: int, max_s: float) -> dict[int, float]:
+    """MiB by the number of answered requests."""
+    until, looks, num_answered = time.monotonic() + max_s, {0: resident_bytes(pid) / 2**20}, 0
+    every = max(1, num_requests // NUM_LOOKS)
+    limits = httpx.Limits(max_connections=_AT_ONCE)
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=_TIMEOUT_S, limits=limits) as http:
+        async for num_answered in _answered(http, num_requests, until):
+            if num_answered >= max(looks) + every:
+                looks[num_answered] = resident_bytes(pid) / 2**20
+                say(f"{num_answered} requests: {looks[num_answered]:.0f} MiB")
+    return looks
+
+
+async def _answered(http: httpx.AsyncClient, num_requests: int, until: float) -> AsyncIterator[int]:
+    """The number of requests that have been answered, after every call."""
+    rng, running, num_answered = np.random.default_rng(0), set[asyncio.Task[None]](), 0
+    for begin in range(0, num_requests, _PER_CALL):
+        num = min(_PER_CALL, num_requests - begin)
+        running.add(asyncio.create_task(_call(http, [_image(rng) for _ in range(num)])))
+        if len(running) == _AT_ONCE:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+                num_answered += _PER_CALL
+            yield num_answered
+        if time.monotonic() > until:
+            break
+    for task in running:
+        await task
+        num_answered += _PER_CALL
+    yield min(num_answered, num_requests)
+
+
+async def _call(http: httpx.AsyncClient, images: list[str]) -> None:
+    messages = [{"role": "user", "content": "<image>Detect every digit."}]
+    requests = [{"messages": messages, "images": [image]} for image in images]
+    body = {"infer_requests": requests, "request_config": {"max_tokens": 1}}
+    (await http.post("/infer/", json=body)).raise_for_status()
+
+
+def _image(rng: np.random.Generator) -> str:
+    width, height = rng.integers(*_SIDES, 2)
+    out = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(out, "BMP")
+    return base64.b64encode(out.getvalue()).decode()

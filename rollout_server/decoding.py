@@ -1,0 +1,284 @@
+"""Images decoded in processes of their own, which can be ended (R16).
+
+Decoding runs code in C on bytes that anybody may have made: it may take minutes, or end the process that does it. In:
+image strings. Out: decoded images. `python -m rollout_server.decoding FD MAX_PIXELS` is such a process; it knows
+neither the token nor the engine, and may take a bounded amount of memory.
+
+Invariants:
+- nothing is decoded before pixels times scans of all images of its request were counted, and are at most
+  `max_request_pixels`;
+- decoded images of all calls hold at most `max_pixels_in_flight`, each until its `Share` is closed;
+- a request is decoded within `image_decode_timeout_s`; then, or once its share is closed, its process is killed;
+- there are as many processes as threads that decode, started when they are first needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from shared.errors import MediaError, RequestError, ServerBusyError
+from shared.images import ImageRules, Images, media_error
+
+if TYPE_CHECKING:
+    from rollout_server.config import ServerConfig
+
+_HEAD = struct.Struct("<cQ")  # what, and the number of bytes that follow
+_LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
+_NUMBERS = struct.Struct("<QQ")
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # without which Python may not start
+_POLL_S = 0.05
+_CHUNK_BYTES = 1 << 20
+_BYTES_PER_PIXEL = 24  # of the largest image, with all copies that decoding, turning and converting make
+_OTHER_BYTES = 1 << 30
+
+
+class Share:
+    """What one request holds of `max_pixels_in_flight`. Closing it also ends the decoding."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._num_pixels = 0
+        self.closed = threading.Event()
+
+    def take(self, num_pixels: int) -> None:
+        """Waits until there is room. Raises ServerBusyError, RequestError if it was closed."""
+        self._budget.take(num_pixels, self.closed)
+        self._num_pixels += num_pixels
+        if self.closed.is_set():  # meanwhile
+            self.close()
+
+    def close(self) -> None:
+        self.closed.set()
+        num_pixels, self._num_pixels = self._num_pixels, 0
+        self._budget.give_back(num_pixels)
+
+
+class Budget:
+    """Pixels that all decoded images hold together."""
+
+    def __init__(self, most: int, timeout_s: float) -> None:
+        self._most, self._timeout_s = most, timeout_s
+        self.num_held = 0
+        self._changed = threading.Condition()
+
+    def take(self, num_pixels: int, closed: threading.Event) -> None:
+        until = time.monotonic() + self._timeout_s
+        with self._changed:
+            while self.num_held and self.num_held + num_pixels > self._most:
+                _check_open(closed)
+                if time.monotonic() > until:
+                    raise ServerBusyError(
+                        "images of the calls under way hold too much memory",
+                        found=f"{self.num_held} pixels after {self._timeout_s:g} s",
+                        wanted=f"at most {self._most} together, with the {num_pixels} of this request",
+                        remedy="try again later, send smaller images, or raise the server's max_pixels_in_flight",
+                    )
+                self._changed.wait(_POLL_S)
+            self.num_held += num_pixels
+
+    def give_back(self, num_pixels: int) -> None:
+        with self._changed:
+            self.num_held -= num_pixels
+            self._changed.notify_all()
+
+
+class Decoders:
+    """Reads and decodes the images of requests. Call it from threads."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._images = Images(config.image_rules)
+        self._budget = Budget(config.max_pixels_in_flight, config.queue_timeout_s)
+        self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
+
+    @property
+    def num_pixels_held(self) -> int:
+        return self._budget.num_held
+
+    def share(self) -> Share:
+        return Share(self._budget)
+
+    def load(self, sources: Sequence[str], share: Share) -> list[Image.Image]:
+        """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
+        self._check_number(len(sources))
+        encoded = [(source, self._images.read(source)) for source in sources]
+        until = time.monotonic() + self._config.image_decode_timeout_s
+        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, until)) for source, data in encoded]
+        self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
+        share.take(sum(num_pixels for num_pixels, _ in looks))
+        until = time.monotonic() + self._config.image_decode_timeout_s
+        return [_image(self._ask(_DECODE, data, source, share, until)) for source, data in encoded]
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().kill()
+
+    def _check_number(self, number: int) -> None:
+        most = self._config.max_images_per_request
+        if number > most:
+            raise MediaError(
+                "a request has too many images",
+                found=str(number),
+                wanted=f"at most {most}",
+                remedy="raise the server's max_images_per_request",
+            )
+
+    def _check_cost(self, cost: int) -> None:
+        most = self._config.max_request_pixels
+        if cost > most:
+            raise MediaError(
+                "the images of a request take too long to decode",
+                found=f"{cost} pixels, each scan of a progressive JPEG counted",
+                wanted=f"at most {most}",
+                remedy="shrink the images, save them without progression, or raise the server's max_request_pixels",
+            )
+
+    def _ask(self, what: bytes, data: bytes, source: str, share: Share, until: float) -> bytearray:
+        def check() -> None:
+            _check_open(share.closed)
+            if time.monotonic() > until:
+                limit = self._config.image_decode_timeout_s
+                remedy = "shrink the image, or raise the server's image_decode_timeout_s"
+                raise media_error(source, f"no end of decoding after {limit:g} s", "an image that decodes soon", remedy)
+
+        with self._process() as process:
+            kind, answer = process.ask(what, data, check)
+        if kind == _ERROR:
+            found, wanted, remedy = json.loads(answer)
+            raise media_error(source, found, wanted, remedy)
+        return answer
+
+    @contextlib.contextmanager
+    def _process(self) -> Iterator[_Process]:
+        try:
+            process = self._idle.get_nowait()
+        except queue.Empty:
+            process = _Process(self._images.rules)
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+        self._idle.put(process)
+
+
+class _Process:
+    """This side of a decoding process."""
+
+    def __init__(self, rules: ImageRules) -> None:
+        self._link, theirs = socket.socketpair()
+        self._link.settimeout(_POLL_S)
+        with theirs:
+            argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
+            env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            self._popen = subprocess.Popen(
+                argv,
+                pass_fds=[theirs.fileno()],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the server
+            )
+
+    def ask(self, what: bytes, data: bytes, check: Callable[[], None]) -> tuple[bytes, bytearray]:
+        """`check` raises when it is time to give up."""
+        try:
+            _send(self._link, _HEAD.pack(what, len(data)), check)
+            _send(self._link, data, check)
+            kind, num_bytes = _HEAD.unpack(_receive(self._link, _HEAD.size, check))
+            return kind, _receive(self._link, num_bytes, check)
+        except (ConnectionError, EOFError):
+            return self._ended()
+
+    def kill(self) -> None:
+        self._link.close()
+        self._popen.kill()
+        self._popen.wait()
+
+    def _ended(self) -> tuple[bytes, bytearray]:
+        raise MediaError(
+            "an image has ended the process that decodes it",
+            found=f"exit code {self._popen.wait()}",
+            wanted="an image that can be decoded",
+            remedy="repair or replace the image",
+        )
+
+
+def _check_open(closed: threading.Event) -> None:
+    if closed.is_set():
+        raise RequestError("the client hung up", found="a closed connection", wanted="a client that waits")
+
+
+def _send(link: socket.socket, data: bytes, check: Callable[[], None] = lambda: None) -> None:
+    view = memoryview(data)
+    while view:
+        check()
+        with contextlib.suppress(TimeoutError):
+            view = view[link.send(view[:_CHUNK_BYTES]) :]
+
+
+def _receive(link: socket.socket, num_bytes: int, check: Callable[[], None] = lambda: None) -> bytearray:
+    """Raises EOFError."""
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        check()
+        with contextlib.suppress(TimeoutError):
+            num_new = link.recv_into(view)
+            if not num_new:
+                raise EOFError
+            view = view[num_new:]
+    return data
+
+
+def _image(answer: bytearray) -> Image.Image:
+    size = _NUMBERS.unpack_from(answer)
+    return Image.frombytes("RGB", size, memoryview(answer)[_NUMBERS.size :])
+
+
+# ---- in the process --------------------------------------------------------------------------------------------------
+
+
+def work(link: socket.socket, max_pixels: int) -> None:
+    """Answer until the other side is gone."""
+    limit = _OTHER_BYTES + _BYTES_PER_PIXEL * max_pixels
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    images = Images(ImageRules(roots=(), max_pixels=max_pixels, keys="the server's "))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            what, num_bytes = _HEAD.unpack(_receive(link, _HEAD.size))
+            kind, answer = _answer(images, what, bytes(_receive(link, num_bytes)))
+            _send(link, _HEAD.pack(kind, len(answer)))
+            _send(link, answer)
+
+
+def _answer(images: Images, what: bytes, data: bytes) -> tuple[bytes, bytes]:
+    try:
+        if what == _LOOK:
+            return what, _NUMBERS.pack(*images.look(data, ""))
+        image = images.decode(data, "")
+        return what, _NUMBERS.pack(*image.size) + image.tobytes()
+    except MediaError as error:
+        return _ERROR, json.dumps([error.found, error.wanted, error.remedy]).encode()
+    except MemoryError:
+        return _ERROR, json.dumps(["more memory than its pixels take", "a sound image", "save it again"]).encode()
+
+
+if __name__ == "__main__":
+    work(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

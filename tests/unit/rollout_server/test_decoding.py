@@ -1,0 +1,158 @@
+"""Images are decoded in processes that can be ended, within budgets (R16)."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from rollout_server.config import ServerConfig
+from rollout_server.decoding import Decoders
+from rollout_server.processes import descendants
+from shared.errors import MediaError, RequestError, ServerBusyError
+from shared.images import FORMATS, ImageRules, Images
+
+
+def text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def encoded(size: tuple[int, int], form: str = "PNG", **how: Any) -> bytes:
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize(size).convert("RGB").save(out, form, **how)
+    return out.getvalue()
+
+
+@functools.cache
+def with_scans(size: tuple[int, int], num_scans: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    data = encoded(size, "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + last * (num_scans - data.count(b"\xff\xda")) + data[-2:]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Decoders]]:
+    started: list[Decoders] = []
+
+    def start(**settings: Any) -> Decoders:
+        started.append(Decoders(ServerConfig(model="m", **settings)))
+        return started[-1]
+
+    yield start
+    for decoders in started:
+        decoders.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_pixels_are_the_same(start: Callable[..., Decoders], form: str) -> None:
+    source = text(encoded((37, 21), form))
+    decoders = start()
+    with_process = decoders.load([source, source], decoders.share())
+    assert {image.tobytes() for image in with_process} == {Images(ImageRules()).load(source).tobytes()}
+
+
+def test_errors_name_the_string_and_the_process_goes_on(start: Callable[..., Decoders]) -> None:
+    decoders = start(max_image_pixels=1000)
+    for data, found in {
+        b"\x89PNG\r\n\x1a\n" + bytes(20): "not an image",
+        encoded((100, 100)): "100x100 = 10000 pixels",
+        encoded((20, 20))[:-30]: "not an image",
+    }.items():
+        source = text(data)
+        with pytest.raises(MediaError, match=found) as raised:
+            decoders.load([source], decoders.share())
+        assert source[:30] in str(raised.value)
+    before = descendants(os.getpid())
+    decoders.load([text(encoded((4, 4)))], decoders.share())
+    assert descendants(os.getpid()) == before
+
+
+def test_thousands_of_scans_are_not_decoded(start: Callable[..., Decoders]) -> None:
+    decoders = start()
+    begin = time.monotonic()
+    with pytest.raises(MediaError, match="max_request_pixels"):
+        decoders.load([text(with_scans((1000, 1000), 1000))], decoders.share())
+    assert time.monotonic() - begin < 3
+    decoders.load([text(with_scans((100, 100), 20))], decoders.share())
+
+
+def test_the_pixels_of_a_request_have_a_limit_together(start: Callable[..., Decoders]) -> None:
+    decoders = start(max_request_pixels=20_000)
+    source = text(encoded((100, 100)))
+    assert len(decoders.load([source] * 2, decoders.share())) == 2
+    with pytest.raises(MediaError, match="found 30000 pixels"):
+        decoders.load([source] * 3, decoders.share())
+
+
+def test_decoding_ends_at_its_deadline_and_when_nobody_waits(start: Callable[..., Decoders]) -> None:
+    slow = text(with_scans((4000, 4000), 900))
+    decoders = start(max_request_pixels=10**12, image_decode_timeout_s=0.4)
+    begin = time.monotonic()
+    with pytest.raises(MediaError, match="image_decode_timeout_s"):
+        decoders.load([slow], decoders.share())
+    assert time.monotonic() - begin < 4
+    decoders, others = start(max_request_pixels=10**12), descendants(os.getpid())
+    share = decoders.share()
+    threading.Timer(0.4, share.close).start()
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match="hung up"):
+        decoders.load([slow], share)
+    assert time.monotonic() - begin < 3
+    assert descendants(os.getpid()) <= others  # it is gone
+    decoders.load([text(encoded((4, 4)))], decoders.share())
+
+
+def test_an_image_that_ends_its_process_ends_no_other(start: Callable[..., Decoders]) -> None:
+    decoders, others = start(max_request_pixels=10**12), descendants(os.getpid())
+    decoders.load([text(encoded((4, 4)))], decoders.share())
+    (process,) = descendants(os.getpid()) - others
+    threading.Timer(0.5, os.kill, (process, signal.SIGSEGV)).start()
+    with pytest.raises(MediaError, match="exit code -11"):
+        decoders.load([text(with_scans((4000, 4000), 900))], decoders.share())
+    decoders.load([text(encoded((4, 4)))], decoders.share())
+
+
+def test_decoded_images_have_a_limit_together(start: Callable[..., Decoders]) -> None:
+    decoders = start(max_pixels_in_flight=15_000, queue_timeout_s=0.3)
+    source = text(encoded((100, 100)))
+    first, second = decoders.share(), decoders.share()
+    decoders.load([source], first)
+    with pytest.raises(ServerBusyError, match="max_pixels_in_flight"):
+        decoders.load([source], second)
+    threading.Timer(0.1, first.close).start()
+    decoders.load([source], second)
+    second.close()
+    second.close()
+    decoders.load([source], decoders.share())
+
+
+def test_a_process_knows_no_secret_and_hears_no_ctrl_c(
+    start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_SERVER_TOKEN", "secret")
+    decoders, others = start(), descendants(os.getpid())
+    decoders.load([text(encoded((4, 4)))], decoders.share())
+    (process,) = descendants(os.getpid()) - others
+    assert b"secret" not in Path(f"/proc/{process}/environ").read_bytes()
+    assert os.getpgid(process) != os.getpgid(0)
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_the_size_of_a_webp_is_checked_before_its_decoder_runs(monkeypatch: pytest.MonkeyPatch, lossless: bool) -> None:
+    """Pillow takes memory for all of its pixels on opening it."""
+    source = text(encoded((300, 200), "WEBP", lossless=lossless))
+    assert Images(ImageRules(max_pixels=60_000)).load(source).size == (300, 200)
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: pytest.fail("opened"))
+    with pytest.raises(MediaError, match="300x200 = 60000 pixels"):
+        Images(ImageRules(max_pixels=59_999)).load(source)
