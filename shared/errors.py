@@ -32,7 +32,8 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── DeadlineError           a wait passed its deadline
     │   ├── CollectiveError         another rank is gone or silent
     │   └── StarvedError            Channel-B steps found no rollouts for too long (learner.steps.ahead)
-    └── CheckpointError         a checkpoint cannot be written or read
+    ├── CheckpointError         a checkpoint cannot be written or read
+    └── OutputError             another file of a run cannot be written
 """
 
 from __future__ import annotations
@@ -178,6 +179,10 @@ class CollectiveError(DeadlineError):
 
 
 class CheckpointError(ProjectError):
+    exit_code = 2
+
+
+class OutputError(ProjectError):
     exit_code = 2
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from learner.policy.parallel import Ranks
 from learner.records import Assignment, DetectionObject, Sample
 from learner.rollout.backend import RolloutBackend
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from learner.tasks.task import Task
 
 

@@ -15,11 +15,13 @@ everything that libraries would print on the console, and the link `latest` besi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +37,7 @@ import transformers
 from learner.config.schema import LoggingConfig
 from learner.policy.parallel import Ranks
 from learner.rollout.backend import RolloutCallLog
+from learner.run.files import AppendedLines, writing
 
 
 class MetricsLog:
@@ -46,7 +49,8 @@ class MetricsLog:
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._run_dir = run_dir
+        self._lines = AppendedLines(run_dir / "metrics.jsonl")
         self._boards: list[Any] = []
         if logging.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -55,27 +59,28 @@ class MetricsLog:
 
     def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
         """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
-        scalars `event/name` of TensorBoard."""
+        scalars `event/name` of TensorBoard. Raises OutputError."""
         if not self.enabled:
             return
         values = dataclasses.asdict(fields) if dataclasses.is_dataclass(fields) else dict(fields)  # type: ignore[arg-type]
         line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
         if step is not None:
             line["global_step"] = step
-        text = json.dumps(_finite({**values, **line}), default=str) + "\n"
+        text = json.dumps(_finite({**values, **line}), default=str)
         with self._lock:
-            self._file.write(text)
-            self._file.flush()
+            self._lines.append(text)
         if step is not None:
-            for name, value in _scalars(values):
-                for board in self._boards:
-                    board.add_scalar(f"{event}/{name}", value, step)
+            with writing(self._run_dir / "tensorboard"):
+                for name, value in _scalars(values):
+                    for board in self._boards:
+                        board.add_scalar(f"{event}/{name}", value, step)
 
     def close(self) -> None:
         if self.enabled:
-            self._file.close()
-            for board in self._boards:
-                board.close()
+            self._lines.close()
+            with contextlib.suppress(OSError):  # a full disk: `write` has raised
+                for board in self._boards:
+                    board.close()
 
 
 def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -197,11 +202,19 @@ _LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "tor
 log = logging.getLogger(__name__)
 
 
+class _LogFile(logging.FileHandler):
+    """Loses what a full disk does not take: the run's own files say what is wrong, once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to_file(run_dir: Path, rank: int) -> Path:
     """Send this process's logs and warnings to a file from now on. The console is for the run itself."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / f"learner_rank{rank}.log"
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in _LOGGERS:
         logger = logging.getLogger(name)

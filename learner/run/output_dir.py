@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from learner.config.load import RESOLVED_NAME
 from learner.config.schema import RunConfig
-from shared.errors import ConfigError
+from learner.run.files import writing
+from shared.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
@@ -50,12 +51,13 @@ def _steps(metrics: Path) -> int:
 
 def claim_output_dir(config: RunConfig, ranks: Ranks) -> None:
     """The two below, before any rank writes: rank 0 looks and removes, and all ranks fail alike. Collective."""
-    outcome: tuple[list[str], ConfigError | None] = ([], None)
+    outcome: tuple[list[str], ConfigError | OutputError | None] = ([], None)
     if ranks.is_main:
         try:
             check_output_dir(config)
-            outcome = (clear_output_dir(config), None)
-        except ConfigError as error:
+            with writing(Path(config.training.output_dir)):
+                outcome = (clear_output_dir(config), None)
+        except (ConfigError, OutputError) as error:
             outcome = ([], error)
     removed, failure = ranks.broadcast_object(outcome)
     if failure is not None:
