@@ -38,6 +38,8 @@ the same as JSON, so the server's own words reach the learner's user.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class ProjectError(Exception):
     """Base of all errors that are shown to the user without a traceback."""
@@ -61,6 +63,11 @@ class ProjectError(Exception):
         if self.remedy:
             parts.append(self.remedy)
         return "; ".join(parts)
+
+    def as_status(self, http_status: int) -> Self:
+        """This error, answered with another HTTP status: in this case it is the caller's mistake."""
+        self.http_status = http_status
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process boundaries (DataLoader workers, engine workers), with their keyword-only parts.
