@@ -1,7 +1,7 @@
 """The server takes what the schema of its calls allows and refuses what it does not (R13, R16).
 
 The schema is OpenAPI, made of the models in `shared/wire.py`; schemathesis draws bodies that fit it and bodies that do
-not. Each goes to a server of its own, over a fake engine.
+not. Each goes to a server of its own, over a fake engine. `python -m bench.hostile` draws thousands.
 """
 
 from __future__ import annotations
@@ -13,48 +13,12 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from schemathesis import GenerationMode
 
-from shared.wire import (
-    CloseCommunicatorCall,
-    ExpectScoresCall,
-    InferCall,
-    InitCommunicatorCall,
-    ScoreCall,
-    UpdateWeightsCall,
-)
+from bench.hostile import CALLS, openapi
 from tests.unit.rollout_server.test_fuzz import check, send
 
-CALLS: dict[str, type[BaseModel]] = {
-    "/infer/": InferCall,
-    "/score/": ScoreCall,
-    "/init_communicator/": InitCommunicatorCall,
-    "/update_weights/": UpdateWeightsCall,
-    "/expect_scores/": ExpectScoresCall,
-    "/close_communicator/": CloseCommunicatorCall,
-}
 QUICK = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
-
-
-def openapi() -> dict[str, Any]:
-    place = "#/components/schemas/{model}"
-    bodies, definitions = models_json_schema([(model, "validation") for model in CALLS.values()], ref_template=place)
-    paths = {
-        path: {
-            "post": {
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": bodies[model, "validation"]}},
-                },
-                "responses": {"200": {"description": "done"}},
-            }
-        }
-        for path, model in CALLS.items()
-    }
-    info = {"title": "rollout server", "version": "1"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}
 
 
 SCHEMA = schemathesis.openapi.from_dict(openapi())
