@@ -1,4 +1,4 @@
-"""Attacks in number: `python -m bench.hostile --name NAME [--frames 1000000] [--cases 10000]`.
+"""Attacks in number: `python -m bench.hostile --name NAME [--part PART] [--frames 1000000] [--cases 10000]`.
 
 Frames are what a peer says at once on one connection, or one bucket on a connection that has joined. They are mutated:
 hellos, sealed buckets, pickles, what other programs' sockets say, and noise.
@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,6 +72,7 @@ from shared.wire import (
 
 HOST, SECRET = "127.0.0.1", b"of this group"
 HANG_S = 10.0
+Part = StrEnum("Part", ["strangers", "members", "engine", "calls"])
 _BATCH = 32  # connections that are open at once
 _HONEST_EVERY_S = 0.5
 _SIZE = struct.Struct("<Q")
@@ -584,22 +586,25 @@ def calls(num_cases: int, processes: int = 2) -> list[Figure]:
 
 def main(
     name: Annotated[str, typer.Option(help="Of the result file.")] = "hostile",
-    frames: Annotated[int, typer.Option(help="In all; 0: none.")] = 1_000_000,
-    cases: Annotated[int, typer.Option(help="Bodies that schemathesis draws; 0: none.")] = 10_000,
+    part: Annotated[list[Part] | None, typer.Option(help="Only this one; again for each.")] = None,
+    frames: Annotated[int, typer.Option(help="In all.")] = 1_000_000,
+    cases: Annotated[int, typer.Option(help="Bodies that schemathesis draws.")] = 10_000,
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
 ) -> None:
     """Attack, print, write."""
+    num_engine, num_members = frames // 10, frames * 15 // 100
+    figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="hostile-") as temporary:
-        folder, figures = Path(temporary), []
-        bomb, begin = folder / "unpickled", time.monotonic()
-        if frames:
-            figures += strangers(frames * 75 // 100, bomb)
-            figures += members(frames * 15 // 100, bomb)
-            figures += engine(frames - frames * 75 // 100 - frames * 15 // 100, bomb, folder)
-            bound = at_most(600.0) if frames <= 1_000_000 else {}
-            figures.insert(0, Figure(name="frames: seconds", value=time.monotonic() - begin, unit="s", **bound))
-        if cases:
-            figures += calls(cases)
+        folder = Path(temporary)
+        bomb = folder / "unpickled"
+        attacks: dict[Part, Callable[[], list[Figure]]] = {
+            Part.strangers: lambda: strangers(frames - num_members - num_engine, bomb),
+            Part.members: lambda: members(num_members, bomb),
+            Part.engine: lambda: engine(num_engine, bomb, folder),
+            Part.calls: lambda: calls(cases),
+        }
+        for chosen in part or attacks:
+            figures += attacks[chosen]()
     console = Console()
     show(figures, console)
     console.print(f"written: {save(name, figures, out)}")
