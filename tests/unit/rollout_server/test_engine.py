@@ -64,7 +64,7 @@ def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type
     assert type(raised.value) is wanted
 
 
-# ---- weight groups between GPUs, where vLLM's binding meets -----------------------------------------------------------
+# ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
 
 
 class NcclId(ctypes.Structure):
