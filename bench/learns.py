@@ -65,7 +65,7 @@ from bench.runs import (
 from deploy.demo.build_data import Build, build
 from deploy.demo.scenes import StyleName
 from deploy.launch import Processes, supervised
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from shared.errors import CheckpointError, ProjectError, ServerError
 
 _SERVERS_READY_S = 150.0
@@ -347,7 +347,7 @@ def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers:
             "weight_decay": 0.01,
             "save_on_end": True,
         },
-        logging={"tensorboard": False, "progress_bar": False},
+        logging={"trackers": [], "progress_bar": False},
         global_max_length=65536,
     )
 

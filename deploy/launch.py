@@ -1,14 +1,20 @@
-"""Start rollout servers and the learner together, each on its devices: `rollout-launch --config launch.yaml`, or
-`python -m deploy.launch`, which is the same.
+"""Start rollout servers and the learner together, each on its devices: `rollout-launch --config launch.yaml
+[KEY=VALUE ...]`, or `python -m deploy.launch`, which is the same.
 
     servers:                                   # all must be ready before the learner starts
-      - {config: server.yaml, devices: [0, 1, 2]}
-    learner: {config: learner.yaml, devices: [3], nproc: 1}
+      - {config: server.yaml, devices: [0, 1, 2], max_restarts: 3}
+    learner: {config: learner.yaml, devices: [3], nproc: 1, max_restarts: 0}
     log_dir: runs/my_run/logs                  # one file per server; the learner prints here
     ready_timeout_s: 600
 
-Every configuration is checked before anything starts. The exit code is the learner's, or 128 + n after signal n. If a
-server ends while the learner runs, the run ends. Whatever happens, no started process is left at the end.
+Every configuration is checked before anything starts. The exit code is the learner's, or 128 + n after signal n.
+
+A server that ends before the learner has started ends the launch: the same would happen again. Later it is started
+again, each time after a longer wait, `max_restarts` times; an uptime of STEADY_S makes it new. Then it is given up, and
+the run ends once every server is. A server counts as ready only if the answer comes from the process that was started
+here, by the `server_id` that was given to it: an older server on its port does not.
+
+Whatever happens, no started process is left at the end. If this program is killed, the kernel ends its children.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,16 +36,21 @@ import httpx
 import typer
 from pydantic import Field
 
-from deploy.torchrun import exit_code, without_working_directory
+from deploy.torchrun import describe, exit_code, without_working_directory
+from deploy.wait_ready import id_of
 from learner.config.load import load_config
 from rollout_server.config import ServerConfig, load_server_config
 from shared.config.model import ConfigErrors, Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.errors import DeadlineError, ProjectError, ServerError
-from shared.wire import TOKEN_VARIABLE
+from shared.processes import end_with_parent
+from shared.wire import SERVER_ID_VARIABLE, TOKEN_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
+BACK_OFF_S = 1.0  # before the first restart; doubled before each of the next
+MAX_BACK_OFF_S = 60.0
+STEADY_S = 600.0
 Device = Annotated[int, Field(ge=0)]
 
 
@@ -47,6 +59,12 @@ class ServerLaunch(Section):
 
     config: str = key("the server's configuration file", min_length=1)
     devices: list[Device] = key("CUDA devices, passed as CUDA_VISIBLE_DEVICES; empty: all of the machine", [])
+    max_restarts: int = key(
+        "how often it is started again if it ends while the learner runs; ten minutes of service reset the count",
+        3,
+        req="R40",
+        ge=0,
+    )
 
 
 class LearnerLaunch(Section):
@@ -55,6 +73,9 @@ class LearnerLaunch(Section):
     config: str = key("the learner's configuration file", min_length=1)
     devices: list[Device] = key("CUDA devices, passed as CUDA_VISIBLE_DEVICES; empty: all of the machine", [])
     nproc: int = key("ranks, one per device", 1, req="R17", ge=1)
+    max_restarts: int = key(
+        "how often all ranks are started again after one has failed; they go on from the newest checkpoint", 0, ge=0
+    )
 
 
 class LaunchConfig(Section):
@@ -68,11 +89,13 @@ class LaunchConfig(Section):
 
 @dataclass
 class Process:
-    """A child process in its own session. Its output goes to `log` (None: this program's own output)."""
+    """A child process in its own session. Its output goes to `log` (None: this program's own output). A rollout server
+    answers with `server_id`, which no other start of it has."""
 
     name: str
     popen: subprocess.Popen[bytes]
     log: Path | None = None
+    server_id: str = ""
 
     def stop(self, timeout_s: float) -> None:
         """SIGTERM, then SIGKILL to the whole session's group once the deadline has passed."""
@@ -98,9 +121,18 @@ class Processes:
     _postponed: int | None = None
 
     def start(
-        self, name: str, argv: Sequence[str], *, devices: Sequence[int | str] = (), log: Path | None = None
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        devices: Sequence[int | str] = (),
+        log: Path | None = None,
+        again: bool = False,
     ) -> Process:
-        env = os.environ | without_working_directory(os.environ)
+        """Start a program in a session of its own. `again`: `log` is continued. Call it from a thread that lives as
+        long as the program: it ends with that thread."""
+        server_id, parent_pid = uuid.uuid4().hex[:12], os.getpid()
+        env = os.environ | without_working_directory(os.environ) | {SERVER_ID_VARIABLE: server_id}
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         else:
@@ -110,13 +142,18 @@ class Processes:
         output = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            output = log.open("wb")
+            output = log.open("ab" if again else "wb")
         self._starting = True
         try:
             popen = subprocess.Popen(
-                argv, env=env, stdout=output, stderr=subprocess.STDOUT if output else None, start_new_session=True
+                argv,
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,
+                preexec_fn=lambda: end_with_parent(signal.SIGKILL, parent_pid),
             )
-            self.started.append(Process(name, popen, log))
+            self.started.append(Process(name, popen, log, server_id))
         finally:
             self._starting = False
             if output is not None:
@@ -131,6 +168,11 @@ class Processes:
             self._postponed = signum
         else:
             raise KeyboardInterrupt(signum)
+
+    def forget(self, process: Process) -> None:
+        """A process has ended: end what is left of its session."""
+        process.stop(0.0)
+        self.started.remove(process)
 
     def stop_all(self) -> None:
         while self.started:
@@ -162,26 +204,37 @@ def start_server(
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
-    """Seconds until the server answered `/ready/` with 200; the servers `beside` it must stay alive meanwhile.
+    """Seconds until the server itself answered `/ready/` with 200; the servers `beside` it must stay alive meanwhile.
 
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
     started = time.monotonic()
+    said = ""
     with httpx.Client(trust_env=False, timeout=5.0) as client:
         while time.monotonic() - started < timeout_s:
             check_alive([server, *beside])
-            try:
-                if client.get(f"{base_url}/ready/").status_code == httpx.codes.OK:
-                    return time.monotonic() - started
-            except httpx.TransportError:
-                pass  # not listening yet
+            said = look(client, server, base_url)
+            if not said:
+                return time.monotonic() - started
             time.sleep(POLL_S)
     raise DeadlineError(
         f"the server at {base_url} was not ready in time",
-        found=f"no 200 from /ready/ in {timeout_s:g} s; last words: {_last_words(server.log)}",
+        found=f"{said or 'nothing'} from /ready/ after {timeout_s:g} s; last words: {_last_words(server.log)}",
         wanted="a ready server",
         remedy=f"see {server.log}, or raise ready_timeout_s",
     )
+
+
+def look(client: httpx.Client, server: Process, base_url: str) -> str:
+    """Ask `/ready/`: nothing if this very server is ready, else what came instead."""
+    try:
+        answer = client.get(f"{base_url}/ready/")
+    except httpx.HTTPError as error:
+        return type(error).__name__
+    if answer.status_code != httpx.codes.OK:
+        return f"HTTP {answer.status_code}"
+    found = id_of(answer)
+    return "" if found == server.server_id else f"the answer of another server (id {found})"
 
 
 def check_alive(servers: Sequence[Process]) -> None:
@@ -200,9 +253,9 @@ def server_argv(config_path: str) -> list[str]:
     return [sys.executable, "-m", "rollout_server", "--config", config_path]
 
 
-def learner_argv(config_path: str, nproc: int) -> list[str]:
+def learner_argv(config_path: str, nproc: int, max_restarts: int = 0) -> list[str]:
     """torchrun for `nproc` learner ranks on this machine."""
-    ranks = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc)]
+    ranks = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--max-restarts", str(max_restarts)]
     return [*ranks, "--", "-m", "learner", "--config", config_path]
 
 
@@ -213,9 +266,10 @@ def _last_words(log: Path | None, num_lines: int = 3) -> str:
     return " | ".join(lines[-num_lines:]) or "(empty log)"
 
 
-def load_launch_config(path: str) -> LaunchConfig:
-    """The launcher's file. Every configuration that it names is checked too. Raises ConfigErrors."""
-    config = parse(LaunchConfig, load_yaml(path), rules=(claimed_once, rank_devices))
+def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig:
+    """The launcher's file, with KEY=VALUE laid over it. Every configuration that it names is checked too. Raises
+    ConfigErrors."""
+    config = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(claimed_once, rank_devices))
     load_config(config.learner.config, world_size=config.learner.nproc)
     has_token = bool(os.environ.get(TOKEN_VARIABLE))
     servers = [load_server_config(server.config, has_token=has_token) for server in config.servers]
@@ -258,6 +312,58 @@ def _server_devices(config: LaunchConfig, servers: Sequence[ServerConfig]) -> It
         urls.setdefault(address, i)
 
 
+class Server:
+    """One rollout server of a launch; `look` starts it again when it has ended."""
+
+    def __init__(self, processes: Processes, index: int, entry: ServerLaunch, log_dir: Path) -> None:
+        self._processes, self._name, self._entry = processes, f"server {index}", entry
+        self._log = log_dir / f"server_{index}.log"
+        self.process, self.url = start_server(processes, entry.config, log=self._log, devices=entry.devices)
+        self.given_up = False
+        self._is_ready = True  # `launch` has waited for it
+        self._num_restarts = 0
+        self._started_at = time.monotonic()
+        self._start_at: float | None = None  # when it is started again
+        say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
+
+    def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
+        """One look: start it if it is time, say that it is ready again, or notice its end."""
+        now = time.monotonic()
+        if self.given_up:
+            return
+        if self._start_at is not None:
+            if now >= self._start_at:
+                self._start_again()
+        elif (code := self.process.popen.poll()) is not None:
+            self._ended(f"{self._name} {describe(code)}")
+        elif not self._is_ready:
+            if not look(client, self.process, self.url):
+                self._is_ready = True
+                say(f"{self._name} ready again after {now - self._started_at:.0f} s")
+            elif now - self._started_at > ready_timeout_s:
+                self.process.stop(STOP_TIMEOUT_S)
+                self._ended(f"{self._name} was not ready again within {ready_timeout_s:g} s")
+
+    def _ended(self, what: str) -> None:
+        self._processes.forget(self.process)
+        if self._is_ready and time.monotonic() - self._started_at > STEADY_S:
+            self._num_restarts = 0
+        said = f"{what}; last words: {_last_words(self._log)}"
+        if self._num_restarts >= self._entry.max_restarts:
+            self.given_up = True
+            say(f"{said}. Given up after {self._num_restarts} restart(s) (max_restarts)")
+            return
+        pause_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2**self._num_restarts)
+        self._num_restarts += 1
+        self._start_at = time.monotonic() + pause_s
+        say(f"{said}. Restart {self._num_restarts} of {self._entry.max_restarts} in {pause_s:g} s")
+
+    def _start_again(self) -> None:
+        self._is_ready, self._start_at, self._started_at = False, None, time.monotonic()
+        argv = server_argv(self._entry.config)
+        self.process = self._processes.start("server", argv, devices=self._entry.devices, log=self._log, again=True)
+
+
 def launch(config: LaunchConfig) -> int:
     """Start servers, then the learner. Returns the learner's exit code (128 + n if signal n ended it).
 
@@ -265,22 +371,33 @@ def launch(config: LaunchConfig) -> int:
     """
     deadline = time.monotonic() + config.ready_timeout_s
     with supervised() as processes:
-        servers: list[tuple[Process, str]] = []
-        for i, entry in enumerate(config.servers):
-            log = Path(config.log_dir) / f"server_{i}.log"
-            servers.append(start_server(processes, entry.config, log=log, devices=entry.devices))
-            print(f"[launch] server {i} at {servers[-1][1]}, devices {entry.devices or 'any'}, log {log}", flush=True)
-        alive = [process for process, _ in servers]
-        for process, url in servers:
-            seconds = wait_ready(process, url, max(POLL_S, deadline - time.monotonic()), beside=alive)
-            print(f"[launch] {url} ready after {seconds:.0f} s", flush=True)
-        ranks, devices = config.learner.nproc, config.learner.devices
-        print(f"[launch] learner: {ranks} rank(s), devices {devices or 'any'}", flush=True)
-        learner = processes.start("learner", learner_argv(config.learner.config, ranks), devices=devices)
+        servers = [Server(processes, i, entry, Path(config.log_dir)) for i, entry in enumerate(config.servers)]
+        alive = [server.process for server in servers]
+        for server in servers:
+            left_s = max(POLL_S, deadline - time.monotonic())
+            seconds = wait_ready(server.process, server.url, left_s, beside=alive)
+            say(f"{server.url} ready after {seconds:.0f} s")
+        learner = config.learner
+        say(f"learner: {learner.nproc} rank(s), devices {learner.devices or 'any'}")
+        argv = learner_argv(learner.config, learner.nproc, learner.max_restarts)
+        return _run_beside(processes.start("learner", argv, devices=learner.devices), servers, config.ready_timeout_s)
+
+
+def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: float) -> int:
+    """The learner's exit code, once it has ended; servers are started again meanwhile. Raises ServerError once all
+    of them are given up."""
+    with httpx.Client(trust_env=False, timeout=1.0) as client:
         while (code := learner.popen.poll()) is None:
-            check_alive(alive)
+            for server in servers:
+                server.look(client, ready_timeout_s)
+            if all(server.given_up for server in servers):
+                check_alive([server.process for server in servers])
             time.sleep(POLL_S)
-        return exit_code(code)
+    return exit_code(code)
+
+
+def say(text: str) -> None:
+    print(f"[launch] {text}", flush=True)
 
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -292,14 +409,20 @@ def main() -> None:
 
 
 @app.command(epilog="Other programs: rollout-server, rollout-learner.")
-def start(config: Annotated[str, typer.Option(help="launch.yaml")]) -> None:
+def start(
+    config: Annotated[str, typer.Option(help="launch.yaml")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys to set over the file, such as learner.nproc=2."),
+    ] = None,
+) -> None:
     """Start rollout servers and the learner together, each on its devices, and stop them at the end."""
-    raise typer.Exit(_run(config))
+    raise typer.Exit(_run(config, overrides or ()))
 
 
-def _run(config_path: str) -> int:
+def _run(config_path: str, overrides: Sequence[str]) -> int:
     try:
-        return launch(load_launch_config(config_path))
+        return launch(load_launch_config(config_path, overrides))
     except KeyboardInterrupt as stopped:
         signum = stopped.args[0] if stopped.args else signal.SIGINT
         print(f"[launch] stopped by {signal.Signals(signum).name}", file=sys.stderr)

@@ -3,7 +3,8 @@
 In: a number of ranks, and after `--` what each of them runs (a module with `-m`, or a script). Out: the ranks' own
 output, and an exit code: 0, or that of the rank that failed first (128 + signal if a signal ended it). Instead of
 torchrun's traceback there is one line. SIGTERM and SIGINT reach the ranks. Ranks that still run after
-SHUTDOWN_TIMEOUT_S are killed. A failed rank is not restarted: a resume is the user's decision.
+SHUTDOWN_TIMEOUT_S are killed. With `--max-restarts N` all ranks are started again after one has failed, at most N
+times; a learner then goes on from its newest checkpoint.
 
 This is `torch.distributed.run --standalone` in this process. For several nodes call `torchrun` itself, whose flags
 (--nnodes, --rdzv-endpoint, ...) all work with `-m learner`.
@@ -33,14 +34,15 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 def main(
     command: Annotated[list[str], typer.Argument(help="After `--`: -m MODULE or SCRIPT, and its arguments.")],
     nproc: Annotated[int, typer.Option(help="Number of ranks.")] = 1,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often all ranks are started again.")] = 0,
 ) -> None:
     """Run the ranks of one machine to their end."""
     if nproc < 1:
         raise typer.BadParameter(f"found {nproc}, wanted 1 or more", param_hint="--nproc")
-    raise typer.Exit(run_ranks(nproc, command))
+    raise typer.Exit(run_ranks(nproc, command, max_restarts=max_restarts))
 
 
-def run_ranks(nproc: int, command: Sequence[str]) -> int:
+def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
     """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if command[:1] == ["-m"]:
@@ -51,7 +53,8 @@ def run_ranks(nproc: int, command: Sequence[str]) -> int:
 
     logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
     try:
-        run.run(run.parse_args(["--standalone", "--nproc-per-node", str(nproc), *command]))
+        numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
+        run.run(run.parse_args(["--standalone", *numbers, *command]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"torchrun: rank {rank} {describe(failure.exitcode)}", file=sys.stderr)

@@ -4,6 +4,9 @@ In: the learner's YAML, and how long to wait. Out: exit code 0 once every server
 after the timeout, with the last answer of each server that is not ready; 2 if the configuration is wrong. Needs no
 token. It is for schedulers that start servers and learner separately: the Slurm script and the Kubernetes Job of this
 folder.
+
+With `--server-ids PREFIX` only servers count whose `server_id` begins with it. The scheduler gives them these names in
+ROLLOUT_SERVER_ID, so an older server at the same address is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -41,11 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def wait(
     config: Annotated[str, typer.Option(help="The learner's configuration file.")],
     timeout_s: Annotated[float, typer.Option(help="How long the servers may take.")] = 1800.0,
+    server_ids: Annotated[str, typer.Option(help="What the server_id of each begins with; default: anything.")] = "",
 ) -> None:
     """Wait for a learner's rollout servers."""
     try:
         urls = server_urls(config)
-        seconds = wait_all_ready(urls, timeout_s)
+        seconds = wait_all_ready(urls, timeout_s, server_ids)
     except ProjectError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from error
@@ -65,14 +69,15 @@ def server_urls(config_path: str) -> list[str]:
     return [entry.base_url for entry in config.rollout_matching.vllm.server.servers or ()]
 
 
-def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
-    """Seconds until each has answered `/ready/` with 200 (once: a weight update makes a server busy again).
+def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") -> float:
+    """Seconds until each has answered `/ready/` with 200 (once: a weight update makes a server busy again), with an id
+    that begins with `server_ids`.
 
     Raises DeadlineError, which names those that did not.
     """
     started = time.monotonic()
     last = dict.fromkeys(urls, "nothing yet")
-    while last := {url: said for url in last if (said := _look(url)) is not None}:
+    while last := {url: said for url in last if (said := _look(url, server_ids)) is not None}:
         if time.monotonic() - started >= timeout_s:
             break
         time.sleep(POLL_S)
@@ -86,13 +91,26 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
     )
 
 
-def _look(url: str) -> str | None:
+def _look(url: str, server_ids: str) -> str | None:
     """None for a ready server, else its answer. Proxies are used as the learner would use them."""
     try:
         response = httpx.get(f"{url}/ready/", timeout=ANSWER_S, trust_env=not is_loopback(httpx.URL(url).host))
     except httpx.HTTPError as error:
         return f"{type(error).__name__}: {error}"
-    return None if response.status_code == httpx.codes.OK else f"HTTP {response.status_code}: {response.text[:200]}"
+    if response.status_code != httpx.codes.OK:
+        return f"HTTP {response.status_code}: {response.text[:200]}"
+    if not server_ids:
+        return None
+    found = id_of(response)
+    return None if found.startswith(server_ids) else f"another server (id {found}, wanted {server_ids}...)"
+
+
+def id_of(response: httpx.Response) -> str:
+    """The `server_id` in an answer of `/ready/`."""
+    try:
+        return str(response.json()["server_id"])
+    except (ValueError, KeyError, TypeError):
+        return "unknown"
 
 
 if __name__ == "__main__":

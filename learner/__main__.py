@@ -6,16 +6,21 @@
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
     rollout-learner report RUN_DIR                               write a run's report as one HTML page
+    rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
-Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted. A user error is one message
-without a traceback; a bug keeps its traceback. `--help` and `check` import neither torch nor transformers.
+Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted, 141 nobody reads what is
+printed (`... | head`). A user error is one message without a traceback; a bug keeps its traceback. `--help` and `check`
+import neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -27,14 +32,16 @@ from typing import Annotated
 import typer
 
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
-from shared.errors import CollectiveError, ProjectError
+from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
+from shared.processes import end_with_parent
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
-COMMANDS = ("train", "check", "doctor", "export", "report")
+COMMANDS = ("train", "check", "doctor", "export", "report", "bench")
 OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
+_STDOUT = 1
 GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -150,6 +157,31 @@ def report(
     _end(work)
 
 
+@app.command(epilog=OTHERS, context_settings={"ignore_unknown_options": True})
+def bench(
+    arguments: Annotated[list[str] | None, typer.Argument(help="Those of bench.run, such as --part.")] = None,
+) -> None:
+    """Measure speed and memory on this machine. Needs a clone.
+
+    `rollout-learner bench -- --help` lists the parts.
+    """
+    _end(lambda: _bench(arguments or ()))
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "run.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not installed",
+            found=f"no folder bench in {root}",
+            wanted="a clone of the repository, because the package holds the programs only",
+            remedy="in a clone: make bench, or .venv/bin/rollout-learner bench",
+        )
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    argv = [sys.executable, "-m", "bench.run", *arguments]
+    return subprocess.run(argv, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}).returncode
+
+
 def _check(config: str, overrides: Sequence[str], probe: bool, world_size: int | None) -> int:
     from learner.config.check import run_check
 
@@ -160,6 +192,8 @@ def _train(config_path: str, overrides: Sequence[str]) -> int:
     from learner.config.load import load_config
     from learner.config.rules import colocates
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # torchrun is gone: a checkpoint, and the end
     # A wrong configuration is reported before torch is loaded.
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
@@ -176,18 +210,32 @@ def _end(work: Callable[[], int]) -> None:
     errors, and hide where they come from."""
     try:
         code = work()
+        sys.stdout.flush()
     except ProjectError as error:
         code = _tell(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = 130
     except Exception as error:
-        if isinstance(error, ImportError) and (known := missing_package(error)):
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            code = 128 + signal.SIGPIPE
+        elif isinstance(error, ImportError) and (known := missing_package(error)):
             code = _tell(known)
         else:
             traceback.print_exc()
             code = 1
     raise typer.Exit(code)
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose reader has gone. From now on it leads nowhere then: Python flushes it at its
+    end."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+    return True
 
 
 def _tell(error: ProjectError) -> int:

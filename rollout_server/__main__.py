@@ -3,7 +3,7 @@
 
 Exit codes: 0 after a clean stop, 1 if the engine died, 2 for a user's mistake. `--check` prints the resolved
 configuration as one JSON object, and imports neither vLLM nor torch. Only this module reads the environment
-(ROLLOUT_SERVER_TOKEN) and writes it (vLLM's variables, before vLLM is imported).
+(ROLLOUT_SERVER_TOKEN, ROLLOUT_SERVER_ID) and writes it (vLLM's variables, before vLLM is imported).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
 from shared.packages import missing_package
-from shared.wire import TOKEN_VARIABLE
+from shared.wire import SERVER_ID_VARIABLE, TOKEN_VARIABLE
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -51,7 +51,7 @@ def serve(
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
             return
-        code = _serve(config, token)
+        code = _serve(config, token, os.environ.get(SERVER_ID_VARIABLE, ""))
     except ProjectError as error:
         _fail(error)
     except ImportError as error:
@@ -75,7 +75,7 @@ def resolved(config: ServerConfig) -> dict[str, Any]:
     return {**config.model_dump(mode="json"), **derived}
 
 
-def _serve(config: ServerConfig, token: str | None) -> int:
+def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     listener = _bind(config)  # before the engine, which takes long to start
     os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
@@ -89,7 +89,7 @@ def _serve(config: ServerConfig, token: str | None) -> int:
     print(f"[rollout_server] loading {config.model}", file=console, flush=True)
     engine = VllmEngine(config)
     try:
-        return asyncio.run(serving.serve(engine, config, token, listener, console))
+        return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
         engine.shutdown()
 

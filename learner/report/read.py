@@ -297,9 +297,11 @@ def _evals(
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
+    task = config.get("task")
+    is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
     for step, file in _eval_files(path):
         lines, damaged = _read_jsonl(file)
-        read = [read_scene(line) for line in lines]
+        read = [read_scene(line) for line in lines if is_detection]
         scenes[step] = tuple(scene for scene in read if scene is not None)
         notes.append(_damage(f"eval/{file.name}", damaged + read.count(None)))
     points = tuple(

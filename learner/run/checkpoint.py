@@ -24,7 +24,8 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,34 @@ class TrainerState:
 
     def after_step(self) -> TrainerState:
         return replace(self, global_step=self.global_step + 1)
+
+
+class Cadence:
+    """When a checkpoint is due: every `save_steps` steps, and once the last one is `save_minutes` old. Rank 0's clock
+    decides for all."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        save_steps: int | None,
+        save_minutes: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks, self._clock = ranks, clock
+        self._save_steps, self._save_minutes = save_steps, save_minutes
+        self._saved_at_s = clock()
+
+    def is_due(self, global_step: int) -> bool:
+        """After a step. Collective if there is a `save_minutes`."""
+        by_steps = self._save_steps is not None and global_step % self._save_steps == 0
+        if self._save_minutes is None:
+            return by_steps
+        return self._ranks.broadcast_object(self._clock() - self._saved_at_s >= 60 * self._save_minutes) or by_steps
+
+    def saved(self) -> None:
+        """A checkpoint was written, or loaded."""
+        self._saved_at_s = self._clock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +133,7 @@ class CheckpointStore:
                 "a sharded model can't be saved by one rank",
                 found="model.sharding: fsdp, and ranks that may be gone with their parts of the weights",
                 wanted="all ranks, at the same step",
-                remedy="resume from the last checkpoint; a smaller training.save_steps loses fewer steps",
+                remedy="resume from the last checkpoint; with a smaller training.save_minutes fewer steps are lost",
             )
         content = Content(weights=None, moments=optimizer.state(), state=state, generators=generators)
         failure = self._try(policy, content)

@@ -52,7 +52,7 @@ class MetricsLog:
         self._run_dir = run_dir
         self._lines = AppendedLines(run_dir / "metrics.jsonl")
         self._boards: list[Any] = []
-        if logging.tensorboard:
+        if "tensorboard" in logging.trackers:
             from torch.utils.tensorboard import SummaryWriter
 
             self._boards.append(SummaryWriter(str(run_dir / "tensorboard")))

@@ -8,7 +8,10 @@ transformers, so that `--check` can ask too.
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +24,11 @@ if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
 
 KEY = "training.output_dir"
+JOB = ".torchrun_job"  # the id of the torchrun that has claimed the folder
 # What a learner and its report write into a run directory.
 OWN = (
     RESOLVED_NAME,
+    JOB,
     "metrics.jsonl",
     "report.html",
     "learner_rank*.log",
@@ -49,21 +54,64 @@ def _steps(metrics: Path) -> int:
         return sum('"event": "step"' in line for line in lines)
 
 
-def claim_output_dir(config: RunConfig, ranks: Ranks) -> None:
-    """The two below, before any rank writes: rank 0 looks and removes, and all ranks fail alike. Collective."""
-    outcome: tuple[list[str], ConfigError | OutputError | None] = ([], None)
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What torchrun started: its id, and when it began, in Unix seconds."""
+
+    run_id: str
+    began_at: float
+
+
+def torchrun_job(environment: Mapping[str, str]) -> Job | None:
+    """The job that this process is a rank of; None without torchrun."""
+    run_id = environment.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    booted_at = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return Job(run_id=run_id, began_at=float(booted_at.split()[1]) + int(ticks) / os.sysconf("SC_CLK_TCK"))
+
+
+def claim_output_dir(config: RunConfig, ranks: Ranks, job: Job | None = None) -> RunConfig:
+    """Check and clear the folder, before any rank writes: rank 0 looks and removes, and all ranks fail alike.
+    Collective. Returns the configuration to go on with.
+
+    If `job` has claimed the folder before, torchrun has started its ranks again after one failed: the run goes on from
+    its newest checkpoint, or from its beginning if it has none.
+    """
+    outcome: tuple[RunConfig, list[str], ConfigError | OutputError | None] = (config, [], None)
     if ranks.is_main:
         try:
+            if job is not None and _claimed_by(job, Path(config.training.output_dir)):
+                config = _restarted(config)
             check_output_dir(config)
             with writing(Path(config.training.output_dir)):
-                outcome = (clear_output_dir(config), None)
+                outcome = (config, clear_output_dir(config), None)
+                if job is not None:
+                    path = Path(config.training.output_dir) / JOB
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(job.run_id)
         except (ConfigError, OutputError) as error:
-            outcome = ([], error)
-    removed, failure = ranks.broadcast_object(outcome)
+            outcome = (config, [], error)
+    config, removed, failure = ranks.broadcast_object(outcome)
     if failure is not None:
         raise failure
     if removed and ranks.is_main:
         print(f"training.overwrite: removed from {config.training.output_dir}: {', '.join(removed)}", flush=True)
+    return config
+
+
+def _claimed_by(job: Job, run_dir: Path) -> bool:
+    """Whether this job, not an older one of the same id, has claimed the folder: since its torchrun began."""
+    path = run_dir / JOB
+    return path.is_file() and path.read_text() == job.run_id and path.stat().st_mtime >= job.began_at
+
+
+def _restarted(config: RunConfig) -> RunConfig:
+    """The same run after its ranks failed. What it resumed from at first is older than its own checkpoints."""
+    has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
+    change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
+    return config.model_copy(update={"training": config.training.model_copy(update=change)})
 
 
 def check_output_dir(config: RunConfig) -> None:

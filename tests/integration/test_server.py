@@ -257,6 +257,23 @@ def test_seeds_belong_to_requests(learner: Learner) -> None:
     assert [output["rollout_infos"]["seed"] for output in together] == [7, 8, 9, 10]
 
 
+def test_several_answers_with_their_log_probabilities(learner: Learner, folder: Path) -> None:
+    """R39: `n` answers are those of `n` copies of the request; the log-probabilities are those of transformers."""
+    picture_request = {"messages": PICTURE, "images": [str(folder / "images" / "scene.png")]}
+    copies = learner.infer([picture_request] * 3, temperature=1.0, seed=7, logprobs=True).json()
+    (together,) = learner.infer([picture_request], temperature=1.0, seed=7, n=3, logprobs=True).json()
+    choices = together["response"]["choices"]
+    assert [choice["token_ids"] for choice in choices] == [output["response_token_ids"] for output in copies]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) > 1
+    for choice, logprobs in zip(choices, together["rollout_logprobs"], strict=True):
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == logprobs
+        assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
+        ended = [choice["stop_token_id"]] if choice["finish_reason"] == "stop" else []
+        wanted = learner.logprobs(PICTURE, picture(), choice["token_ids"] + ended)
+        got = [*logprobs, choice["stop_logprob"]] if ended else logprobs
+        assert got == pytest.approx(wanted, abs=2e-3)
+
+
 def test_streamed_answers_come_as_they_end_and_are_the_same(learner: Learner, folder: Path) -> None:
     """D9: greedy answers, byte for byte but for what names the request; short ones are not held up by long ones."""
     source = str(folder / "images" / "scene.png")

@@ -3,13 +3,16 @@
 The stand-ins are this file, run as `server CONFIG` or `learner CONFIG`. They follow the words in the configuration's
 model name, and print `NAME pid PID devices DEVICES` first, so that a test knows what ran, in which order, and is gone:
 
-    server  fine | never (ready) | dies (at start) | leaves (once it was asked whether it is ready)
+    server  fine | never (ready) | dies (at start) | leaves (once the learner runs)
             stubborn: ignores SIGTERM, and so does its child
-    learner exits-N | waits
+            leaves-N-times: its first N starts leave
+            other: answers as another start of a server
+    learner exits-N | waits | waits-for-N: until N servers have started
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -21,38 +24,46 @@ from pathlib import Path
 import yaml
 
 
-def server(config: dict[str, object], words: str) -> None:
+def server(config: dict[str, object], words: str, starts: Path) -> None:
     if "stubborn" in words:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])  # inherits what is ignored
         say("child", child.pid)
     if "dies" in words:
         sys.exit("out of memory, said the fake")
-    num_asked = 0
+    learning = starts.with_name("learning")
+    leaves = "leaves" in words and not ("times" in words and starts.stat().st_size > int(words.split("-")[1]))
+    answer = json.dumps({"server_id": "old" if "other" in words else os.environ["ROLLOUT_SERVER_ID"]}).encode()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            nonlocal num_asked
-            num_asked += 1
             asked_rightly = (
                 self.path == f"{config.get('url_prefix', '')}/ready/" and "Authorization" not in self.headers
             )
             self.send_response(200 if asked_rightly and "never" not in words else 503)
             self.end_headers()
+            self.wfile.write(answer)
 
         def log_message(self, *args: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", int(str(config["port"]))), Handler) as http:
         http.timeout = 0.05
-        while "leaves" not in words or num_asked < 1:
+        while not (leaves and learning.exists()):
             http.handle_request()
     sys.exit(5)
 
 
-def learner(words: str) -> None:
+def learner(words: str, folder: Path) -> None:
+    (folder / "learning").touch()
     if "exits-" in words:
         sys.exit(int(words.split("exits-")[1]))
+    if "waits-for-" in words:
+        wanted = int(words.split("waits-for-")[1])
+        while sum(path.stat().st_size for path in folder.glob("*.starts")) < wanted:
+            time.sleep(0.05)
+        time.sleep(0.6)  # the last one becomes ready
+        sys.exit(0)
     time.sleep(60)
 
 
@@ -64,9 +75,12 @@ def run_fake(name: str, path: str) -> None:
     config = yaml.safe_load(Path(path).read_text())
     say(name, os.getpid())
     if name == "server":
-        server(config, Path(config["model"]).name)
+        starts = Path(f"{path}.starts")  # one byte for each
+        with starts.open("a") as file:
+            file.write("x")
+        server(config, Path(config["model"]).name, starts)
     else:
-        learner(Path(config["model"]["path"]).name)
+        learner(Path(config["model"]["path"]).name, Path(path).parent)
 
 
 def main() -> None:
@@ -74,7 +88,8 @@ def main() -> None:
 
     launch.STOP_TIMEOUT_S = 1.0
     launch.server_argv = lambda config: [sys.executable, __file__, "server", config]
-    launch.learner_argv = lambda config, nproc: [sys.executable, __file__, "learner", config]
+    launch.learner_argv = lambda config, *numbers: [sys.executable, __file__, "learner", config]
+    launch.BACK_OFF_S = 0.1
     launch.main()
 
 

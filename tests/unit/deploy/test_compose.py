@@ -99,6 +99,16 @@ def test_shared_memory_is_shared_and_large() -> None:
     assert (SERVER["ipc"], SERVER["shm_size"], LEARNER["ipc"]) == ("shareable", "16gb", "service:server")
 
 
+def test_a_server_is_started_again_and_the_learner_is_what_ends_the_run() -> None:
+    """R40: `up` with --abort-on-container-exit stops at the first end of a container that it names."""
+    assert SERVER["restart"] == "on-failure:3"
+    assert LEARNER["restart"] == "no"
+    assert "--max-restarts" in LEARNER["command"]
+    command = "--abort-on-container-exit --exit-code-from learner learner\n"
+    for text in ((DEPLOY / "README.md").read_text(), (DEPLOY / "compose.yaml").read_text()):
+        assert command in text
+
+
 def test_nothing_starts_without_a_token() -> None:
     """`:?` ends `docker compose` where the variable is missing or empty."""
     for service in (SERVER, LEARNER):

@@ -125,6 +125,13 @@ def test_ranks_meet_at_the_first_pod_and_fail_together() -> None:
     assert named(RANKS["ports"])["rendezvous"]["containerPort"] == 29400
     assert (LEARNER["spec"]["completionMode"], LEARNER["spec"]["backoffLimit"]) == ("Indexed", 0)
     assert LEARNER_POD["restartPolicy"] == "Never"
+    assert "--max-restarts=3" in RANKS["args"]
+
+
+def test_a_server_that_ends_is_started_again() -> None:
+    """R40: a StatefulSet's pods are always restarted; one that hangs fails its liveness probe."""
+    assert SERVER_POD.get("restartPolicy", "Always") == "Always"
+    assert SERVER["livenessProbe"]["httpGet"]["path"] == "/health/"
 
 
 def test_both_see_the_same_folders_at_the_same_place() -> None:

@@ -21,6 +21,7 @@ from rollout_server.config import load_server_config
 from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
+from tests.servers import wait_gone
 from tests.unit.learner.config.examples import changed, minimal
 
 SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)
@@ -60,8 +61,8 @@ def files(
     return path
 
 
-def start(path: Path) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "tests.unit.deploy.fake_launch", "--config", str(path)]
+def start(path: Path, *overrides: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "tests.unit.deploy.fake_launch", "--config", str(path), *overrides]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -188,9 +189,51 @@ def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: lis
     assert "out of memory, said the fake" in run.err
 
 
-def test_a_server_that_ends_while_the_learner_runs_ends_the_run(tmp_path: Path) -> None:
-    run = finish(start(files(tmp_path, ["leaves"], "waits", launch={"ready_timeout_s": 20.0})), tmp_path)
-    assert (run.code, "exit code 5" in run.err) == (1, True)
+def test_a_server_that_ends_while_the_learner_runs_is_started_again(tmp_path: Path) -> None:
+    """R40: as often as it may be; then it is given up, and the run ends when no server is left."""
+    run = finish(start(files(tmp_path, ["leaves"], "waits"), "servers[0].max_restarts=2"), tmp_path)
+    assert (run.code, run.names().count("server")) == (1, 3)
+    assert "exit code 5" in run.err
+    said = [line for line in run.out.splitlines() if "server 0 ended" in line]
+    assert ["Restart 1 of 2" in said[0], "Restart 2 of 2" in said[1], "Given up" in said[2]] == [True] * 3
+
+
+def test_the_run_goes_on_beside_a_restarted_server_and_one_that_is_given_up(tmp_path: Path) -> None:
+    overrides = ("servers[1].max_restarts=0",)
+    run = finish(start(files(tmp_path, ["leaves-1-times", "leaves", "fine"], "waits-for-4"), *overrides), tmp_path)
+    assert (run.code, run.err) == (0, "")
+    assert run.names().count("server") == 4
+    assert "server 0 ready again" in run.out
+    assert "Given up after 0 restart(s)" in run.out
+
+
+def test_only_the_process_that_was_started_is_believed_to_be_ready(tmp_path: Path) -> None:
+    """An older server on the port answers 200 too."""
+    run = finish(start(files(tmp_path, ["other"], launch={"ready_timeout_s": 1.5})), tmp_path)
+    assert (run.code, run.names()) == (1, ["server"])
+    assert "another server (id old)" in run.err
+
+
+def test_a_killed_launcher_takes_its_children_with_it(tmp_path: Path) -> None:
+    """SIGKILL, also for a server that ignores SIGTERM. What a server starts has its own guard (`end_with_server`)."""
+    launcher = start(files(tmp_path, ["fine", "fine"], "waits"))
+    assert launcher.stdout is not None
+    seen = ""
+    while "learner pid" not in seen:
+        line = launcher.stdout.readline()
+        assert line
+        seen += line
+    launcher.kill()
+    text = seen + "".join(log.read_text() for log in (tmp_path / "logs").glob("*"))
+    started = [int(pid) for _, pid, _ in SAID.findall(text)]
+    assert len(started) == 3
+    assert wait_gone(started, 5) == []
+
+
+def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
+    run = finish(start(files(tmp_path, ["fine"]), "learner.nproc=0", "ready_timeout=3"), tmp_path)
+    assert (run.code, run.said) == (2, [])
+    assert {line.split(":")[0] for line in run.err.splitlines()} == {"learner.nproc", "ready_timeout"}
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -35,11 +35,26 @@ exec "$@"
 PROGRAM = """
 case "$*" in
   *--check*) echo "check $*" >> "$STEPS"; exit "${CHECK_CODE:-0}" ;;
-  *rollout_server*) [ -n "$ROLLOUT_SERVER_TOKEN" ] || exit 9; [ "${SERVER:-}" != dies ] || exit 3 ;;
+  *rollout_server*)
+    [ -n "$ROLLOUT_SERVER_TOKEN" ] || exit 9
+    [ "${SERVER:-}" != dies ] || exit 3
+    if [[ "${SERVER:-}" == leaves && "$*" == *a1* ]]; then
+      echo "id $ROLLOUT_SERVER_ID" >> "$STEPS"
+      echo "started $*" >> "$STEPS"
+      until grep -q "started.*distributed.run" "$STEPS"; do sleep 0.05; done
+      exit 4
+    fi ;;
   *wait_ready*)
     until [ "$(grep -c "started.*rollout_server" "$STEPS")" = 2 ]; do sleep 0.05; done
     exit "${READY:-0}" ;;
-  *"-m learner"*) [ "${LEARNER:-}" = serves ] || exit "${LEARNER:-0}" ;;
+  *"-m learner"*)
+    if [ "${LEARNER:-}" = "outlives the restarts" ]; then
+      echo "started $*" >> "$STEPS"
+      until [ "$(grep -c "^id " "$STEPS")" = 2 ]; do sleep 0.05; done
+      sleep 0.5
+      exit 0
+    fi
+    [ "${LEARNER:-}" = serves ] || exit "${LEARNER:-0}" ;;
 esac
 trap 'echo "stopped $*" >> "$STEPS"; exit 0' TERM
 echo "started $*" >> "$STEPS"
@@ -163,7 +178,7 @@ def test_the_learners_exit_code_is_the_jobs(submit: Submit) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ({"SERVER": "dies"}, 1, "a rollout server ended by itself (exit code 3)"),
+        ({"SERVER": "dies"}, 1, "ended by itself (exit code 3)"),
         ({"READY": "1"}, 1, ""),
         ({"CHECK_CODE": "2"}, 2, ""),
         ({"nodes": "a1,a2"}, 2, "found 2 node(s) and SERVER_NODES=2"),
@@ -179,6 +194,18 @@ def test_the_learner_does_not_start_without_ready_servers(
     assert said in text
     assert not job.steps("torch.distributed.run")
     assert len(job.steps("stopped")) == (2 if "READY" in words else 0)
+
+
+def test_a_server_that_ends_while_the_learner_runs_is_started_again(submit: Submit) -> None:
+    """R40: as often as MAX_RESTARTS says, each time under another name."""
+    job = submit(SERVER="leaves", LEARNER="outlives the restarts", MAX_RESTARTS="1")
+    code, said = job.end()
+    assert code == 0, said
+    assert [line.split()[1] for line in job.steps("id ")] == ["slurm-7-a1-0", "slurm-7-a1-1"]
+    assert "ended (exit code 4); restart 1 of 1" in said
+    assert "given up after 1 restarts" in said
+    [waiting] = [step for step in job.steps("srun") if "deploy.wait_ready" in step]
+    assert "--server-ids slurm-7-" in waiting
 
 
 def test_slurms_warning_stops_the_learner_first(submit: Submit) -> None:

@@ -25,6 +25,7 @@ def server(*statuses: int) -> Iterator[str]:
             known = self.path == "/x/ready/"
             self.send_response((left.pop(0) if len(left) > 1 else left[0]) if known else 404)
             self.end_headers()
+            self.wfile.write(b'{"server_id": "job7-a"}')
 
         def log_message(self, format: str, *args: object) -> None: ...
 
@@ -66,6 +67,14 @@ def test_the_silent_ones_are_named_when_time_has_passed(tmp_path: Path, capsys: 
     assert f"{busy}: HTTP 503" in said
     assert "http://127.0.0.1:1: ConnectError" in said
     assert ready not in said
+
+
+def test_only_servers_with_the_names_of_this_job_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with server(200) as ready:
+        path = config(tmp_path, ready)
+        assert wait_ready.main(["--config", path, "--timeout-s", "0.1", "--server-ids", "job7-"]) == 0
+        assert wait_ready.main(["--config", path, "--timeout-s", "0.1", "--server-ids", "job8-"]) == 1
+    assert "job7-a" in capsys.readouterr().err
 
 
 def test_a_run_without_servers_has_nothing_to_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -82,6 +83,11 @@ def test_training_gets_the_values_of_the_command_line(config: str, monkeypatch: 
     assert got == [3e-6]
 
 
+def test_bench_passes_its_arguments_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--part", "no_such_part"]) == 2
+    assert "no_such_part" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("package", INSTALL)
 def test_a_missing_package_is_named_with_its_install_line(
     package: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -107,6 +113,22 @@ def test_a_bug_keeps_its_traceback(
     monkeypatch.setattr(command, "_train", fail)
     assert main(["--config", config]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """`rollout-learner check ... | head -1`"""
+    reading, writing = os.pipe()
+    code = (
+        "import sys; from learner import __main__ as command\n"
+        "command._check = lambda *_: print('plan') or 0\n"
+        "sys.exit(command.main(['check', '--config', 'run.yaml']))"
+    )
+    argv = [sys.executable, "-c", code]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    os.close(reading)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (141, "")
 
 
 def test_a_processor_without_torchvision_names_the_package(tmp_path: Path) -> None:

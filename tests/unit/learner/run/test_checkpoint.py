@@ -25,7 +25,7 @@ from learner.policy.load import Policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.run import checkpoint
-from learner.run.checkpoint import CheckpointStore, TrainerState
+from learner.run.checkpoint import Cadence, CheckpointStore, TrainerState
 from learner.run.files import write_atomically
 from shared.errors import CheckpointError, ConfigError
 from tests.full_disk import no_file_larger_than
@@ -348,3 +348,17 @@ def test_ranks_resume_from_the_checkpoint_that_rank_0_sees(
 def on_two_threads(work: Callable[[int], T]) -> list[T]:
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(work, range(2)))
+
+
+def test_a_checkpoint_is_due_by_steps_and_by_minutes() -> None:
+    now = 0.0
+    cadence = Cadence(Ranks(), save_steps=4, save_minutes=2, clock=lambda: now)
+    due = []
+    for step in range(1, 11):
+        now += 50
+        if cadence.is_due(step):
+            due.append(step)
+            cadence.saved()
+    assert due == [3, 4, 7, 8]
+    never = Cadence(Ranks(), save_steps=None, save_minutes=None)
+    assert not any(never.is_due(step) for step in range(1, 10))

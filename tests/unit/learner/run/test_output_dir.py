@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from learner.config.schema import RunConfig
-from learner.run.output_dir import check_output_dir, claim_output_dir, clear_output_dir
+from learner.policy.parallel import Ranks
+from learner.run.output_dir import JOB, Job, check_output_dir, claim_output_dir, clear_output_dir, torchrun_job
 from shared.errors import ConfigError
 from tests.unit.learner.config.examples import changed, config_of, minimal
 
@@ -112,3 +114,25 @@ def test_all_ranks_fail_alike_as_rank_0_decides(run_dir: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(outcome, (1, 0), timeout=10))
     assert said[0] == said[1] != ""
+
+
+def test_ranks_that_torchrun_starts_again_go_on_in_their_own_folder(tmp_path: Path) -> None:
+    """From the newest checkpoint; from the beginning if there is none. Ranks of the same torchrun only."""
+    run, job = config(tmp_path / "run"), Job(run_id="a", began_at=time.time() - 60)
+    assert claim_output_dir(run, Ranks(), job) == run
+    (tmp_path / "run/metrics.jsonl").write_text(STEP)
+    again = claim_output_dir(run, Ranks(), job)
+    assert (again.training.resume_from_checkpoint, files(tmp_path / "run")) == (None, {JOB})
+    (tmp_path / "run/checkpoint-1").mkdir()
+    (tmp_path / "run/checkpoint-1/manifest.json").write_text("{}")
+    assert claim_output_dir(run, Ranks(), job).training.resume_from_checkpoint == "latest"
+    for other in (None, Job(run_id="b", began_at=job.began_at), Job(run_id="a", began_at=time.time() + 60)):
+        with pytest.raises(ConfigError):
+            claim_output_dir(run, Ranks(), other)
+
+
+def test_a_job_began_before_its_ranks() -> None:
+    job = torchrun_job({"TORCHELASTIC_RUN_ID": "x"})
+    assert job is not None
+    assert 0 <= time.time() - job.began_at < 30 * 24 * 3600
+    assert torchrun_job({}) is None

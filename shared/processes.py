@@ -1,0 +1,25 @@
+"""Child processes that do not outlive their parent, however it ends (Linux).
+
+`end_with_parent` asks the kernel for a signal at the parent's end, so SIGKILL of the parent counts too. The request
+survives `exec`, but children do not inherit it: each generation asks for itself. A rollout server's engine processes
+have a guard of their own (`rollout_server.processes`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that a child can call it between fork and exec
+
+
+def end_with_parent(signum: signal.Signals, parent_pid: int | None = None) -> None:
+    """This process gets `signum` when its parent ends, or at once if the parent is no longer `parent_pid`.
+
+    The kernel means the parent's *thread* that started this process: start children from a thread that lives on.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:  # it ended before the request
+        os.kill(os.getpid(), signum)
