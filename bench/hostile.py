@@ -3,10 +3,10 @@
 Frames are what a peer says at once on one connection, or one bucket on a connection that has joined. They are mutated:
 hellos, sealed buckets, pickles, what other programs' sockets say, and noise.
 
-- `strangers`: 75% of the frames, to the port where a weight group meets. Meanwhile honest ranks meet there again and
+- `strangers`: 90% of the frames, to the port where a weight group meets. Meanwhile honest ranks meet there again and
   again, and send a bucket.
-- `members`: 15%, by a peer that has joined but cannot seal: a bucket is loaded only if its seal is right.
-- `engine`: 10%, to the HTTP port of a real server, which answers `/infer/` meanwhile. Its other sockets are counted:
+- `members`: 5%, by a peer that has joined but cannot seal: a bucket is loaded only if its seal is right.
+- `engine`: 5%, to the HTTP port of a real server, which answers `/infer/` meanwhile. Its other sockets are counted:
   those that other machines can reach, and those that another user of this machine can connect to. On CPU the second
   kind is gloo's, on loopback: gloo keeps every connection for ever, so no frames go there (SECURITY.md).
 - `calls`: bodies that schemathesis draws from the schema of every call, right and wrong ones, to the real app over an
@@ -590,7 +590,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the result file.")] = RESULTS,
 ) -> None:
     """Attack, print, write."""
-    num_engine, num_members = frames // 10, frames * 15 // 100
+    num_engine, num_members = frames // 20, frames // 20
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="hostile-") as temporary:
         folder = Path(temporary)
