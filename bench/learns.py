@@ -65,7 +65,7 @@ from bench.runs import (
 from deploy.demo.build_data import Build, build
 from deploy.demo.scenes import StyleName
 from deploy.launch import Processes, supervised
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from shared.errors import CheckpointError, ProjectError, ServerError
 
 _SERVERS_READY_S = 150.0

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bench.figures import markdown_table
 from bench.runs import read_events, steps_of
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 
 SHOWN = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5", "duplicate_rate", "recall_any@0.5", "parse_rate")

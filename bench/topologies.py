@@ -50,7 +50,7 @@ from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 from deploy.launch import Processes, supervised
 from learner.report.__main__ import write_report
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from shared.errors import ProjectError
 
 WARM_UP_STEPS = 3

@@ -43,6 +43,7 @@ from learner.rollout.connect import Backend, connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
 from learner.run.checkpoint import CheckpointStore
 from learner.run.console import Console
+from learner.run.files import writing
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
 from learner.run.output_dir import claim_output_dir, torchrun_job
 from learner.run.stopping import Stopped, StopRequest
@@ -177,12 +178,13 @@ class Basis:
 def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
     """The run's folder with the resolved configuration, a log file per rank, and metrics that begin with the plan."""
     run_dir = Path(config.training.output_dir)
-    log_to_file(run_dir, ranks.rank)
-    if ranks.is_main:
-        write_resolved(config, run_dir)
-        point_latest(run_dir)
-    settings = config.model_dump(mode="json")
-    log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main, settings=settings)
+    with writing(run_dir):
+        log_to_file(run_dir, ranks.rank)
+        if ranks.is_main:
+            write_resolved(config, run_dir)
+            point_latest(run_dir)
+        settings = config.model_dump(mode="json")
+        log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main, settings=settings)
     stack.callback(log.close)
     log.write("plan", plan.to_json())
     return log

@@ -27,7 +27,7 @@ from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend, is_out_of_memory
-from learner.run.checkpoint import Cadence, CheckpointStore, Generators, TrainerState
+from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
 from learner.run.log import MetricsLog, PhaseClock, Timeline
@@ -360,7 +360,10 @@ class Trainer:
         if where is None:
             return
         self.state = self.checkpoints.load(where, self.policy, self.optimizer)
-        self.source.restore(self.state.cursor)
+        try:
+            self.source.restore(self.state.cursor)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(Path(where), f"{STATE}: the place in the data: {type(error).__name__}: {error}") from error
         self._saved_at = self.state.global_step
         self.console.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
 

@@ -162,9 +162,10 @@ class Gate:
 
 
 def _refused(found: str, wanted: str) -> SyncError:
-    return SyncError(
+    error = SyncError(
         "the weight update was refused", found=found, wanted=wanted, remedy="open the group again with this learner"
     )
+    return error.as_status(409)
 
 
 @dataclass

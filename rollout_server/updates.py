@@ -110,7 +110,7 @@ class WeightUpdates:
                 found="enable_lora: false",
                 wanted="enable_lora: true in the server's configuration, or full syncs",
                 remedy="set it and restart the server, or set sync.mode: full",
-            )
+            ).as_status(409)
         async with self._alone():
             start = time.monotonic()
             # What was served before was not checked by any canary.
@@ -158,7 +158,7 @@ class WeightUpdates:
                 found=f"incarnation {call.incarnation!r}",
                 wanted="the incarnation that opened the group",
                 remedy="open the group again with this learner",
-            )
+            ).as_status(409)
         self._expected = call
         self._expected_came.set()
 
@@ -183,7 +183,7 @@ class WeightUpdates:
                 found=f"first rank {call.first_rank} of {call.world_size}; the last rank is the learner's",
                 wanted=f"{num_workers} ranks between the first one and the learner's",
                 remedy="let the learner ask /get_world_size/ again: restart it",
-            )
+            ).as_status(400)
 
     def _bounded(self, call: SyncCall) -> SyncCall:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, self._config.max_sync_timeout_s)})
@@ -313,7 +313,7 @@ def _check_sizes(call: UpdateWeightsCall) -> None:
                 found=f"{bucket.num_bytes} bytes",
                 wanted=f"{wanted} bytes for {len(bucket.tensors)} tensors",
                 remedy="run the same version of this project on both sides",
-            )
+            ).as_status(400)
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:

@@ -33,10 +33,13 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── DeadlineError           a wait passed its deadline
     │   ├── CollectiveError         another rank is gone or silent
     │   └── StarvedError            Channel-B steps found no rollouts for too long (learner.steps.ahead)
-    └── CheckpointError         a checkpoint cannot be written or read
+    ├── CheckpointError         a checkpoint cannot be written or read
+    └── OutputError             another file of a run cannot be written
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 
 class ProjectError(Exception):
@@ -61,6 +64,11 @@ class ProjectError(Exception):
         if self.remedy:
             parts.append(self.remedy)
         return "; ".join(parts)
+
+    def as_status(self, http_status: int) -> Self:
+        """This error, answered with another HTTP status: in this case it is the caller's mistake."""
+        self.http_status = http_status
+        return self
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process boundaries (DataLoader workers, engine workers), with their keyword-only parts.
@@ -183,6 +191,10 @@ class CollectiveError(DeadlineError):
 
 
 class CheckpointError(ProjectError):
+    exit_code = 2
+
+
+class OutputError(ProjectError):
     exit_code = 2
 
 

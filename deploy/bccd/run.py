@@ -43,7 +43,7 @@ from deploy.demo.model import SHAPES, Shape, write_model
 from deploy.launch import Processes, supervised
 from learner.report.read import read_scene
 from learner.report.scores import counts_by_class
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from shared.errors import ProjectError, ServerError
 
 Size = Literal["small", "tiny"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import peft
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 
 from learner.policy.load import Policy
 from learner.policy.sharding import part_of, whole_on_host
@@ -71,10 +72,10 @@ def load_weights(path: Path, policy: Policy) -> None:
         if foreign := sorted([*info["missing_keys"], *info["unexpected_keys"]]):
             raise ValueError(f"{len(foreign)} names differ: {foreign[:3]}")
         model.load_state_dict(_parts(loaded.state_dict(), model.state_dict()))
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             "the checkpoint's weights do not fit the model",
-            found=f"{path}: {str(error).splitlines()[0]}",
+            found=f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}",
             wanted=f"weights of this {type(policy.model).__name__}{' and its adapter' if policy.adapter else ''}",
             remedy="resume with the model.path and model.lora that the checkpoint was written with",
         ) from error

@@ -94,7 +94,8 @@ class Optimizer:
         return whole_on_host(state, keep=keep) if any(map(is_part, state.values())) else state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continue from another optimizer's `state()`. Raises CheckpointError if the trained parameters differ."""
+        """Continue from another optimizer's `state()`. Raises CheckpointError, and changes nothing, if the trained
+        parameters differ or a moment does not fit its parameter."""
         stored: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             name, _, moment = key.rpartition(".")
@@ -109,7 +110,21 @@ class Optimizer:
                 remedy="resume with the same model.freeze and model.lora, or start anew from the checkpoint's model",
             )
         for name, p in self._named if stored else ():
+            _check_moments(name, p, stored[name])
+        for name, p in self._named if stored else ():
             self._adamw.state[p] = {
                 moment: (part_of(tensor, p) if moment in _MOMENTS else tensor).to(p.device, copy=True)
                 for moment, tensor in stored[name].items()
             }
+
+
+def _check_moments(name: str, p: torch.Tensor, stored: Mapping[str, torch.Tensor]) -> None:
+    sizes = {"step": torch.Size(), **dict.fromkeys(_MOMENTS, p.shape)}
+    found = {moment: tensor.shape for moment, tensor in stored.items()}
+    if found != sizes:
+        raise CheckpointError(
+            f"the optimizer state of {name} does not fit the parameter",
+            found=", ".join(f"{moment} {tuple(shape)}" for moment, shape in found.items()),
+            wanted=", ".join(f"{moment} {tuple(shape)}" for moment, shape in sizes.items()),
+            remedy="resume from the checkpoint before it, or start anew from the checkpoint's model",
+        )

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from learner.report.page import render
 from learner.report.read import RunSet, read_runs
-from shared.errors import DataError, ProjectError
+from learner.run.files import write_atomically
+from shared.errors import ProjectError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,17 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
-    """Write the report and return its path. Raises DataError if there is no run or the file cannot be written."""
+    """Write the report and return its path. Raises DataError if there is no run, OutputError if the
+    file cannot be written: then the report of before is still there."""
     runs = read_runs(run_dir)
     if compare is not None:
         others = read_runs(compare)
         runs = RunSet(title=runs.title, runs=(*runs.runs, *others.runs), summary=runs.summary)
     target = out or run_dir / "report.html"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(render(runs), encoding="utf-8")
-    except OSError as error:
-        raise DataError("the report cannot be written", found=str(error), remedy="give another --out FILE") from error
+    write_atomically(target, render(runs))
     return target
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import os
 import platform
 import re
@@ -147,7 +148,10 @@ class CheckpointStore:
         if self.ranks.is_main:
             try:
                 self._write(self._path(content.state), policy, content)
-            except (OSError, SafetensorError) as error:
+            except Exception as error:
+                # The tokenizers library raises a bare Exception if it cannot write.
+                if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+                    raise
                 return f"{type(error).__name__}: {error}"
         return ""
 
@@ -179,13 +183,14 @@ class CheckpointStore:
                 wanted="the same complete checkpoint on every node",
                 remedy="put training.output_dir on a file system that all nodes share, or copy rank 0's folder",
             )
-        load_weights(path, policy)
-        optimizer.load_state(load_file(path / OPTIMIZER))
-        stored = json.loads((path / STATE).read_text())
-        if stored["config_digest"] != self.config_digest:
+        state, config_digest = _read_state(path)  # all that can be damaged is read before anything is changed
+        moments, generators = _read_tensors(path / OPTIMIZER), _read_tensors(path / RNG)
+        if config_digest != self.config_digest:
             logger.warning("%s was written under another configuration; going on under the present one", path)
-        self._load_generators(path)
-        return TrainerState(global_step=stored["global_step"], ver=stored["ver"], cursor=stored["cursor"])
+        load_weights(path, policy)
+        optimizer.load_state(moments)
+        self._load_generators(path, generators)
+        return state
 
     def _agreed(self, where: str) -> Path:
         """The checkpoint that all ranks load: rank 0 decides which one is the latest."""
@@ -228,6 +233,19 @@ class CheckpointStore:
         for leftover in self.root.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(leftover)
         work = self.root / f"{_UNFINISHED}{path.name}"
+        try:
+            self._fill(work, policy, content)
+            if path.exists():
+                self._remove(path)
+            work.rename(path)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)  # on a full disk others need its space
+            raise
+        _sync_to_disk(self.root)
+        for old in self._complete()[: -self.save_total_limit] if self.save_total_limit else ():
+            self._remove(old)
+
+    def _fill(self, work: Path, policy: Policy, content: Content) -> None:
         work.mkdir()
         save_model(policy, work, content.weights)
         save_file(contiguous(content.moments), work / OPTIMIZER)
@@ -237,48 +255,62 @@ class CheckpointStore:
         (work / STATE).write_text(json.dumps(stored, indent=2))
         (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
         _sync_to_disk(work)
-        if path.exists():
-            self._remove(path)
-        work.rename(path)
-        _sync_to_disk(self.root)
-        for old in self._complete()[: -self.save_total_limit] if self.save_total_limit else ():
-            self._remove(old)
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
         path.rename(doomed)  # so that no half-removed folder bears a checkpoint's name
         shutil.rmtree(doomed)
 
-    def _load_generators(self, path: Path) -> None:
-        tensors, rank = load_file(path / RNG), self.ranks.rank
+    def _load_generators(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        rank = self.ranks.rank
         if f"{rank}.cpu" not in tensors:
             logger.warning("%s was written by fewer ranks; rank %d keeps its fresh generator", path, rank)
             return
-        torch.set_rng_state(tensors[f"{rank}.cpu"])
-        if self.ranks.device.type == "cuda" and f"{rank}.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors[f"{rank}.cuda"], self.ranks.device)
+        try:
+            torch.set_rng_state(tensors[f"{rank}.cpu"])
+            if self.ranks.device.type == "cuda" and f"{rank}.cuda" in tensors:
+                torch.cuda.set_rng_state(tensors[f"{rank}.cuda"], self.ranks.device)
+        except (RuntimeError, TypeError) as error:
+            raise damaged(path, f"{RNG}: {error}") from error
 
 
 def verify(path: Path) -> None:
-    """Raises CheckpointError where a file of the checkpoint is missing, shorter or different from what was written."""
+    """Raises CheckpointError where a file of the checkpoint is missing, shorter or different from what was written, or
+    is not in the manifest."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        damaged = [n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry]
+        if not isinstance(manifest, dict):
+            raise ValueError(f"a {type(manifest).__name__}, no mapping of files")
+        weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - {OPTIMIZER, RNG}
+        if not weights:  # what other programs call weights may be pickled
+            raise ValueError("no weights beside it")
+        wrong = {n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry}
     except (OSError, ValueError) as error:
-        raise _damaged(path, f"no readable {MANIFEST}: {error}") from error
-    if damaged:
-        raise _damaged(path, f"{', '.join(damaged)} missing or not as written")
+        raise damaged(path, f"{MANIFEST}: {error}") from error
+    if unlisted := sorted({STATE, OPTIMIZER, RNG, *weights} - manifest.keys()):
+        raise damaged(path, f"{', '.join(unlisted)} not in {MANIFEST}")
+    if wrong:
+        raise damaged(path, f"{', '.join(sorted(wrong))} missing or not as written")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that, whatever happens, the old or the new one stands there whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    with work.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    work.replace(path)
+def _read_state(path: Path) -> tuple[TrainerState, str]:
+    """And the digest of the configuration that it was written under. Raises CheckpointError."""
+    try:
+        stored = json.loads((path / STATE).read_text())
+        step, ver = operator.index(stored["global_step"]), operator.index(stored["ver"])
+        if step < 0 or ver < 0 or not isinstance(stored["cursor"], dict):
+            raise ValueError(f"global_step {step}, ver {ver}, cursor {stored['cursor']!r:.60}")
+        return TrainerState(global_step=step, ver=ver, cursor=stored["cursor"]), str(stored["config_digest"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(path, f"{STATE}: {type(error).__name__}: {error}") from error
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Raises CheckpointError."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise damaged(path.parent, f"{path.name}: {error}") from error
 
 
 def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -306,7 +338,8 @@ def _sync_to_disk(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _damaged(path: Path, found: str) -> CheckpointError:
+def damaged(path: Path, found: str) -> CheckpointError:
+    """The error for a checkpoint that was changed after it was written."""
     return CheckpointError(
         "the checkpoint is damaged or incomplete",
         found=f"{path}: {found}",

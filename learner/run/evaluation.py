@@ -16,7 +16,7 @@ from learner.extensions import Task
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
-from learner.run.checkpoint import write_atomically
+from learner.run.files import write_atomically
 from learner.tasks.rewards import Rewards
 
 

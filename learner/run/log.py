@@ -15,11 +15,13 @@ everything that libraries would print on the console, and the link `latest` besi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import warnings
@@ -35,7 +37,9 @@ import transformers
 from learner.config.schema import LoggingConfig
 from learner.policy.parallel import Ranks
 from learner.rollout.backend import RolloutCallLog
+from learner.run.files import AppendedLines
 from learner.run.trackers import Pictures, Trackers, numbers
+from shared.errors import OutputError
 
 
 class MetricsLog:
@@ -53,25 +57,24 @@ class MetricsLog:
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._run_dir = run_dir
+        self._lines = AppendedLines(run_dir / "metrics.jsonl")
         self._trackers = Trackers(logging, run_dir, tell=lambda text: self.tell(text))
         if settings is not None:
             self._trackers.begin(settings)
 
     def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
         """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
-        scalars `event/name` of the trackers."""
+        scalars `event/name` of the trackers. Raises OutputError."""
         if not self.enabled:
             return
         values = dataclasses.asdict(fields) if dataclasses.is_dataclass(fields) else dict(fields)  # type: ignore[arg-type]
         line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
         if step is not None:
             line["global_step"] = step
-        text = json.dumps(_finite({**values, **line}), default=str) + "\n"
+        text = json.dumps(_finite({**values, **line}), default=str)
         with self._lock:
-            self._file.write(text)
-            self._file.flush()
+            self._lines.append(text)
         if step is not None:
             self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
 
@@ -86,8 +89,9 @@ class MetricsLog:
             return
         lost = self._trackers.close(report=self._report)
         if lost:
-            self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
-        self._file.close()
+            with contextlib.suppress(OutputError):  # a full disk: `write` has raised
+                self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
+        self._lines.close()
 
     def _report(self) -> Path:
         from learner.report.__main__ import write_report
@@ -218,11 +222,19 @@ _LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "tor
 log = logging.getLogger(__name__)
 
 
+class _LogFile(logging.FileHandler):
+    """Loses what a full disk does not take: the run's own files say what is wrong, once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to_file(run_dir: Path, rank: int) -> Path:
     """Send this process's logs and warnings to a file from now on. The console is for the run itself."""
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / f"learner_rank{rank}.log"
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in _LOGGERS:
         logger = logging.getLogger(name)

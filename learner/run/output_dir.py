@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from learner.config.load import RESOLVED_NAME
 from learner.config.schema import RunConfig
-from shared.errors import ConfigError
+from learner.run.files import writing
+from shared.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
@@ -80,18 +81,19 @@ def claim_output_dir(config: RunConfig, ranks: Ranks, job: Job | None = None) ->
     If `job` has claimed the folder before, torchrun has started its ranks again after one failed: the run goes on from
     its newest checkpoint, or from its beginning if it has none.
     """
-    outcome: tuple[RunConfig, list[str], ConfigError | None] = (config, [], None)
+    outcome: tuple[RunConfig, list[str], ConfigError | OutputError | None] = (config, [], None)
     if ranks.is_main:
         try:
             if job is not None and _claimed_by(job, Path(config.training.output_dir)):
                 config = _restarted(config)
             check_output_dir(config)
-            outcome = (config, clear_output_dir(config), None)
-            if job is not None:
-                path = Path(config.training.output_dir) / JOB
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(job.run_id)
-        except ConfigError as error:
+            with writing(Path(config.training.output_dir)):
+                outcome = (config, clear_output_dir(config), None)
+                if job is not None:
+                    path = Path(config.training.output_dir) / JOB
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(job.run_id)
+        except (ConfigError, OutputError) as error:
             outcome = (config, [], error)
     config, removed, failure = ranks.broadcast_object(outcome)
     if failure is not None:

@@ -152,5 +152,5 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
             found=spec.dtype,
             wanted=f"one of {', '.join(DTYPES)}",
             remedy="cast it before it is sent",
-        )
+        ).as_status(400)
     return dtype

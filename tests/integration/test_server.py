@@ -31,13 +31,13 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from bench.listening import tcp_listeners, unix_listeners
 from deploy.demo import model as demo_model
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync import buckets as weights
 from shared.sync.group import Communicator, start_join
 from shared.wire import NDJSON, Bucket
-from tests.listening import tcp_listeners, unix_listeners
 from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration
@@ -503,7 +503,7 @@ def test_only_the_learner_that_opened_the_group_may_update(learner: Learner) -> 
         body = {"incarnation": learner.incarnation, "ver": learner.ver() + 1, "buckets": [], "timeout_s": 5.0}
         body |= {"canary": canary, **wrong}
         refused = learner.http.post("/update_weights/", json=body)
-        assert (refused.status_code, refused.json()["error"]) == (500, "SyncError")
+        assert (refused.status_code, refused.json()["error"]) == (409, "SyncError")
     assert learner.http.get("/status/").json()["gate"] != "poisoned"
 
 

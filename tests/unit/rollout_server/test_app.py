@@ -436,8 +436,8 @@ def test_one_call_is_one_update() -> None:
         assert engine.called()[-3:] == ["sync_start", "sync_clear_cache", "sync_poll"]
         status = (await http.get("/status/")).json()
         assert (status["gate"], status["ver"], status["incarnation"]) == ("serving", 4, "a")
-        assert error(await push(http, update("b", 5))) == (500, "SyncError")
-        assert error(await push(http, update(ver=4))) == (500, "SyncError")
+        assert error(await push(http, update("b", 5))) == (409, "SyncError")
+        assert error(await push(http, update(ver=4))) == (409, "SyncError")
         assert engine.called().count("sync_start") == 1
 
     serve(check, communicator_host="10.0.0.7", tensor_parallel_size=4)
@@ -461,7 +461,7 @@ def test_an_adapter_is_refused_where_none_is_taken_and_nothing_is_poisoned() -> 
         assert (await http.get("/status/")).json()["max_lora_rank"] == 0
         await open_group(http)
         reply = await push(http, update(mode="adapter"))
-        assert error(reply) == (500, "SyncError")
+        assert error(reply) == (409, "SyncError")
         assert "enable_lora" in reply.json()["found"]
         assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
 
@@ -480,7 +480,7 @@ def test_an_adapter_does_not_heal_a_poisoned_server() -> None:
         assert error(await push(http, update(mode="adapter"))) == (500, "DigestError")
         del engine.replies["sync_poll"]
         await open_group(http, "b")
-        assert error(await push(http, update("b", 2, "adapter"))) == (500, "SyncError")
+        assert error(await push(http, update("b", 2, "adapter"))) == (409, "SyncError")
         assert service.gate.state == "poisoned"
         assert (await push(http, update("b", 2))).status_code == 200
         assert (await push(http, update("b", 3, "adapter"))).status_code == 200
@@ -507,7 +507,7 @@ def test_two_models_never_answer_alike() -> None:
                 ver += 1
                 assert (await push(http, update(incarnation, ver, mode))).status_code == 200
                 assert ((await infos())["ver"], said[-1][2]) == (ver, incarnation)
-            assert error(await push(http, update(incarnation, ver))) == (500, "SyncError")
+            assert error(await push(http, update(incarnation, ver))) == (409, "SyncError")
         assert len({one[1] for one in said}) == len(said) == 9
         assert len({(weights, incarnation) for _, _, incarnation, weights in said}) == 9
         assert (await http.get("/status/")).json()["weights"] == said[-1][3]
@@ -533,7 +533,7 @@ def test_a_bucket_of_another_size_than_its_tensors_is_refused_before_anything_is
         tensors = [{"name": "w", "dtype": "float32", "shape": [2, 3]}]
         for num_bytes in (0, 24, 1 << 39):
             reply = await push(http, update(buckets=[{"tensors": tensors, "num_bytes": num_bytes}]))
-            assert (*error(reply), reply.json()["found"]) == (500, "SyncError", f"{num_bytes} bytes")
+            assert (*error(reply), reply.json()["found"]) == (400, "SyncError", f"{num_bytes} bytes")
         assert (service.gate.state, engine.called().count("sync_start")) == ("serving", 0)
         assert (await push(http, update(buckets=[{"tensors": tensors, "num_bytes": 32}]))).status_code == 200
 
@@ -583,7 +583,7 @@ def test_nobody_is_served_before_the_verdict() -> None:
         assert (updating.done(), calling.done(), service.gate.state) == (False, False, "updating")
         assert error(await http.get("/ready/")) == (503, "ServerBusyError")
         wrong = await http.post("/expect_scores/", json=expected(-0.5, -0.5, incarnation="b"))
-        assert error(wrong) == (500, "CommunicatorError")
+        assert error(wrong) == (409, "CommunicatorError")
         assert (await http.post("/expect_scores/", json=expected(-0.45, -0.55))).status_code == 200
         assert (await updating).status_code == 200
         assert (await calling).json()[0]["rollout_infos"]["ver"] == 1
@@ -667,7 +667,7 @@ def test_the_weights_below_an_adapter_are_not_served_alone() -> None:
         assert (await http.post("/update_weights/", json={**base, "ver": 3})).status_code == 200
         await open_group(http, "b")
         other = update(ver=4, mode="adapter", incarnation="b")
-        assert error(await http.post("/update_weights/", json=other)) == (500, "SyncError")
+        assert error(await http.post("/update_weights/", json=other)) == (409, "SyncError")
 
     serve(check, enable_lora=True)
 

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import pickle
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from vllm import exceptions
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, Share
 from rollout_server.engine import VllmEngine
+from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerError
 from shared.generation import Prompt
+from shared.sync.calls import Operation
+from shared.sync.group import _introduction
+from shared.sync.meeting import HELLO_BYTES, Membership
 from shared.wire import Message, RequestConfig, RolloutInferRequest
+from tests.unit.shared.sync.test_strangers import HOST, SECRET, connect, nothing_is_unpickled
 
 
 @pytest.mark.parametrize("openmp", [1, 3])
@@ -89,3 +100,36 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
 
     asyncio.run(asyncio.wait_for(run(), 10))
     engine._threads.shutdown(wait=True)
+
+
+# ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
+
+
+class NcclId(ctypes.Structure):
+    """As in vLLM's binding."""
+
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+def test_nccl_s_id_is_not_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R42: vLLM's group took it out of an open store as a pickle. Here it travels at the meeting, as so many bytes,
+    while a stranger sends pickles. (With GPUs: `tests/gpu/test_nccl.py`.)"""
+    gpus = iter(("gpu-a", "gpu-b"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=next(gpus)))
+    port, given_up = free_port(), threading.Event()
+    sent = NcclId.from_buffer_copy(pickle.dumps(os.getcwd).ljust(128, b"\0"))
+
+    def introduce(rank: int, unique_id: NcclId) -> Operation[NcclId]:
+        member = Membership(
+            host=HOST, port=port, rank=rank, world_size=2, timeout_s=20.0, device=torch.device("cpu"), secret=SECRET
+        )
+        introduction = _introduction(member, given_up)
+        assert type(introduction).__mro__[1].__module__.startswith("vllm."), "it is not vLLM's group"
+        return Operation(lambda: introduction.broadcast_obj(unique_id, src=0), 20.0, "introducing")
+
+    with nothing_is_unpickled():
+        worker = introduce(0, sent)
+        with connect(port) as stranger:
+            stranger.sendall(pickle.dumps(os.getcwd).ljust(HELLO_BYTES, b"\0"))
+            learner = introduce(1, NcclId())
+            assert [bytes(one.result()) for one in (worker, learner)] == [bytes(sent)] * 2

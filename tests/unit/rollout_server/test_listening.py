@@ -42,7 +42,7 @@ socket.sethostname(sys.argv[1])
 import torch.distributed as dist
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.config import ServerConfig
-from tests.listening import tcp_listeners
+from bench.listening import tcp_listeners
 
 def listens_at():
     dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from typing import TypeVar
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.config.schema import LoraConfig, TrainingConfig
@@ -22,8 +25,10 @@ from learner.policy.load import Policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.run import checkpoint
-from learner.run.checkpoint import Cadence, CheckpointStore, TrainerState, write_atomically
+from learner.run.checkpoint import Cadence, CheckpointStore, TrainerState
+from learner.run.files import write_atomically
 from shared.errors import CheckpointError, ConfigError
+from tests.full_disk import no_file_larger_than
 from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -152,6 +157,102 @@ def test_a_damaged_checkpoint_is_refused_with_a_remedy(tiny_vlm: Path, tmp_path:
     _damage(store.save(policy, optimizer, TrainerState(global_step=1)), how)
     with pytest.raises(CheckpointError, match=r"damaged.*checkpoint-1.*remove the folder"):
         store.load("latest", policy, optimizer)
+
+
+def rewrite(path: Path, name: str, content: bytes | str) -> None:
+    """Change a file and the manifest with it, as no accident does."""
+    (path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    if name != "manifest.json":
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest[name] = checkpoint._entry(path / name)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGES: list[tuple[str, bytes | str]] = [
+    *(("manifest.json", text) for text in ("[]", "{}", "null", "3", '{"a": 1}', "\xff")),
+    *(("trainer_state.json", text) for text in ("[]", "{}", "null", "", "x" * 10)),
+    ("trainer_state.json", '{"global_step": "1", "ver": 0, "cursor": {}, "config_digest": ""}'),
+    ("trainer_state.json", '{"global_step": -1, "ver": 0, "cursor": {}, "config_digest": ""}'),
+    ("trainer_state.json", '{"global_step": 1, "ver": 0, "cursor": [], "config_digest": ""}'),
+    *((name, text) for name in ("optimizer.safetensors", "rng.safetensors") for text in ("", "[]", "{}", "x" * 99)),
+    ("optimizer.safetensors", save({"a.exp_avg": torch.zeros(1)})),
+    ("rng.safetensors", save({"0.cpu": torch.zeros(3)})),
+    ("rng.safetensors", save({"0.cpu": torch.zeros(3, dtype=torch.uint8)})),
+    ("model.safetensors", ""),
+    ("model.safetensors", "x" * 99),
+]
+
+
+def test_whatever_was_changed_is_a_checkpoint_error(tiny_vlm: Path, tmp_path: Path) -> None:
+    """With a manifest that says so, too: a list, `{}`, other shapes, no file at all. Policy and optimizer stay."""
+    policy, optimizer = start(tiny_vlm)
+    train(policy, optimizer, TrainerState(), 1)
+    store = CheckpointStore(root=tmp_path / "run", ranks=Ranks())
+    whole = store.save(policy, optimizer, TrainerState(global_step=1))
+    moments = load_file(whole / "optimizer.safetensors")
+    first = next(iter(moments))
+    shapes = [{**moments, first: torch.zeros(2, 2)}, {name: t for name, t in moments.items() if name != first}]
+    for i, (name, content) in enumerate([*DAMAGES, *(("optimizer.safetensors", save(one)) for one in shapes)]):
+        path = tmp_path / f"damaged-{i}"
+        shutil.copytree(whole, path)
+        rewrite(path, name, content)
+        with pytest.raises(CheckpointError) as caught:
+            store.load(str(path), policy, optimizer)
+        assert caught.value.remedy, (name, content)
+    for name, tensor in optimizer.state().items():
+        assert torch.equal(moments[name], tensor)
+
+
+def test_a_pickle_in_a_checkpoint_is_not_read(tiny_vlm: Path, tmp_path: Path) -> None:
+    """CVE-2025-32434, CVE-2026-24747: `torch.load` ran code of a checkpoint, with `weights_only` too."""
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    policy, optimizer = start(tiny_vlm)
+    store = CheckpointStore(root=tmp_path, ranks=Ranks())
+    path = store.save(policy, optimizer, TrainerState(global_step=1))
+    for name in ("optimizer.safetensors", "model.safetensors"):
+        rewrite(path, name, pickle.dumps(Bomb()))
+        with pytest.raises(CheckpointError):
+            store.load("latest", policy, optimizer)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    rewrite(path, "optimizer.safetensors", save({}))
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["model.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError):
+        store.load("latest", policy, optimizer)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "dora"])
+def test_every_file_is_in_the_manifest_with_its_digest(tiny_vlm: Path, tmp_path: Path, lora: LoraConfig | None) -> None:
+    policy, optimizer = start(tiny_vlm, lora)
+    path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(policy, optimizer, TrainerState(global_step=1))
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+    assert manifest.keys() == files.keys() - {"manifest.json"}
+    for name, entry in manifest.items():
+        content = files[name].read_bytes()
+        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_a_full_disk_costs_no_checkpoint(tiny_vlm: Path, tmp_path: Path) -> None:
+    """Wherever it becomes full: the error names the folder, the one before is whole, and no part of the new one takes
+    space. The largest file is the tokenizer's, whose library raises errors of its own."""
+    policy, optimizer = start(tiny_vlm, LORA)
+    store = CheckpointStore(root=tmp_path, ranks=Ranks())
+    first = store.save(policy, optimizer, TrainerState(global_step=1))
+    sizes = sorted(file.stat().st_size for file in first.iterdir())
+    for limit in (0, sizes[len(sizes) // 2] - 1, sizes[-1] - 1):
+        with no_file_larger_than(limit), pytest.raises(CheckpointError) as caught:
+            store.save(policy, optimizer, TrainerState(global_step=2))
+        assert "checkpoint-2" in caught.value.found
+        assert [file.name for file in tmp_path.iterdir()] == ["checkpoint-1"]
+    checkpoint.verify(first)
+    store.save(policy, optimizer, TrainerState(global_step=2))
 
 
 def test_a_failed_save_leaves_the_earlier_one_and_no_debris(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,6 +266,36 @@ def test_another_size_than_agreed_is_an_error_on_this_side_only(num_bytes: int) 
         sending.future.exception()
 
 
+# Calls that make objects of bytes, by their last name, and the files that may make them.
+UNPICKLERS = {"Unpickler", "loads", "load", "recv_pyobj", "recv_obj", "broadcast_obj", "read_pickle"}
+UNPICKLING_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "numpy", "np"}
+OWN_BYTES = {"learner/data/encoding.py"}  # reads what it has written in the same call
+
+
+def unpickling(path: Path) -> list[str]:
+    """Calls such as `pickle.loads(...)`, `torch.load(...)`, `socket.recv_pyobj()` in a file."""
+    found: list[str] = []
+    text = path.read_text(encoding="utf-8")
+    if not any(name in text for name in UNPICKLERS):
+        return found
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module in UNPICKLING_MODULES:
+            found += [f"{path}:{node.lineno} {alias.name}" for alias in node.names if alias.name in UNPICKLERS]
+        if isinstance(node, ast.Attribute) and node.attr in UNPICKLERS:
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner in UNPICKLING_MODULES or node.attr not in {"load", "loads"}:
+                found.append(f"{path}:{node.lineno} {owner}.{node.attr}")
+    return found
+
+
+def test_no_module_of_ours_unpickles() -> None:
+    """Torch's object collectives among the learner's ranks aside; see SECURITY.md."""
+    root = Path(__file__).parents[4]
+    files = [path for name in ("shared", "rollout_server", "learner") for path in (root / name).rglob("*.py")]
+    found = {str(path.relative_to(root)): calls for path in files if (calls := unpickling(path))}
+    assert found.keys() == OWN_BYTES, found
+
+
 _unpickled: list[str] = []
 _listening = False
 
@@ -273,8 +305,9 @@ def _listen(event: str, args: tuple[object, ...]) -> None:
         _unpickled.append(str(args))
 
 
-def test_nothing_is_unpickled_from_join_to_leave() -> None:
-    """R42: whatever a peer sends, no module of ours, of torch or of vLLM makes an object of it."""
+@contextmanager
+def nothing_is_unpickled() -> Iterator[None]:
+    """By any module in this process."""
     global _listening
     sys.addaudithook(_listen)
     _listening = True
@@ -282,14 +315,19 @@ def test_nothing_is_unpickled_from_join_to_leave() -> None:
         pickle.loads(pickle.dumps(os.getcwd))
         assert _unpickled, "the hook sees nothing"
         _unpickled.clear()
-        port = free_port()
-        with joined(port, join(port, 0)) as (receiver, sender):
-            hostile = pickle.dumps(os.getcwd).ljust(1 << 16, b".")
-            tensor = torch.zeros(1 << 16, dtype=torch.uint8)
-            receiving = receiver.start_broadcast(tensor, 1)
-            sender.broadcast(torch.frombuffer(bytearray(hostile), dtype=torch.uint8), 1)
-            receiving.result()
-            assert not is_sealed(tensor, key=receiver.seal_key, ver=1, index=0)
+        yield
     finally:
         _listening = False
     assert _unpickled == []
+
+
+def test_nothing_is_unpickled_from_join_to_leave() -> None:
+    """R42: whatever a peer sends, no module of ours, of torch or of vLLM makes an object of it."""
+    port = free_port()
+    with nothing_is_unpickled(), joined(port, join(port, 0)) as (receiver, sender):
+        hostile = pickle.dumps(os.getcwd).ljust(1 << 16, b".")
+        tensor = torch.zeros(1 << 16, dtype=torch.uint8)
+        receiving = receiver.start_broadcast(tensor, 1)
+        sender.broadcast(torch.frombuffer(bytearray(hostile), dtype=torch.uint8), 1)
+        receiving.result()
+        assert not is_sealed(tensor, key=receiver.seal_key, ver=1, index=0)

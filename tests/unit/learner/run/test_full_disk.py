@@ -1,0 +1,139 @@
+"""A disk that is full or read-only (R15, R16): the typed error, no traceback, and what was written before is whole.
+
+(Checkpoints: `test_checkpoint.py`.)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from learner import build
+from learner.__main__ import _end
+from learner.report.__main__ import main as report_main
+from learner.run.checkpoint import verify
+from learner.run.files import AppendedLines, write_atomically
+from learner.run.log import MetricsLog, log_to_file
+from shared.errors import OutputError
+from tests.full_disk import no_file_larger_than
+from tests.runs import steps
+from tests.unit.learner.report.fake_run import write_run
+from tests.unit.learner.trainer_world import make_config, run
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    lines = AppendedLines(path)
+    lines.append("a" * 60)
+    with no_file_larger_than(100), pytest.raises(OutputError) as caught:
+        lines.append("b" * 60)
+    assert str(path) in caught.value.found
+    assert path.read_text() == "a" * 60 + "\n"
+    lines.append("c")
+    lines.close()
+    assert path.read_text().split() == ["a" * 60, "c"]
+
+
+def test_a_line_that_a_kill_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"b": ')
+    lines = AppendedLines(path)
+    lines.append('{"c": 3}')
+    lines.close()
+    assert path.read_text().splitlines() == ['{"a": 1}', '{"b": ', '{"c": 3}']
+
+
+def test_a_device_without_space(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    lines = AppendedLines(tmp_path / "metrics.jsonl")
+    with pytest.raises(OutputError, match="No space left"):
+        lines.append("a")
+    lines.close()
+
+
+def test_a_file_that_can_t_be_replaced_stays(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    write_atomically(path, "before")
+    with no_file_larger_than(100), pytest.raises(OutputError):
+        write_atomically(path, "x" * 200)
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
+    assert path.read_text() == "before"
+
+
+def test_a_report_on_a_full_disk_leaves_the_last_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, steps=3, num_scenes=1)
+    (tmp_path / "report.html").write_text("before")
+    with no_file_larger_than(1000):
+        assert report_main([str(tmp_path)]) == 2
+    assert (tmp_path / "report.html").read_text() == "before"
+    assert "report.html" in capsys.readouterr().err
+    assert report_main([str(tmp_path)]) == 0
+
+
+def test_a_log_that_can_t_be_written_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python's own handler would print a traceback for each line."""
+    before = {name: list(logging.getLogger(name).handlers) for name in ("learner", "shared")}
+    path = log_to_file(tmp_path, 0)
+    with no_file_larger_than(0):
+        for _ in range(3):
+            logging.getLogger("learner").warning("what nobody reads")
+    assert path.stat().st_size == 0
+    assert "Traceback" not in capfd.readouterr().err
+    for name, handlers in before.items():
+        logging.getLogger(name).handlers[:] = handlers
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_becomes_full_costs_the_run_no_step(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The metrics of step 2 find no space: the error says so, step 2 is saved, and the run goes on from there."""
+    config = make_config(tiny_text, tmp_path, max_steps=3, num_samples=8)
+    run_dir, write = Path(config.training.output_dir), MetricsLog.write
+
+    def on_a_full_disk(self: MetricsLog, event: str, fields: Any, *, step: int | None = None) -> None:
+        full = event == "step" and step == 2
+        with no_file_larger_than((run_dir / "metrics.jsonl").stat().st_size + 10 if full else 1 << 40):
+            write(self, event, fields, step=step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsLog, "write", on_a_full_disk)
+        with pytest.raises(OutputError, match=r"metrics\.jsonl"):
+            run(config, monkeypatch)
+    assert steps(run_dir) == [1]
+    verify(run_dir / "checkpoint-2")
+    resumed = make_config(tiny_text, tmp_path, max_steps=3, num_samples=8, resume_from_checkpoint="latest")
+    run(resumed, monkeypatch)
+    assert steps(run_dir) == [1, 3]
+    assert all(json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("where", ["a file", "read-only"])
+def test_a_folder_that_can_t_be_written_is_said_before_the_model_is_loaded(
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    """/sys takes no folder, from root neither."""
+    (tmp_path / "a file").write_text("")
+    folder = tmp_path / "a file" / "run" if where == "a file" else Path("/sys/rollout-matching/run")
+    config = make_config(tiny_text, tmp_path, max_steps=1, output_dir=str(folder))
+    monkeypatch.setattr(build, "load_policy", None)
+    with pytest.raises(typer.Exit) as caught:
+        _end(lambda: build.train(config, environment={}))
+    said = capsys.readouterr().err
+    assert caught.value.exit_code == 2
+    assert "OutputError" in said
+    assert str(folder) in said
+    assert "Traceback" not in said
