@@ -332,6 +332,7 @@ class LoggingConfig(Section):
 
     tensorboard: bool = key("write TensorBoard events", True)
     progress_bar: bool = key("show a progress bar", True)
+    answers: int = key("newest answers kept in `answers.json`, for `report --live`; 0: none", 6, ge=0)
 
 
 # ---- custom.extra.rollout_matching ---------------------------------------------------------------------------------

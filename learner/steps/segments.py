@@ -6,12 +6,12 @@ Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from learner.config.schema import LossConfig
 from learner.data.prompt import check_prompt_prefix
-from learner.records import Assignment, Channel, EncodedPrompt, Rollout, Sample, Segment
+from learner.records import Assignment, Channel, EncodedPrompt, Rollout, Sample, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.run.log import PhaseClock
 from learner.target.target import build_segment, build_target, ground_truth_target
@@ -106,8 +106,18 @@ class RolloutSource(SegmentSource, StreamingSource):
     channel: Channel = "B"
     needs_rollouts = True
 
-    def __init__(self, backend: RolloutBackend, task: Task, tokenizer: Tokenizer, *, loss: LossConfig) -> None:
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        task: Task,
+        tokenizer: Tokenizer,
+        *,
+        loss: LossConfig,
+        on_answer: Callable[[Assignment, Target], None] = lambda assignment, target: None,
+    ) -> None:
+        """`on_answer` is told of every answer, on the thread that makes its segment."""
         self._backend, self._task, self._tokenizer, self._loss = backend, task, tokenizer, loss
+        self._on_answer = on_answer
         self._eos_token_id = tokenizer.eos_token_id
         self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
 
@@ -156,6 +166,7 @@ class RolloutSource(SegmentSource, StreamingSource):
         check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode)
         assignment = self._task.match(self._task.parse(rollout))
         target = build_target(assignment, self._task, self._tokenizer, self._eos_token_id, self._loss)
+        self._on_answer(assignment, target)
         return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=segment_stats(assignment))
 
 
