@@ -6,7 +6,7 @@ NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format serve learn launch doctor docs bench bench-gpu check
+.PHONY: help setup demo test test-fast lint format serve learn launch doctor docs bench bench-gpu site check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,7 +47,10 @@ bench-gpu: setup  ## the same on GPUs (NAME=gpu)
 doctor: setup  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
 	@$(PY) -m learner doctor --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
 
-docs: setup  ## write CONFIG.md and config.schema.json from the schema
+docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages from the code
 	@$(PY) -m deploy.docs
 
-check: lint test  ## what CI runs
+site: setup  ## build the documentation into site/, without network
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean
+
+check: lint site test  ## what CI runs

@@ -54,6 +54,7 @@ SERVERS, DECODE_BATCH_SIZE = 2, 2  # simulated
 REAL_SAMPLES_PER_STEP = 32  # so that the sync before each step is short in comparison
 REAL_ROW_TOKENS = 640  # four or five of the demo's segments
 WARM_UP_STEPS = 3
+SLOWER = 1.15  # rollouts that take a little longer than learning must not halve Channel-B's share
 _DEADLINE_S = 60.0
 
 
@@ -72,6 +73,10 @@ class Step:
 def measure(folder: Path, *, num_steps: int = 20) -> Iterator[Figure]:
     """Both kinds of figures."""
     yield from figures("simulated", {way: simulate(way, num_steps=num_steps) for way in get_args(Way)})
+    slower = simulate("ahead", num_steps=num_steps, balance=SLOWER)
+    share = sum(step.channel == "B" for step in slower) / len(slower)
+    name = f"simulated: Channel-B share, ahead, rollouts {SLOWER:g} of learning"
+    yield Figure(name=name, value=share, unit="of steps")
     yield from figures("real server", _real(folder, num_steps // 2))
 
 
@@ -113,9 +118,11 @@ def _balance(steps: Sequence[Step]) -> float:
 # ---- simulated -----------------------------------------------------------------------------------------------------
 
 
-def simulate(way: Way, *, num_steps: int, each_s: float = 0.01, sync_s: float = 0.01) -> list[Step]:
-    """Every step wants Channel-B; a sample takes `each_s` to learn, and its share of the servers' time is the same."""
-    server = SleepingServer(each_s)
+def simulate(
+    way: Way, *, num_steps: int, each_s: float = 0.01, sync_s: float = 0.01, balance: float = 1.0
+) -> list[Step]:
+    """Every step wants Channel-B; a sample takes `each_s` to learn, and `balance` times that of the servers' time."""
+    server = SleepingServer(each_s * balance)
     source = _source(way, server)
     steps = [_simulated_step(source, server, index, each_s, sync_s) for index in range(WARM_UP_STEPS + num_steps)]
     source.stop()
@@ -169,9 +176,9 @@ def _source(way: Way, server: SleepingServer) -> StepSource:
             DistributedSampler(len(samples), num_ranks=1, rank=0, samples_per_rank=len(samples), seed=0),
             LocalPool(EmptyPrompts()),
         ),
-        bounds=Bounds(start_below=ROWS_PER_STEP, keep_at_most=2 * ROWS_PER_STEP, version_window=1),
+        bounds=Bounds(start_below=2 * ROWS_PER_STEP, keep_at_most=3 * ROWS_PER_STEP, version_window=1),
         samples_per_pack=SAMPLES_PER_ROW,
-        capacity=SAMPLES_PER_STEP,
+        capacity=SERVERS * DECODE_BATCH_SIZE,
         total_steps=1_000_000,
         max_starved_steps=1_000_000,
         deadline_s=_DEADLINE_S,
@@ -269,29 +276,34 @@ class GroundTruth(SegmentSource):
 
 
 class RepeatedBatch:
-    """The same step's share again and again: an epoch has one."""
+    """The same share for every step of one long epoch."""
 
-    per_epoch = 1
-    num_taken = 0
+    per_epoch = 1_000
 
     def __init__(self, size: int) -> None:
+        self._taken: set[int] = set()
         samples, prompts = some_samples(size)
         self._batch = MicroBatch(
             samples=samples, prompts=prompts, epoch=0, micro_batch=0, first_req_idx=0, ends_epoch=False
         )
 
     def __next__(self) -> MicroBatch:
-        return self.take(self.num_taken)
+        return self.take(self.left(0)[0])
+
+    @property
+    def num_taken(self) -> int:
+        return len(self._taken)
 
     def take(self, position: int, **_: Any) -> MicroBatch:
         self.skip(position)
         return self._batch
 
     def skip(self, position: int) -> None:
-        self.num_taken += 1
+        self._taken.add(position)
 
     def left(self, epoch: int) -> list[int]:
-        return [epoch] if epoch >= self.num_taken else []
+        first = epoch * self.per_epoch
+        return [position for position in range(first, first + self.per_epoch) if position not in self._taken]
 
 
 class EmptyPrompts:
@@ -368,7 +380,7 @@ def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, n
         task=DEMO_TASK,
         # One sample per row in the two ways that are compared. The third needs packing.
         training={"packing": way == "within the step", "learning_rate": 1.0e-5, "bf16": False},
-        logging={"tensorboard": False},
+        logging={"trackers": []},
         stage2_ab={"schedule": {"b_ratio": 1.0}, "async_actor_learner": {"enabled": way == "ahead", **queue}},
         global_max_length=REAL_ROW_TOKENS,
     )

@@ -347,7 +347,7 @@ def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers:
             "weight_decay": 0.01,
             "save_on_end": True,
         },
-        logging={"tensorboard": False, "progress_bar": False},
+        logging={"trackers": [], "progress_bar": False},
         global_max_length=65536,
     )
 

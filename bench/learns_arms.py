@@ -163,7 +163,7 @@ def run_config(run: Run, settings: Settings, vllm: Mapping[str, Any], steps: int
             "eval_on_end": True,
             "eval_samples": settings.eval_scenes,
         },
-        logging={"tensorboard": False, "progress_bar": False},
+        logging={"trackers": [], "progress_bar": False},
         global_max_length=max(4096, 800 * batch_size),  # a whole batch fits one row: nothing is carried over
         stage2_ab=arm.stage2_ab,
     )

@@ -174,7 +174,7 @@ def run_mode(
         model={"dtype": "bfloat16", "gradient_checkpointing": on_gpu, **mode["model"]},
         training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
         task={"container": "array", "coordinates": "digits"},
-        logging={"tensorboard": False, "progress_bar": False},
+        logging={"trackers": [], "progress_bar": False},
         stage2_ab=mode.get("stage2_ab"),
         data={**photographs(data), "num_workers": 8 if on_gpu else 0},
         global_max_length=16_384 if on_gpu else 4096,

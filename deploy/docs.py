@@ -1,13 +1,14 @@
-"""CONFIG.md and the JSON Schemas, made from the code: `python -m deploy.docs` (`make docs`).
+"""CONFIG.md, the JSON Schemas and the site's reference pages, from the code: `python -m deploy.docs` (`make docs`).
 
-In: `RunConfig`, `ServerConfig` and the learner's rules. Out: `documents()`, file name to text. `main` writes them into
-the working directory. A test compares the committed files with `documents()`.
+In: `RunConfig`, `ServerConfig`, the learner's rules, and what `deploy.reference` reads. Out: `documents()`, file name
+to text. `main` writes them into the working directory. A test compares the committed files with `documents()`.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
+from deploy.reference import pages
 from learner.config.load import RETIRED
 from learner.config.rules import RULES
 from learner.config.schema import RunConfig
@@ -46,15 +48,14 @@ every mistake without a GPU, a model or a server, and prints the resolved plan a
 - **Repeating a run.** The resolved configuration is `config.yaml` in the run directory; it is a configuration itself.
 - `config.schema.json` and `server.schema.json` are JSON Schemas for editors:
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.
-
-Requirement ids (R.., D..) are those of the specification.
 """
 
-TABLE_HEAD = "| key | type | default | unit | meaning | requirement |\n| --- | --- | --- | --- | --- | --- |\n"
+TABLE_HEAD = "| key | type | default | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
+REQUIREMENT = re.compile(r" ?\([RD]\d\d?(?:,? [RD]\d\d?)*\)")
 
 
 def main() -> None:
-    """Write CONFIG.md and the JSON Schemas into the working directory."""
+    """Write CONFIG.md, the JSON Schemas and the reference pages into the working directory."""
     for name, text in documents().items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
@@ -66,6 +67,7 @@ def documents() -> dict[str, str]:
         "CONFIG.md": config_markdown(),
         "config.schema.json": json_schema(RunConfig, "Learner configuration"),
         "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
+        **pages(),
     }
 
 
@@ -109,8 +111,7 @@ def _section(model: type[BaseModel], path: str, title: str) -> Iterator[str]:
 
 def _row(name: str, field: FieldInfo) -> str:
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    unit, requirement = extra.get("unit", ""), extra.get("requirement", "")
-    cells = (f"`{name}`", describe_field(field), _default(field), str(unit), field.description or "", str(requirement))
+    cells = (f"`{name}`", describe_field(field), _default(field), str(extra.get("unit", "")), field.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
@@ -126,10 +127,10 @@ def _first_line(item: object) -> str:
 
 
 def _rules() -> str:
-    lines = [f"- {_first_line(rule)}" for rule in RULES]
+    lines = [f"- {REQUIREMENT.sub('', _first_line(rule))}" for rule in RULES]
     lines.append("- `effective_batch_size` is a multiple of `per_device_train_batch_size` x ranks, and an explicit")
-    lines.append("  `gradient_accumulation_steps` equals what follows from it (D8 R33).")
-    lines.append("- A colocated engine's `tensor_parallel_size` divides the number of ranks (R04).")
+    lines.append("  `gradient_accumulation_steps` equals what follows from it.")
+    lines.append("- A colocated engine's `tensor_parallel_size` divides the number of ranks.")
     return "### Rules between keys\n\n" + "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
+    rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -30,14 +32,14 @@ from typing import Annotated
 import typer
 
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
-from shared.errors import CollectiveError, ProjectError
+from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import end_with_parent
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
-COMMANDS = ("train", "check", "doctor", "export", "report")
+COMMANDS = ("train", "check", "doctor", "export", "report", "bench")
 OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 _STDOUT = 1
 GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
@@ -162,6 +164,31 @@ def report(
         return 0
 
     _end(work)
+
+
+@app.command(epilog=OTHERS, context_settings={"ignore_unknown_options": True})
+def bench(
+    arguments: Annotated[list[str] | None, typer.Argument(help="Those of bench.run, such as --part.")] = None,
+) -> None:
+    """Measure speed and memory on this machine. Needs a clone.
+
+    `rollout-learner bench -- --help` lists the parts.
+    """
+    _end(lambda: _bench(arguments or ()))
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "run.py").is_file():
+        raise ConfigError(
+            "the benchmarks are not installed",
+            found=f"no folder bench in {root}",
+            wanted="a clone of the repository, because the package holds the programs only",
+            remedy="in a clone: make bench, or .venv/bin/rollout-learner bench",
+        )
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    argv = [sys.executable, "-m", "bench.run", *arguments]
+    return subprocess.run(argv, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}).returncode
 
 
 def _check(config: str, overrides: Sequence[str], probe: bool, world_size: int | None) -> int:

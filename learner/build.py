@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from learner.data.batches import (
 )
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.readers import load_split
+from learner.extensions import Task, check_extensions, loss_function, make_task, reader_of, reward_functions
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
@@ -55,7 +57,7 @@ from learner.steps.source import FreshSteps, StepSource
 from learner.steps.stage2 import Stage2Parts
 from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
-from learner.tasks.task import Task
+from learner.tasks.rewards import Rewards
 from learner.trainer import Trainer
 from shared.errors import ConfigError, DeadlineError
 from shared.wire import TOKEN_VARIABLE
@@ -70,6 +72,7 @@ def step_plan(plan: Plan) -> Plan:
 def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
     """Run the training that `config` describes, as one of torchrun's processes or alone. Returns the exit code."""
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
+    check_extensions(config)
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
@@ -110,6 +113,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         optimizer=optimizer,
         source=source,
         task=basis.task,
+        rewards=basis.rewards,
         eval_samples=basis.data.evaluation,
         backend=backend,
         sync=sync,
@@ -151,7 +155,7 @@ class RunData:
     bad_records: Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Basis:
     """What the other parts are made from."""
 
@@ -164,7 +168,11 @@ class Basis:
 
     @property
     def ground_truth(self) -> GroundTruthSource:
-        return GroundTruthSource(self.task, self.policy.tokenizer, desc_weight=self.config.loss.desc_weight)
+        return GroundTruthSource(self.task, loss=self.config.loss)
+
+    @cached_property
+    def rewards(self) -> Rewards:
+        return Rewards(tokenizer=self.policy.tokenizer, functions=reward_functions(self.config))
 
 
 def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
@@ -190,9 +198,10 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
         bf16=config.training.bf16,
         shard_over=shard_over,
         image_rules=config.data.image_rules,
+        loss=loss_function(config),
     )
     policy.broadcast(ranks)
-    task = DetectionTask(config.task, policy.tokenizer)
+    task = make_task(config.task, policy.tokenizer)
     return Basis(
         config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task, policy.encoder)
     )
@@ -207,14 +216,15 @@ def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None
 
 def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RunData:
     """Training samples, and those to evaluate on: `data.test`, else `data.val`. Raises DataError with file and line."""
-    data, training, geometry = config.data, config.training, config.task.geometry
+    data, training = config.data, config.training
+    reading: dict[str, Any] = {"geometry": config.task.geometry, "reader": reader_of(config)}
     limit = RowLimit(
         encoder=encoder,
         task=task,
         max_tokens=config.global_max_length,
         max_new_tokens=config.rollout_matching.decoding.max_new_tokens if learns_rollouts(config) else 0,
     )
-    train = load_split(data, data.train, task, geometry=geometry, too_long=limit)
+    train = load_split(data, data.train, task, too_long=limit, **reading)
     bad = {"train": train.bad.summary()}
     path = data.test or data.val
     evaluation: list[Sample] = []
@@ -226,7 +236,7 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
                 wanted="a held-out set, since training.eval_* asks for evaluations",
                 remedy="name one, or switch evaluations off",
             )
-        held_out = load_split(data, path, task, geometry=geometry)
+        held_out = load_split(data, path, task, **reading)
         bad["evaluation"], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
     return RunData(
         train=train.samples, evaluation=evaluation, bad_records={part: found for part, found in bad.items() if found}
@@ -404,9 +414,14 @@ def _closing(source: StepSource) -> Callable[..., None]:
 
 
 def _answers(basis: Basis) -> AnswersLog | None:
-    """Where rank 0's newest answers go; None for other ranks, and if none are kept."""
+    """Where rank 0's newest answers go; None for other ranks, other tasks than detection, and if none are kept."""
     size = basis.config.logging.answers
-    if not size or not basis.ranks.is_main or not learns_rollouts(basis.config):
+    if (
+        not size
+        or not isinstance(basis.task, DetectionTask)
+        or not basis.ranks.is_main
+        or not learns_rollouts(basis.config)
+    ):
         return None
     return AnswersLog(Path(basis.config.training.output_dir), basis.policy.tokenizer, size)
 
@@ -415,10 +430,9 @@ def _segment_source(basis: Basis, backend: RolloutBackend | None, answers: Answe
     if not learns_rollouts(basis.config):
         return basis.ground_truth
     assert backend is not None
-    task, tokenizer, loss = basis.task, basis.policy.tokenizer, basis.config.loss
     if answers is None:
-        return RolloutSource(backend, task, tokenizer, loss=loss)
-    return RolloutSource(backend, task, tokenizer, loss=loss, on_answer=answers.add)
+        return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss)
+    return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss, on_answer=answers.add)
 
 
 def _row_maker(config: RunConfig) -> RowMaker:

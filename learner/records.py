@@ -43,14 +43,15 @@ class DetectionObject(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
-    assistant's last turn; `images` are strings as the server will get them; `objects` are in canonical order. The
-    regions `ignored` hold crowds and difficult objects. They are not taught, and predictions there are neither right
-    nor wrong. A region with an empty description applies to every class."""
+    assistant's last turn; `images` are strings as the server will get them. `objects` are the ground truth: for
+    detection `DetectionObject`s in canonical order, for another task what its reader put there. The regions `ignored`
+    hold crowds and difficult objects. They are not taught, and predictions there are neither right nor wrong. A region
+    with an empty description applies to every class."""
 
     sample_id: str
     messages: tuple[Mapping[str, Any], ...]
     images: tuple[str, ...]
-    objects: tuple[DetectionObject, ...]
+    objects: tuple[Any, ...]
     width: int  # pixels
     height: int  # pixels
     ignored: tuple[DetectionObject, ...] = ()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from learner.config.schema import RunConfig
 from learner.data.batches import Shortfall
+from learner.extensions import Task
 from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.optim import Optimizer
@@ -33,7 +34,7 @@ from learner.run.log import MetricsLog, PhaseClock, Timeline
 from learner.run.stopping import Stopped, StopRequest
 from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.sync.sync import Sync
-from learner.tasks.task import Task
+from learner.tasks.rewards import Rewards, mean_rewards
 from shared.errors import CheckpointError, OutOfMemoryError
 
 # Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
@@ -107,6 +108,7 @@ class StepTotals:
         metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
         metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
         metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
+        metrics.update(mean_rewards(counts))
         if "matched" in counts:
             metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
         return StepResult(
@@ -163,6 +165,7 @@ class Trainer:
         optimizer: Optimizer,
         source: StepSource,
         task: Task,
+        rewards: Rewards,
         eval_samples: list[Sample],
         backend: RolloutBackend | None,
         sync: Sync | None,
@@ -176,7 +179,8 @@ class Trainer:
     ) -> None:
         self.config, self.total_steps, self.ranks = config, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
-        self.policy, self.optimizer, self.source, self.task = policy, optimizer, source, task
+        self.policy, self.optimizer, self.source = policy, optimizer, source
+        self.task, self.rewards = task, rewards
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
         self.timeline, self.clock, self.answers = timeline, clock, answers
@@ -298,7 +302,9 @@ class Trainer:
             if self.sync is not None and self._synced_at != step:
                 self._sync_behind(self.sync, fence)
             with self.clock.phase("eval"):
-                evaluation = evaluate(self.backend, self.eval_samples, self.task, self.ranks, global_step=step)
+                evaluation = evaluate(
+                    self.backend, self.eval_samples, self.task, self.ranks, global_step=step, rewards=self.rewards
+                )
         self._evaluated_at = step
         if self.ranks.is_main:
             write_evaluation(evaluation, self.run_dir / "eval" / f"step_{step:06d}.jsonl")

@@ -129,6 +129,10 @@ def _prepare_environment(config: ServerConfig) -> None:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
+        # The workers' own groups: all workers are on this machine. By default gloo listens at the address that the
+        # machine's name stands for, and takes connections from anybody.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; they are killed then
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
     }

@@ -25,7 +25,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
-from starlette.requests import Headers
+from starlette.requests import ClientDisconnect, Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_server.config import ServerConfig
@@ -69,9 +69,10 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app.include_router(router)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    app.add_middleware(BodyLimit, config=service.config)
+    open_paths = tuple(prefix + path for path in _OPEN)
+    app.add_middleware(BodyLimit, config=service.config, open_paths=open_paths)
     hosts = (service.config.host.lower(), service.config.group_host.lower())
-    app.add_middleware(Guard, token=token, open_paths=tuple(prefix + path for path in _OPEN), hosts=hosts)
+    app.add_middleware(Guard, token=token, open_paths=open_paths, hosts=hosts)
     return app
 
 
@@ -171,7 +172,10 @@ def _with_errors(handler: Handler) -> Handler:
 
 async def _body(request: Request, model: type[Body]) -> Body:
     """Raises RequestError, which names the wrong fields."""
-    content = b"".join([chunk async for chunk in request.stream()])
+    try:
+        content = b"".join([chunk async for chunk in request.stream()])
+    except ClientDisconnect:
+        raise _gone() from None
     try:
         value = from_json(content)
         _check_size(value)
@@ -218,11 +222,15 @@ async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
             working.cancel()
             await asyncio.wait({working})
         if working.cancelled():
-            raise RequestError("the client hung up", found="a closed connection", wanted="a client that waits")
+            raise _gone()
         return working.result()
     finally:
         working.cancel()
         watching.cancel()
+
+
+def _gone() -> RequestError:
+    return RequestError("the client hung up", found="a closed connection", wanted="a client that waits")
 
 
 async def _hung_up(request: Request) -> None:
@@ -355,20 +363,24 @@ def _refused(http_status: int, what: str, found: str, wanted: str, remedy: str) 
 
 
 class BodyLimit:
-    """Refuses a body that is too large, too slow, or too much together with those of other calls under way.
+    """Refuses a body that is too large, too slow, or too much together with those of other calls under way; and a call
+    if there are too many, unless it is a probe.
 
     It refuses as soon as the length, announced or counted, passes a limit. A body counts until its call has ended,
     because what was read of it stays in memory until then.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: tuple[str, ...] = ()) -> None:
         self._app = app
         self._config = config
-        self._num_held_bytes = 0
+        self._open_paths = open_paths
+        self._num_calls = self._num_held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"].rstrip("/") in self._open_paths:
             return await self._app(scope, receive, send)
+        if self._num_calls >= self._config.max_connections:
+            return await _error_response(self._too_many_calls())(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > self._config.max_body_bytes:
             return await _error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
@@ -394,9 +406,11 @@ class BodyLimit:
                 raise self._too_many()
             return message
 
+        self._num_calls += 1
         try:
             return await self._app(scope, limited, send)
         finally:
+            self._num_calls -= 1
             self._num_held_bytes -= num_bytes
 
     def _too_large(self, found: str) -> RequestError:
@@ -408,6 +422,14 @@ class BodyLimit:
         found = f"{num_bytes} bytes, and no end after {self._config.body_timeout_s:g} s"
         remedy = "check the network, or raise the server's body_timeout_s"
         return _refused(408, "the request's body did not arrive in time", found, "the whole body", remedy)
+
+    def _too_many_calls(self) -> ServerBusyError:
+        return ServerBusyError(
+            "too many calls are under way",
+            found=str(self._num_calls),
+            wanted=f"at most {self._config.max_connections}",
+            remedy="try again later, or raise the server's max_connections and its limit on open files",
+        )
 
     def _too_many(self) -> ServerBusyError:
         return ServerBusyError(

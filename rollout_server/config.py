@@ -109,7 +109,16 @@ class ServerConfig(Section):
         unit="bytes",
         ge=1,
     )
-    body_timeout_s: float = key("longest time for sending one body", 60.0, unit="s", gt=0.0)
+    max_connections: int = key(
+        "most HTTP calls at once, a connection each; further calls get 503. Less if the limit on open files is lower",
+        1024,
+        unit="connections",
+        ge=16,
+    )
+    header_timeout_s: float = key("longest time for sending a request's headers", 10.0, unit="s", gt=0.0)
+    body_timeout_s: float = key(
+        "longest time for sending one body, and longest pause in reading an answer", 60.0, unit="s", gt=0.0
+    )
     max_requests_per_call: int = key("most requests of one `/infer/` or `/score/` call", 4096, unit="requests", ge=1)
 
     queue_timeout_s: float = key("longest wait of a call for a weight update to end", 60.0, unit="s", gt=0.0)

@@ -37,6 +37,7 @@ from shared.generation import (
     scoring,
     stop_token_ids,
 )
+from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
@@ -68,7 +69,10 @@ class Engine(Protocol):
 
     @property
     def dead(self) -> bool: ...
-    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation: ...
+    async def generate(
+        self, request: RolloutInferRequest, config: RequestConfig, seed: int | None
+    ) -> list[Generation]: ...
+    def text_of(self, token_ids: list[int]) -> str: ...
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores: ...
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
     async def reset_caches(self) -> None: ...
@@ -180,14 +184,21 @@ class VllmEngine:
     def dead(self) -> bool:
         return bool(self._llm.errored)
 
-    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
-        """One response. Raises MediaError, RequestError, PromptTooLongError, ServerError."""
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
+        """`config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError, PromptTooLongError,
+        ServerError, NotFiniteError."""
         prompt = await self._render(request)
-        self._check_length(len(prompt.token_ids), _MAX_TOKENS, config.max_tokens)
+        num_new = config.max_tokens or 1  # null: what the context has room for, if there is any
+        self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
+        seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         with self._vllm_errors():
-            output = await self._run(prompt, sampling_params(config, seed))
-        self._check_length(len(output.prompt_token_ids), _MAX_TOKENS, config.max_tokens)  # images were widened
-        return read_generation(output, self._stop_ids, self._renderer.text_of)
+            outputs = await gather(self._run(prompt, sampling_params(config, own)) for own in seeds)
+        self._check_length(len(outputs[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
+        return [read_generation(output, self._stop_ids, self._renderer.text_of) for output in outputs]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        """What the tokens say, special ones included."""
+        return self._renderer.text_of(token_ids)
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""

@@ -3,7 +3,7 @@
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
 Invariants:
-- all new rollouts of a call are of one version; request `i` of a call is seeded with `seed + i`;
+- all new rollouts of a call are of one version; answer `j` to request `i` of a call is seeded with `seed + i * n + j`;
 - a call holds its place in the gate until its last answer is made, however slowly its caller reads;
 - exactly once: a repeated uuid gets the same rollout, so a retry after a lost reply never makes a second one. Also
   after a later sync the answer keeps the `ver` it was made with: a second rollout of a sample would be trained twice.
@@ -17,7 +17,7 @@ import platform
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
@@ -35,6 +35,7 @@ from shared.wire import (
     ChatCompletionResponse,
     ChatMessage,
     Choice,
+    ChoiceLogprobs,
     InferCall,
     RequestConfig,
     RolloutInferRequest,
@@ -43,6 +44,7 @@ from shared.wire import (
     ScoreCall,
     ScoreReply,
     ServerStatus,
+    TokenLogprob,
     Usage,
 )
 
@@ -76,7 +78,7 @@ class RolloutService:
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
-        self._check_number("infer_requests", len(call.infer_requests))
+        self._check_number("infer_requests", len(call.infer_requests) * call.request_config.n)
         ended: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue()
         answering = asyncio.create_task(self._answer_all(call, ended))
         answering.add_done_callback(lambda _: ended.put_nowait(None))
@@ -89,12 +91,12 @@ class RolloutService:
             await asyncio.wait({answering})
 
     async def _answer_all(self, call: InferCall, ended: asyncio.Queue[tuple[int, bytes] | None]) -> None:
-        start, seed, num_answered = time.monotonic(), call.request_config.seed, 0
+        start, config, num_answered = time.monotonic(), call.request_config, 0
 
         async def one(i: int, request: RolloutInferRequest, ver: int) -> None:
             nonlocal num_answered
-            own_seed = None if seed is None else offset_seed(seed, i)
-            ended.put_nowait((i, await self._answer(i, request, call.request_config, own_seed, ver)))
+            seed = None if config.seed is None else offset_seed(config.seed, i * config.n)
+            ended.put_nowait((i, await self._answer(i, request, config, seed, ver)))
             num_answered += 1
 
         try:
@@ -112,11 +114,15 @@ class RolloutService:
         """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
         self._check_number("items", len(call.items))
         async with self.waiting_gate.call() as ver:
-            try:
-                return await score(self.engine, call.items, ver)
-            except NotFiniteError as error:
-                self.gate.poison(str(error))
-                raise
+            return await self._checked(score(self.engine, call.items, ver))
+
+    async def _checked(self, work: Awaitable[T]) -> T:
+        """`work`. A log-probability in it that is not finite poisons the server."""
+        try:
+            return await work
+        except NotFiniteError as error:
+            self.gate.poison(str(error))
+            raise
 
     def _check_number(self, field: str, number: int) -> None:
         if number > self.config.max_requests_per_call:
@@ -175,15 +181,56 @@ class RolloutService:
         self, i: int, request: RolloutInferRequest, config: RequestConfig, seed: int | None, ver: int
     ) -> bytes:
         async def compute() -> bytes:
-            generation = await self.engine.generate(request, config, seed)
+            generations = await self._checked(self.engine.generate(request, config, seed))
             self.gate.check_sound()
-            self.metrics.prompt_tokens.inc(len(generation.prompt_token_ids))
-            self.metrics.response_tokens.inc(len(generation.response_token_ids))
+            self.metrics.prompt_tokens.inc(len(generations[0].prompt_token_ids))
+            self.metrics.response_tokens.inc(sum(len(one.response_token_ids) for one in generations))
             infos = RolloutInfos(**asdict(self.gate.served), seed=seed, server_id=self.server_id, uuid=request.uuid)
-            return _output(generation, self.engine.model, infos).model_dump_json().encode()
+            return self._output(generations, infos).model_dump_json().encode()
 
         with named(f"infer_requests.{i}"):
             return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
+
+    def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> RolloutOutput:
+        first = generations[0]
+        num_prompt = len(first.prompt_token_ids)
+        num_responses = sum(len(one.response_token_ids) for one in generations)
+        response = ChatCompletionResponse(
+            id=infos.uuid,
+            created=int(time.time()),
+            model=self.engine.model,
+            choices=[self._choice(index, one) for index, one in enumerate(generations)],
+            usage=Usage(
+                prompt_tokens=num_prompt, completion_tokens=num_responses, total_tokens=num_prompt + num_responses
+            ),
+        )
+        return RolloutOutput(
+            response=response,
+            response_token_ids=first.response_token_ids,
+            prompt_token_ids=first.prompt_token_ids,
+            rollout_logprobs=[one.logprobs for one in generations if one.logprobs is not None],
+            rollout_infos=infos,
+        )
+
+    def _choice(self, index: int, generation: Generation) -> Choice:
+        logprobs = None
+        if generation.logprobs is not None:
+            texts = [self.engine.text_of([token_id]) for token_id in generation.response_token_ids]
+            logprobs = ChoiceLogprobs(
+                content=[
+                    TokenLogprob(token=text, bytes=list(text.encode(errors="replace")), logprob=logprob)
+                    for text, logprob in zip(texts, generation.logprobs, strict=True)
+                ]
+            )
+        return Choice(
+            index=index,
+            message=ChatMessage(content=generation.text),
+            finish_reason=generation.finish_reason,
+            token_ids=generation.response_token_ids,
+            logprobs=logprobs,
+            stop_token_id=generation.stop_token_id,
+            stop_logprob=generation.stop_logprob,
+        )
 
 
 @dataclass
@@ -236,28 +283,6 @@ class RecentAnswers(Generic[T]):
             if oldest is None:
                 return
             del self._entries[oldest]
-
-
-def _output(generation: Generation, model: str, infos: RolloutInfos) -> RolloutOutput:
-    num_prompt, num_response = len(generation.prompt_token_ids), len(generation.response_token_ids)
-    choice = Choice(
-        message=ChatMessage(content=generation.text),
-        finish_reason=generation.finish_reason,
-        token_ids=generation.response_token_ids,
-    )
-    response = ChatCompletionResponse(
-        id=infos.uuid,
-        created=int(time.time()),
-        model=model,
-        choices=[choice],
-        usage=Usage(prompt_tokens=num_prompt, completion_tokens=num_response, total_tokens=num_prompt + num_response),
-    )
-    return RolloutOutput(
-        response=response,
-        response_token_ids=generation.response_token_ids,
-        prompt_token_ids=generation.prompt_token_ids,
-        rollout_infos=infos,
-    )
 
 
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:

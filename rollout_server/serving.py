@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import socket
 from typing import Any
@@ -11,11 +12,22 @@ import uvicorn
 
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
+from rollout_server.connections import ACCEPTED_AT_ONCE, Connection, Waiting, with_open_files
 from rollout_server.engine import Engine
 from rollout_server.service import RolloutService
 
 _WATCH_EVERY_S = 0.5
+_BACKLOG = 2048  # connections that the kernel holds
 _HANG_UP_S = 5.0  # `/health/` answers 503 for so long after the engine died, before the process ends
+
+
+class _Server(uvicorn.Server):
+    """The kernel may hold more connections than are accepted at once. For asyncio these are one number."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
 
 
 async def serve(
@@ -27,19 +39,24 @@ async def serve(
     *,
     server_id: str = "",
 ) -> int:
-    """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`."""
-    server = uvicorn.Server(
+    """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`.
+    Raises ConfigError if the limit on open files is too low."""
+    config = with_open_files(config)
+    server = _Server(
         uvicorn.Config(
             create_app(RolloutService(engine, config, server_id), token),
-            log_level="warning",
+            http=functools.partial(Connection, Waiting(config)),  # type: ignore[arg-type]
+            ws="none",
+            log_level="error",  # what callers send is no warning
             access_log=False,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
             timeout_keep_alive=30,
             lifespan="off",
         )
     )
     watching = [asyncio.create_task(_stop_when_dead(engine, server)), asyncio.create_task(engine.watch())]
-    listener.listen(2048)
+    listener.listen(_BACKLOG)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn drains at these signals, then raises them again for earlier handlers, of which there are none.
         signal.signal(signum, signal.SIG_IGN)

@@ -25,6 +25,7 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── PromptMismatchError     the two sides tokenize a prompt differently
     ├── RolloutError            an answer is malformed or incomplete
     │   └── NotFiniteError          the model's log-probabilities are not finite
+    ├── RewardError             a reward function of the user's failed (learner.tasks.rewards)
     ├── LossError               a supervised index outside the assistant span, or a loss that is not finite
     ├── OutOfMemoryError        a row of the learner does not fit the memory that is left
     ├── WindowMismatchError     a repeated accumulation window came with other samples than the first time
@@ -154,6 +155,10 @@ class RolloutError(ProjectError):
 
 
 class NotFiniteError(RolloutError):
+    pass
+
+
+class RewardError(ProjectError):
     pass
 
 

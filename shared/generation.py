@@ -53,7 +53,7 @@ def render_messages(messages: Sequence[Mapping[str, Any]], num_images: int) -> l
 def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not isinstance(content, str):
         return [
-            {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in content
+            {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"} for part in content
         ]
     parts: list[dict[str, Any]] = []
     for i, text in enumerate(content.split(IMAGE_PLACEHOLDER)):
@@ -132,6 +132,9 @@ class Generation:
     response_token_ids: list[int]  # without the stop token
     text: str
     finish_reason: str  # "stop", "length"
+    logprobs: list[float] | None = None  # one per response token; None: not asked for
+    stop_token_id: int | None = None  # the stop token
+    stop_logprob: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,7 @@ class Scores:
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> Any:
-    """vLLM's settings for one request."""
+    """vLLM's settings for one answer."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -150,10 +153,14 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=max(0, config.top_k),
+        min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
         # Greedy decoding needs no seed, and a random generator per request costs time.
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
+        logprobs=0 if config.logprobs else None,  # 0: of the sampled token only
         skip_special_tokens=False,  # the text shows every token
         spaces_between_special_tokens=False,
         # Only stop strings need the text token by token. One pass at the end is much cheaper.
@@ -173,17 +180,33 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
 def read_generation(
     output: Any, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
 ) -> Generation:
-    """The generation in vLLM's output. Without `text_of` it has a text only if there were stop strings."""
+    """The generation in vLLM's output. Without `text_of` it has a text only if there were stop strings. Raises
+    NotFiniteError for its log-probabilities."""
     completion = output.outputs[0]
-    token_ids = list(completion.token_ids)
+    token_ids, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
+    stop_token_id = stop_logprob = None
     if completion.finish_reason == "stop" and token_ids and token_ids[-1] in stop_token_ids:
-        token_ids = token_ids[:-1]
+        stop_token_id = token_ids.pop()
+        stop_logprob = logprobs.pop() if logprobs else None
     return Generation(
         prompt_token_ids=list(output.prompt_token_ids),
         response_token_ids=token_ids,
         text=completion.text or text_of(token_ids),
         finish_reason=str(completion.finish_reason),
+        logprobs=logprobs,
+        stop_token_id=stop_token_id,
+        stop_logprob=stop_logprob,
     )
+
+
+def _sampled_logprobs(completion: Any) -> list[float] | None:
+    """One per token, or None if they were not asked for. Raises NotFiniteError."""
+    rows = getattr(completion, "logprobs", None)
+    if rows is None:
+        return None
+    logprobs = [float(row[i].logprob) for row, i in zip(rows, completion.token_ids, strict=True)]
+    _check_finite(logprobs)
+    return logprobs
 
 
 def read_scores(output: Any, num_scored: int) -> Scores:
@@ -196,6 +219,11 @@ def read_scores(output: Any, num_scored: int) -> Scores:
 
 def checked_scores(prompt_token_ids: list[int], logprobs: list[float]) -> Scores:
     """Raises NotFiniteError."""
+    _check_finite(logprobs)
+    return Scores(prompt_token_ids=prompt_token_ids, logprobs=logprobs)
+
+
+def _check_finite(logprobs: list[float]) -> None:
     if not all(math.isfinite(value) for value in logprobs):
         raise NotFiniteError(
             "the model gives log-probabilities that are not finite",
@@ -203,7 +231,6 @@ def checked_scores(prompt_token_ids: list[int], logprobs: list[float]) -> Scores
             wanted="finite weights",
             remedy="lower training.learning_rate, and resume from a checkpoint from before the loss diverged",
         )
-    return Scores(prompt_token_ids=prompt_token_ids, logprobs=logprobs)
 
 
 def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:

@@ -18,21 +18,24 @@ size in pixels before it is decoded. Everything here blocks, and may be called f
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import functools
 import io
+import os
 import re
+import ssl
+import stat
 import struct
 import threading
-import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Literal
-from urllib.error import HTTPError
-from urllib.parse import quote, unquote, unquote_to_bytes, urljoin, urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+from urllib.parse import unquote, unquote_to_bytes, urljoin
 
 from PIL import Image, UnidentifiedImageError
 
@@ -53,10 +56,9 @@ _SPACES = re.compile(r"\s+")
 _LONGEST_PATH = 4096  # Linux's PATH_MAX
 _SHOWN_CHARS = 200
 
-_FETCH_CHUNK_BYTES = 1 << 16
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
-_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # must not be quoted again
+_HEADERS = {"User-Agent": "rollout-matching", "Accept-Encoding": "identity"}
 
 # `max_pixels` is checked before anything is decoded. Pillow's own limit only warns, and a single thread cannot silence
 # it.
@@ -107,7 +109,9 @@ class Images:
         elif way == "data":
             self._from_data_url(source)
         elif way != "base64" or not self._from_base64(source):
-            return str(self._file(source, folder))
+            file, path = self._file(source, folder)
+            file.close()
+            return str(path)
         return source
 
     def load(self, source: str) -> Image.Image:
@@ -123,15 +127,9 @@ class Images:
     def size(self, source: str) -> tuple[int, int]:
         """(width, height) of the upright image, from its header. Raises MediaError."""
         way = _way_of(source)
-        file: IO[bytes]
-        if way in ("file", "path"):
-            path = self._file(source)
-            self._check_bytes(path.stat().st_size, source)
-            file = path.open("rb")
-        else:
-            file = io.BytesIO(self._bytes(source))
-        with file:
+        with self._file(source)[0] if way in ("file", "path") else io.BytesIO(self._bytes(source)) as file:
             try:
+                self._check_bytes(_num_bytes(file), source)
                 return _upright_size(self._open(file, source), file)
             except _DECODING_ERRORS as error:
                 file.seek(0)
@@ -147,22 +145,36 @@ class Images:
             return self._from_data_url(source)
         if way == "base64" and (data := self._from_base64(source)):
             return data
-        with self._file(source).open("rb") as file:
+        with self._file(source)[0] as file:
             data = file.read(self.rules.max_bytes + 1)
         self._check_bytes(len(data), source)
         return data
 
-    def _file(self, source: str, folder: Path = Path()) -> Path:
-        """The file that a path or a `file://` URL names. Raises MediaError."""
+    def _file(self, source: str, folder: Path = Path()) -> tuple[IO[bytes], Path]:
+        """The file that a path or a `file://` URL names, open, and its absolute path. Raises MediaError.
+
+        What is checked is what was opened: a link that changes meanwhile gains nothing.
+        """
         for text in _paths_in(source):
             try:
-                path = (folder / text).resolve(strict=True)
-            except (OSError, ValueError, RuntimeError):  # also a name that is too long or holds a zero byte
+                handle = os.open(folder / text, os.O_PATH | os.O_CLOEXEC)  # touches no device, and waits for no pipe
+            except (OSError, ValueError):  # also a name that is too long or holds a zero byte
                 continue
-            roots = self.rules.roots
-            if path.is_file() and (roots is None or any(path.is_relative_to(root.resolve()) for root in roots)):
-                return (folder / text).absolute()
+            try:
+                if self._may_read(handle):
+                    return Path(f"/proc/self/fd/{handle}").open("rb"), (folder / text).absolute()
+            except OSError:
+                continue
+            finally:
+                os.close(handle)
         raise self._nothing_there(source, folder)
+
+    def _may_read(self, handle: int) -> bool:
+        """Whether it is a file below a folder that is allowed, wherever links have led."""
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return False
+        path, roots = Path(f"/proc/self/fd/{handle}").readlink(), self.rules.roots
+        return roots is None or any(path.is_relative_to(root.resolve()) for root in roots)
 
     def _nothing_there(self, source: str, folder: Path) -> MediaError:
         """The same for a file that does not exist and for one that may not be read."""
@@ -211,42 +223,54 @@ class Images:
     # ---- URLs ------------------------------------------------------------------------------------------------------
 
     def _fetch(self, source: str) -> bytes:
-        url, deadline = source, time.monotonic() + self.rules.timeout_s
-        opener = build_opener(ProxyHandler({}), _NoRedirects)  # no proxies: they would see every image
+        with ThreadPoolExecutor(max_workers=1) as thread:  # this one may have an event loop
+            return thread.submit(self._fetch_alone, source).result()
+
+    def _fetch_alone(self, source: str) -> bytes:
+        """Within `timeout_s`, whatever it waits for: names, connections, headers, or one byte after the other."""
+        import httpx
+
+        loop = asyncio.new_event_loop()
         try:
-            for _ in range(_MAX_REDIRECTS + 1):
-                self._check_host(url, source)
-                request = Request(quote(url, safe=_URL_CHARS), headers={"User-Agent": "rollout-matching"})
-                try:
-                    with opener.open(request, timeout=self.rules.timeout_s) as response:
-                        if response.status != 200:
-                            raise _error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
-                        return self._body(response, source, deadline)
-                except HTTPError as error:
-                    with error:
-                        if error.code not in _REDIRECTS:
-                            raise _error(source, f"HTTP {error.code}", "HTTP 200", "check the URL") from error
-                        url = urljoin(url, error.headers.get("Location", ""))
-        except (OSError, HTTPException, ValueError) as error:
+            return loop.run_until_complete(asyncio.wait_for(self._follow(source), self.rules.timeout_s))
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
             found = f"{type(error).__name__}: {error}"
             remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
             raise _error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
+        finally:
+            loop.close()  # does not wait for names
+
+    async def _follow(self, source: str) -> bytes:
+        import httpx
+
+        url = source
+        # No proxies: they would see every image.
+        async with httpx.AsyncClient(trust_env=False, verify=_certificates(), timeout=None) as http:
+            for _ in range(_MAX_REDIRECTS + 1):
+                self._check_host(url, source)
+                async with http.stream("GET", url, headers=_HEADERS) as response:
+                    if response.status_code == 200:
+                        return await self._body(response.aiter_raw(), source)
+                    if response.status_code not in _REDIRECTS:
+                        raise _error(source, f"HTTP {response.status_code}", "HTTP 200", "check the URL")
+                    url = urljoin(url, response.headers.get("Location", ""))
         raise _error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
 
-    def _body(self, response: IO[bytes], source: str, deadline: float) -> bytes:
+    async def _body(self, parts: AsyncIterator[bytes], source: str) -> bytes:
         data = bytearray()
-        while chunk := response.read(_FETCH_CHUNK_BYTES):
-            data += chunk
+        async for part in parts:
+            data += part
             self._check_bytes(len(data), source)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(data)} bytes so far")
         return bytes(data)
 
     def _check_host(self, url: str, source: str) -> None:
+        import httpx
+
         try:
-            scheme, host = urlsplit(url).scheme.lower(), urlsplit(url).hostname
-        except ValueError as error:
+            parsed = httpx.URL(url)  # by which it is fetched: parsers differ in what they take for the host
+        except httpx.InvalidURL as error:
             raise _error(source, f"no URL ({error})", "http(s)://host/path", "correct the URL") from error
+        scheme, host = parsed.scheme, parsed.host
         if scheme not in {"http", "https"} or host not in self.rules.hosts:
             allowed = ", ".join(self.rules.hosts) or "none"
             found = f"host {host!r} over {scheme or 'nothing'}"
@@ -288,11 +312,9 @@ class _Cache:
         return data
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """Every hop's host is checked by us."""
-
-    def redirect_request(self, *args: object, **kwargs: object) -> None:
-        return None
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 # ---- the rule ------------------------------------------------------------------------------------------------------
@@ -334,6 +356,12 @@ def _paths_in(source: str) -> tuple[str, ...]:
         return (source,) if len(source) < _LONGEST_PATH else ()
     path = source[7:].removeprefix("localhost") if source[7:].startswith("localhost/") else source[7:]
     return (unquote(path), path)
+
+
+def _num_bytes(file: IO[bytes]) -> int:
+    num_bytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    return num_bytes
 
 
 # ---- pixels --------------------------------------------------------------------------------------------------------

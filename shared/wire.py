@@ -1,7 +1,8 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
-`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig`, and nearly answers its `RolloutOutput`: a list in
-request order, or with `Accept: application/x-ndjson` one `AnswerLine` per request, as each ends.
+`/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig` as its clients write them (null stands for a field
+that was left out), and answers its `RolloutOutput`: a list in request order, or with `Accept: application/x-ndjson` one
+`AnswerLine` per request, as each ends. A field that this server cannot honour may be empty, and nothing else.
 Each request of an infer call carries a `uuid`; a server that has answered that uuid answers the same again, so a
 retry after a lost reply never makes a second rollout.
 """
@@ -9,9 +10,19 @@ retry after a lost reply never makes a second rollout.
 from __future__ import annotations
 
 import uuid as uuid_module
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from shared.errors import ProjectError, error_classes
 
@@ -26,6 +37,7 @@ T = TypeVar("T")
 Items = Annotated[list[T], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
 MAX_RANKS = 4096  # of a group
+MAX_ANSWERS = 1024  # to one request
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -57,44 +69,120 @@ class ErrorBody(WireModel):
 # ---- /infer/ -------------------------------------------------------------------------------------------------------
 
 
-class ContentPart(WireModel):
-    type: Literal["text", "image"]
+class ClientModel(WireModel):
+    """Written by other programs too: null stands for a field that was left out, unless the field has a meaning for
+    it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None or not cls._may_be_absent(key)}
+
+    @classmethod
+    def _may_be_absent(cls, name: str) -> bool:
+        field = cls.model_fields.get(name)
+        return field is not None and not field.is_required() and type(None) not in get_args(field.annotation)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in filter(cls._may_be_absent, properties):
+            own = {key: properties[name].pop(key) for key in ("default", "description") if key in properties[name]}
+            properties[name] = {"anyOf": [properties[name], {"type": "null"}], **own}
+        return schema
+
+
+NoItems = Annotated[list[Any], Field(max_length=0)]  # what this server does not have
+NoFields = Annotated[dict[str, Any], Field(max_length=0)]
+TemplateValue = bool | int | FiniteFloat | Annotated[str, Field(max_length=4096)] | None
+
+
+class ImageUrl(ClientModel):
+    url: str
+    detail: Literal["auto", "low", "high"] = Field(default="auto", description="no effect")
+
+
+class ContentPart(ClientModel):
+    type: Literal["text", "image", "image_url"]
     text: str | None = None
-    image: str | None = None
+    image: str | None = Field(default=None, description="without it, the next one of the request's `images`")
+    image_url: str | ImageUrl | None = None
+
+    @property
+    def source(self) -> str | None:
+        """The image that the part itself brings."""
+        if self.type == "image":
+            return self.image
+        return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
 
 
-class Message(WireModel):
+class Message(ClientModel):
     """One chat turn. A string may name images by the placeholder `<image>`, in the order of the request's `images`."""
 
     role: Literal["system", "user", "assistant"]
     content: str | Items[ContentPart]
 
 
-class RolloutInferRequest(WireModel):
+class RolloutInferRequest(ClientModel):
     """One sample to roll out. `images` are local paths, data URLs, base64 strings or http(s) URLs."""
 
     messages: Items[Message] = Field(min_length=1)
     images: Items[str] = []
-    uuid: str = Field(default_factory=lambda: uuid_module.uuid4().hex, max_length=128)
-    data_dict: dict[str, Any] = {}
+    uuid: str = Field(
+        default_factory=lambda: uuid_module.uuid4().hex,
+        max_length=128,
+        description="of this request; a repeat of it gets the same answer. By default a random one",
+    )
+    data_dict: dict[str, Any] = Field(default={}, description="no effect")
+    chat_template_kwargs: dict[Name, TemplateValue] = Field(
+        default={}, description="variables of the model's chat template, such as `enable_thinking`"
+    )
+    audios: NoItems = []
+    videos: NoItems = []
+    tools: NoItems = []
+    objects: NoFields = {}
 
 
-class RequestConfig(WireModel):
-    """How to decode. `seed` is that of the call's first request; request `i` is seeded with `seed + i` mod 2**31-1."""
+class RequestConfig(ClientModel):
+    """How to decode. `seed` is that of the call's first answer; answer `j` to request `i` is seeded with
+    `seed + i * n + j` mod 2**31-1, as if the request had been sent `n` times."""
 
-    max_tokens: int = Field(default=512, ge=1, le=2**31 - 1)
-    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0)  # vLLM takes no more
+    max_tokens: int | None = Field(
+        default=512, ge=1, le=2**31 - 1, description="null: as many as the model's context has room for"
+    )
+    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0, description="0: greedy")  # vLLM takes no more
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1, le=2**31 - 1)  # -1 and 0: off
+    top_k: int = Field(default=-1, ge=-1, le=2**31 - 1, description="-1 and 0: off")
+    min_p: FiniteFloat = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: FiniteFloat = Field(default=1.0, gt=0.0)
+    presence_penalty: FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
-    n: Literal[1] = 1
+    n: int = Field(default=1, ge=1, le=MAX_ANSWERS, description="answers to each request (R39)")
+    logprobs: bool = Field(
+        default=False,
+        description="log-probability of each sampled token (R39), before temperature, penalties and truncation",
+    )
+    return_details: bool = Field(default=False, description="no effect: token ids are always returned")
+    num_beams: Literal[1] = 1
+    stream: Literal[False] = Field(default=False, description="ask with `Accept: application/x-ndjson` instead")
+    top_logprobs: Literal[0] = Field(default=0, description="`/v1/chat/completions` has them")
+    prompt_logprobs: None = Field(default=None, description="`/score/` has them")
+    best_of: None = None
+    length_penalty: FiniteFloat = Field(default=1.0, ge=1.0, le=1.0)
+    structured_outputs_regex: None = None
 
 
-class InferCall(WireModel):
+class InferCall(ClientModel):
     infer_requests: Items[RolloutInferRequest]
     request_config: RequestConfig = RequestConfig()
+    metrics: NoItems = []
+    use_tqdm: bool = Field(default=False, description="no effect")
+    adapter_request: None = Field(default=None, description="the learner decides which adapter is served")
 
 
 class ChatMessage(WireModel):
@@ -102,11 +190,25 @@ class ChatMessage(WireModel):
     content: str
 
 
+class TokenLogprob(WireModel):
+    token: str
+    bytes: list[int]  # of `token`
+    logprob: float  # natural logarithm
+    top_logprobs: list[Any] = []
+
+
+class ChoiceLogprobs(WireModel):
+    content: list[TokenLogprob]
+
+
 class Choice(WireModel):
     index: int = 0
     message: ChatMessage
     finish_reason: str  # "stop", "length"
     token_ids: list[int]
+    logprobs: ChoiceLogprobs | None = None  # of `token_ids`; only if asked for
+    stop_token_id: int | None = None  # that ended the answer; `token_ids` are without it
+    stop_logprob: float | None = None  # of that token; only if asked for
 
 
 class Usage(WireModel):
@@ -125,7 +227,8 @@ class ChatCompletionResponse(WireModel):
 
 
 class RolloutInfos(WireModel):
-    """Who answered, and with which weights: `ver` is unique and rises on one server, `weights` says which they are."""
+    """Who answered, and with which weights: `ver` is unique and rises on one server, `weights` says which they are.
+    `seed` is that of the first choice."""
 
     ver: int
     incarnation: str = ""  # of the learner that sent the weights; "": the checkpoint that the server was started with
@@ -136,11 +239,12 @@ class RolloutInfos(WireModel):
 
 
 class RolloutOutput(WireModel):
-    """One rollout. `response_token_ids` are stop-trimmed; `prompt_token_ids` are those that the engine consumed."""
+    """The answers to one request. Token ids are stop-trimmed; `prompt_token_ids` are those that the engine consumed."""
 
-    response: ChatCompletionResponse
-    response_token_ids: list[int]
+    response: ChatCompletionResponse  # one choice per answer
+    response_token_ids: list[int]  # of the first choice
     prompt_token_ids: list[int]
+    rollout_logprobs: list[list[float]] = []  # of each choice's token ids, natural logarithms; only if asked for
     rollout_infos: RolloutInfos
 
 

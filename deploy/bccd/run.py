@@ -315,7 +315,7 @@ def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> Le
             "save_on_end": every is not None,
             "eval_on_end": every is not None,
         },
-        logging={"tensorboard": False, "progress_bar": False},
+        logging={"trackers": [], "progress_bar": False},
         global_max_length=max(4096, 800 * plan.stage1_batch),
     )
     return start_learner(processes, folder, name, config, ranks=None, devices=_gpu())
@@ -390,7 +390,7 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
             "eval_on_start": _scores_base(run),
             "eval_on_end": True,
         },
-        logging={"tensorboard": False, "progress_bar": False},
+        logging={"trackers": [], "progress_bar": False},
         global_max_length=max(4096, 900 * plan.batch_size),  # a whole batch fits one row: nothing is carried over
     )
 

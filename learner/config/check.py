@@ -19,6 +19,7 @@ from learner.config.load import load_config
 from learner.config.plan import Plan, resolve
 from learner.config.rules import ROLLOUT, SERVER, WAY_OUT
 from learner.config.schema import RunConfig
+from learner.extensions import check_extensions
 from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
@@ -59,6 +60,7 @@ def _report(
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
     config = load_config(path, world_size=world_size, env=env, overrides=overrides)
+    check_extensions(config)
     plan = resolve(config, world_size)
     report = plan.to_json()
     mistakes = _output_dir(config)
@@ -88,8 +90,7 @@ def _samples(config: RunConfig) -> dict[str, Any]:
     """How many samples each split has, and what is dropped or clipped of it."""
     from learner.data.check import check_split, splits  # imported here: not needed to check keys
 
-    data, geometry = config.data, config.task.geometry
-    checked = {split: check_split(data, split, path, geometry) for split, path in splits(data).items()}
+    checked = {split: check_split(config, split, path) for split, path in splits(config).items()}
     mistakes = [mistake for found in checked.values() for mistake in found.mistakes]
     if mistakes:
         raise ConfigErrors("annotations cannot be used", mistakes=mistakes)

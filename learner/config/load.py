@@ -45,6 +45,7 @@ RETIRED: dict[str, tuple[str, str]] = {
         "no packing scope",
         "remove post_rollout_pack_scope: packing is per micro-step (per step in Channel-B), there is no window scope",
     ),
+    "logging.tensorboard": ("logging.trackers", "remove it; TensorBoard is one of logging.trackers"),
     # D7
     **_flat_decoding(),
     # D3

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from learner.config.schema import RunConfig, ServerClientConfig, ServerEntry
+from learner.config.schema import LossConfig, RunConfig, ServerClientConfig, ServerEntry, TaskConfig
 from shared.config.model import Mistake, Section, show
 from shared.wire import TOKEN_VARIABLE
 
@@ -219,6 +219,17 @@ def prompt_has_a_use(config: RunConfig) -> Iterator[Mistake]:
     if config.data.prompt is not None and config.data.format == "jsonl":
         remedy = "remove it: JSONL rows carry their own messages"
         yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
+
+
+def detection_keys_have_a_use(config: RunConfig) -> Iterator[Mistake]:
+    """With `task.type: key_value`, the keys of the detection task in `task` and `loss` are not set (R38)."""
+    if config.task.type != "key_value":
+        return
+    for path, section, model in (("task", config.task, TaskConfig), ("loss", config.loss, LossConfig)):
+        for name, field in model.model_fields.items():
+            if name not in ("type", "options", "function") and getattr(section, name) != field.default:
+                found, wanted = given(section, name), "no such key: key_value does not read it"
+                yield Mistake(path=f"{path}.{name}", found=found, wanted=wanted, remedy="remove it")
 
 
 def run_length(config: RunConfig) -> Iterator[Mistake]:
@@ -478,6 +489,7 @@ def async_queue(config: RunConfig) -> Iterator[Mistake]:
 RULES: tuple[Rule, ...] = (
     pixel_limits,
     prompt_has_a_use,
+    detection_keys_have_a_use,
     run_length,
     warmup_fits,
     evaluation_has_data,

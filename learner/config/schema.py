@@ -7,7 +7,7 @@ config.schema.json from this file.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -106,6 +106,13 @@ class DataConfig(Section):
         "auto",
         req="R41",
     )
+    reader: str | None = key(
+        "import path of a reader of your own, `my_package.my_module:my_reader`, for other formats than these; null: "
+        "`format`, or the task's own reader",
+        None,
+        min_length=1,
+        req="R38",
+    )
     image_root: str | None = key(
         "relative image paths start here; null: the annotation file's folder (`voc`: `JPEGImages` or `images` near it)",
         None,
@@ -163,8 +170,17 @@ class DataConfig(Section):
 
 
 class TaskConfig(Section):
-    """How answers are written, and how they are matched with ground truth."""
+    """What answers are, how they are written, and how they are matched with ground truth. All keys but `type` and
+    `options` are those of `detection`."""
 
+    type: str = key(
+        "`detection`: objects with boxes or polygons; `key_value`: the fields of a document, as a flat JSON object of "
+        "texts; or the import path of a task of your own, `my_package.my_module:MyTask`",
+        "detection",
+        min_length=1,
+        req="R38",
+    )
+    options: dict[str, Any] = key("keys for a task of your own, passed to it as they are", {}, req="R38")
     container: Literal["index_map", "array"] = key(
         'form of an answer. `index_map`: `{"object_1": {"desc": ..., "bbox_2d": [...]}}`; `array`: '
         '`[{"bbox_2d": [...], "label": ...}]`',
@@ -184,9 +200,27 @@ class TaskConfig(Section):
     )
 
 
-class LossConfig(Section):
-    """The loss on Y_train, which is the rollout's prefix with every missed object appended."""
+class RewardConfig(Section):
+    """Scores of rollouts. They are reported as metrics, and do not change what is learned."""
 
+    functions: list[str] = key(
+        "import paths of functions, `my_package.my_module:my_reward`. Each scores every rollout. Its mean is the "
+        "metric `reward/my_reward` of the step and of the evaluation. `reward` is the mean of their sum",
+        [],
+        req="R38",
+    )
+
+
+class LossConfig(Section):
+    """The loss on Y_train, which is the rollout's prefix with every missed object appended. All keys but `function`
+    are those of `task.type: detection`."""
+
+    function: str | None = key(
+        "import path of a loss function of your own, `my_package.my_module:my_loss`; null: weighted cross-entropy",
+        None,
+        min_length=1,
+        req="R38",
+    )
     desc_weight: float = key(
         "weight of description text in the appended part; structure and boxes have weight 1", 1.0, ge=0.0
     )
@@ -330,9 +364,12 @@ class TrainingConfig(Section):
 class LoggingConfig(Section):
     """Where numbers go, besides metrics.jsonl."""
 
-    tensorboard: bool = key("write TensorBoard events", True)
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = key(
+        "programs that also get the numbers, besides metrics.jsonl; `tensorboard` writes to `output_dir/tensorboard`",
+        ["tensorboard"],
+    )
     progress_bar: bool = key("show a progress bar", True)
-    answers: int = key("newest answers kept in `answers.json`, for `report --live`; 0: none", 6, ge=0)
+    answers: int = key("newest answers kept in `answers.json` (detection only), for `report --live`; 0: none", 6, ge=0)
 
 
 # ---- custom.extra.rollout_matching ---------------------------------------------------------------------------------
@@ -595,6 +632,7 @@ class RunConfig(Section):
     model: ModelConfig = key("trained model")
     data: DataConfig = key("annotations")
     task: TaskConfig = key("form of answers, and matching", TaskConfig())
+    reward: RewardConfig = key("scores of rollouts", RewardConfig(), req="R38")
     loss: LossConfig = key("loss", LossConfig())
     training: TrainingConfig = key("training loop")
     logging: LoggingConfig = key("logging", LoggingConfig())

@@ -7,21 +7,36 @@ long a sample is) is checked before the first step. Imports neither torch nor tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
-from learner.config.schema import DataConfig
+from learner.config.schema import RunConfig
+from learner.data.raw import Validates
 from learner.data.readers import load_split, read_split
-from learner.records import GeometryKind, Sample
-from learner.tasks.detection.write import validate_sample
+from learner.extensions import reader_of, task_class
+from learner.records import Sample
 from shared.config.model import Mistake
 from shared.errors import DataError
 
 
+@dataclass(frozen=True, slots=True)
 class WithoutTokenizer:
-    """The part of `Task.validate` that needs no tokenizer."""
+    """The part of `Task.validate` that needs no tokenizer, as a task."""
+
+    check: Callable[[Sample], None]
 
     def validate(self, sample: Sample) -> None:
-        validate_sample(sample, None)
+        self.check(sample)
+
+
+def checks_of(config: RunConfig) -> Validates:
+    """What can be checked of a run's samples without a tokenizer. Raises ConfigErrors."""
+    if config.task.type == "detection":  # whose class loads more than a check needs
+        from learner.tasks.detection.write import validate_sample
+
+        return WithoutTokenizer(partial(validate_sample, pieces=None))
+    return WithoutTokenizer(task_class(config.task).check)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +49,20 @@ class CheckedSplit:
     mistakes: list[Mistake] = field(default_factory=list)
 
 
-def splits(data: DataConfig) -> dict[str, str]:
+def splits(config: RunConfig) -> dict[str, str]:
     """The annotations of `train`, and of `val` and `test` if they are given."""
+    data = config.data
     files = {"train": data.train, "val": data.val, "test": data.test}
     return {split: path for split, path in files.items() if path is not None}
 
 
-def check_split(data: DataConfig, split: str, path: str, geometry: GeometryKind) -> CheckedSplit:
+def check_split(config: RunConfig, split: str, path: str) -> CheckedSplit:
     """What is in the annotations at `path`; never raises DataError."""
     key = f"data.{split}"
     try:
-        found = read_split(data, path, WithoutTokenizer(), geometry=geometry)
+        found = read_split(
+            config.data, path, checks_of(config), geometry=config.task.geometry, reader=reader_of(config)
+        )
     except DataError as error:
         return CheckedSplit(mistakes=[Mistake.of(error, key)])
     mistakes = [Mistake.of(error, key) for error in found.bad.errors]
@@ -57,6 +75,8 @@ def check_split(data: DataConfig, split: str, path: str, geometry: GeometryKind)
     return CheckedSplit(num_samples=len(found.samples), dropped=found.bad.summary(), mistakes=mistakes)
 
 
-def count_samples(data: DataConfig, path: str, geometry: GeometryKind = "bbox_2d") -> int:
-    """Samples of one split. Raises DataError, which lists every record that cannot be used."""
-    return len(load_split(data, path, WithoutTokenizer(), geometry=geometry).samples)
+def load_unchecked(config: RunConfig, path: str) -> list[Sample]:
+    """The samples of one split, before a tokenizer has seen them. Raises DataError, which lists every record that
+    cannot be used."""
+    split = load_split(config.data, path, checks_of(config), geometry=config.task.geometry, reader=reader_of(config))
+    return split.samples

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from learner.config.schema import LossConfig
 from learner.data.batches import DistributedSampler
 from learner.data.prompt import PromptEncoder
+from learner.extensions import Task
 from learner.records import DetectionObject, Sample
-from learner.target.target import ground_truth_target
-from learner.tasks.task import Task
 
 _FEWEST_COORDINATES = 4  # tokens: a box has four numbers, a polygon more
 _CONTAINER_BYTES = 16
@@ -40,9 +40,9 @@ class RowLimit:
         """Raises DataError where the sample's turns and images do not fit the model."""
         prompt = self.encoder.num_tokens(sample)
         before = prompt + self.max_new_tokens
-        if before + _most_tokens(sample.objects) <= self.max_tokens:
+        if _are_detected(sample.objects) and before + _most_tokens(sample.objects) <= self.max_tokens:
             return None
-        answer = len(ground_truth_target(sample, self.task, self.encoder.tokenizer).token_ids)
+        answer = len(self.task.ground_truth(sample, LossConfig()).token_ids)
         if before + answer <= self.max_tokens:
             return None
         rollout = f", up to {self.max_new_tokens} of a rollout (max_new_tokens)" if self.max_new_tokens else ""
@@ -52,7 +52,13 @@ class RowLimit:
 
 def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
     """A lower bound of the sample's segment, whatever the rollout: its prompt, every object's coordinates, the end."""
-    return encoder.num_tokens(sample) + _FEWEST_COORDINATES * len(sample.objects) + 1
+    coordinates = _FEWEST_COORDINATES * len(sample.objects) if _are_detected(sample.objects) else 0
+    return encoder.num_tokens(sample) + coordinates + 1
+
+
+def _are_detected(objects: Iterable[object]) -> bool:
+    """Whether the truth is that of the detection task, whose tokens have bounds. Others are tokenized."""
+    return all(isinstance(obj, DetectionObject) for obj in objects)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -179,10 +179,10 @@ class SeenImages:
     error: MediaError | None = None
 
 
-def look_at_images(record: RawRecord, images: Images, folder: Path) -> SeenImages:
+def look_at_images(names: Sequence[str], images: Images, folder: Path) -> SeenImages:
     """Find a record's images, relative paths below `folder`, and read their headers. Called from several threads."""
     try:
-        sources = tuple(images.resolve(image, folder) for image in record.images)
+        sources = tuple(images.resolve(image, folder) for image in names)
         sizes = tuple(None if source[:4].lower() == "http" else images.size(source) for source in sources)
     except MediaError as error:
         return SeenImages(error=error)
@@ -201,7 +201,7 @@ class SampleMaker:
         """None where the record is not used. After an error the rest of the record is looked at all the same."""
         errors = self.bad.num_errors
         size = self._size(record, seen)
-        if not self._asks_something(record) or size is None:
+        if not self._asks_something(record.messages, len(record.images), record.place) or size is None:
             return None
         kept = [(obj, made) for obj in record.objects if (made := self._object(obj, size, record.relative))]
         if self.bad.num_errors > errors:
@@ -217,14 +217,30 @@ class SampleMaker:
         )
         return sample if self._is_valid(sample, record.place) and self._fits(sample, record.place) else None
 
+    def finish(self, sample: Sample, seen: SeenImages, place: Place) -> Sample | None:
+        """A sample of the user's own reader, with its images found; None where it is not used."""
+        if seen.error is not None:
+            self._miss_image(seen.error, place)
+            return None
+        if not self._asks_something(sample.messages, len(sample.images), place):
+            return None
+        width, height = next((size for size in seen.sizes if size is not None), (1, 1))
+        if sample.width and sample.height:
+            width, height = sample.width, sample.height
+        sample = replace(sample, images=seen.sources, width=width, height=height)
+        return sample if self._is_valid(sample, place) and self._fits(sample, place) else None
+
+    def _miss_image(self, error: MediaError, place: Place) -> Action:
+        remedy = f"{error.remedy}, or set data.image_root to the images' folder"
+        bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
+        return self.bad.meet("image_missing", bad)
+
     def _size(self, record: RawRecord, seen: SeenImages) -> tuple[int, int] | None:
         """Width and height of the annotated image; None where the record is dropped, or they are not known."""
         place, error = record.place, seen.error
         size = (record.width, record.height) if record.width and record.height else None
         if error is not None:
-            remedy = f"{error.remedy}, or set data.image_root to the images' folder"
-            bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
-            return size if self.bad.meet("image_missing", bad) == "error" else None
+            return size if self._miss_image(error, place) == "error" else None
         known = [size for size in seen.sizes if size is not None]
         if size is None and not known:
             bad = place.error("the size of its image is not known", found="no width and height", wanted="both")
@@ -234,11 +250,11 @@ class SampleMaker:
             return size if self.bad.meet("image_size", _wrong_size(place, size, known)) == "error" else None
         return size or known[0]
 
-    def _asks_something(self, record: RawRecord) -> bool:
+    def _asks_something(self, messages: Sequence[Mapping[str, Any]], num_images: int, place: Place) -> bool:
         try:
-            render_messages(record.messages, len(record.images))
+            render_messages(messages, num_images)
         except RequestError as error:
-            self.bad.meet("malformed", record.place.error(error.what, found=error.found, wanted=error.wanted))
+            self.bad.meet("malformed", place.error(error.what, found=error.found, wanted=error.wanted))
             return False
         return True
 

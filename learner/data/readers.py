@@ -23,6 +23,8 @@ has the image's name, in `labels` instead of `images`. Segments are polygons wit
 `datasets`: a Hugging Face data set, given as `FOLDER_OR_NAME:train`. Its rows are either as in `jsonl`, or have `image`
 and `objects` with `bbox` and `category` (or `label`). Images that are inside the data set are held as base64.
 
+`data.reader`: a function of the user's own (`learner.extensions.Reader`), for any other format.
+
 Numbers may be written as 640, 640.0 or "640". An image without objects is a sample that teaches the empty answer.
 """
 
@@ -40,7 +42,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from xml.etree import ElementTree
 
 import yaml
@@ -58,6 +60,7 @@ from learner.data.raw import (
     look_at_images,
     ring_of,
 )
+from learner.extensions import Reader, where_raised
 from learner.records import GeometryKind, Sample
 from shared.errors import DataError
 from shared.images import Images
@@ -106,9 +109,16 @@ class Source:
         return Path(self.data.image_root) if self.data.image_root is not None else default
 
 
-def load_samples(data: DataConfig, path: str, task: Validates, *, geometry: GeometryKind = "bbox_2d") -> list[Sample]:
+def load_samples(
+    data: DataConfig,
+    path: str,
+    task: Validates,
+    *,
+    geometry: GeometryKind = "bbox_2d",
+    reader: Reader | None = None,
+) -> list[Sample]:
     """The samples of `load_split`."""
-    return load_split(data, path, task, geometry=geometry).samples
+    return load_split(data, path, task, geometry=geometry, reader=reader).samples
 
 
 def load_split(
@@ -118,13 +128,14 @@ def load_split(
     *,
     geometry: GeometryKind = "bbox_2d",
     too_long: Callable[[Sample], str | None] | None = None,
+    reader: Reader | None = None,
 ) -> Split:
     """Every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`.
 
-    `too_long` says of a sample how long it is, where it does not fit a row. What is dropped or clipped is logged.
-    Raises DataError, which lists all records that can't be used, with file and line or id.
+    `too_long` says of a sample how long it is, where it does not fit a row. `reader` is `data.reader`. What is dropped
+    or clipped is logged. Raises DataError, which lists all records that can't be used, with file and line or id.
     """
-    split = read_split(data, path, task, geometry=geometry, too_long=too_long)
+    split = read_split(data, path, task, geometry=geometry, too_long=too_long, reader=reader)
     split.bad.raise_errors(path)
     for kind, actions in split.bad.summary().items():
         for action, number in actions.items():
@@ -139,13 +150,15 @@ def read_split(
     *,
     geometry: GeometryKind = "bbox_2d",
     too_long: Callable[[Sample], str | None] | None = None,
+    reader: Reader | None = None,
 ) -> Split:
     """As `load_split`, with all errors in `bad`. Raises DataError only if the annotations are empty or unreadable."""
     bad = BadRecords(data.bad_records)
     source = Source(data=data, path=path, geometry=geometry, bad=bad)
     maker = SampleMaker(task=task, bad=bad, too_long=too_long)
     limit = data.max_samples if path == data.train else None
-    samples = list(islice(_new_ids_only(_samples(source, maker), bad), limit))
+    found = _samples(source, maker) if reader is None else _samples_of_reader(reader, source, maker)
+    samples = list(islice(_new_ids_only(found, bad), limit))
     if not samples and not bad.num_errors:
         raise DataError(
             f"{path} has no samples",
@@ -164,12 +177,44 @@ def _samples(source: Source, maker: SampleMaker) -> Iterator[tuple[Place, Sample
             yield record.place, sample
 
 
-def _looked_at(records: Iterable[RawRecord], images: Images, root: Path) -> Iterator[tuple[RawRecord, SeenImages]]:
+def _samples_of_reader(reader: Reader, source: Source, maker: SampleMaker) -> Iterator[tuple[Place, Sample]]:
+    """Of a reader of the user's own. What it raises, other than DataError, becomes one."""
+    root = source.image_root(source.file if source.file.is_dir() else source.file.parent)
+    for record, seen in _looked_at(_records_of(reader, source), Images(source.data.image_rules), root):
+        if isinstance(record, RawRecord):
+            place, sample = record.place, maker.make(record, seen)
+        else:
+            place = Place(source.file, f"sample {record.sample_id}")
+            sample = maker.finish(record, seen, place)
+        if sample is not None:
+            yield place, sample
+
+
+def _records_of(reader: Reader, source: Source) -> Iterator[RawRecord | Sample]:
+    key = f"{source.path}: data.reader failed"
+    wanted, remedy = "RawRecords or Samples, or a DataError for a record that cannot be used", "correct the reader"
+    try:
+        for number, record in enumerate(reader(source.path, source.data), start=1):
+            if not isinstance(record, RawRecord | Sample):
+                found = f"record {number} is a {type(record).__name__}"
+                raise DataError(key, found=found, wanted=wanted, remedy=remedy)
+            yield record
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(key, found=where_raised(error), wanted=wanted, remedy=remedy) from error
+
+
+Record = TypeVar("Record", RawRecord, RawRecord | Sample)
+
+
+def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterator[tuple[Record, SeenImages]]:
     """Each record with what its images are, some of them looked at ahead, side by side."""
     left = iter(records)
     with ThreadPoolExecutor(_THREADS) as pool:
         while window := list(islice(left, _AHEAD)):
-            yield from zip(window, pool.map(lambda record: look_at_images(record, images, root), window), strict=True)
+            seen = pool.map(lambda record: look_at_images(record.images, images, root), window)
+            yield from zip(window, seen, strict=True)
 
 
 def _new_ids_only(samples: Iterable[tuple[Place, Sample]], bad: BadRecords) -> Iterator[Sample]:

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from learner.config.load import load_config
 from learner.config.plan import resolve
-from learner.data.check import count_samples, splits
+from learner.data.check import load_unchecked, splits
 from learner.doctor import machine, servers
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
@@ -27,9 +27,9 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim
 
 def annotation_files(situation: Situation) -> Finding:
     """Every row of every annotation file."""
-    data, geometry = situation.config.data, situation.config.task.geometry
+    config = situation.config
     try:
-        counts = {split: count_samples(data, path, geometry) for split, path in splits(data).items()}
+        counts = {split: len(load_unchecked(config, path)) for split, path in splits(config).items()}
     except ProjectError as error:
         return failed(error)
     return ok(", ".join(f"{number} samples in {split}" for split, number in counts.items()))

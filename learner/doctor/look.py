@@ -12,9 +12,8 @@ from dataclasses import replace
 import torch
 
 from learner.config.schema import RunConfig, ServerEntry
-from learner.data.check import WithoutTokenizer
+from learner.data.check import load_unchecked
 from learner.data.prompt import PromptEncoder
-from learner.data.readers import load_samples
 from learner.doctor.finding import Finding, SeenServer, Situation, failed, ok, skipped
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.servers import LoopThread
@@ -29,8 +28,8 @@ JOIN_TIMEOUT_S = 30.0
 
 def first_sample(config: RunConfig) -> CanaryItem:
     """The first training sample as the learner encodes it. Raises ProjectError."""
-    first = config.data.model_copy(update={"max_samples": 1})
-    sample = load_samples(first, first.train, WithoutTokenizer(), geometry=config.task.geometry)[0]
+    only_first = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 1})})
+    sample = load_unchecked(only_first, config.data.train)[0]
     encoder = PromptEncoder.load(
         config.model.path,
         rules=config.data.image_rules,

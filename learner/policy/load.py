@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from learner.config.schema import ModelConfig
 from learner.data.prompt import PromptEncoder
+from learner.extensions import LossFunction
 from learner.policy import lora
 from learner.policy.attention import use_segment_attention
 from learner.policy.compiled import compile_layers, compiling, uncompiled
@@ -77,10 +78,11 @@ class Policy:
         bf16: bool,
         why_not_compiled: str,
         sharded: ShardedForward | None = None,
+        loss: LossFunction | None = None,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
-        self._sharded = sharded
+        self._sharded, self._loss = sharded, loss
 
     @property
     def is_sharded(self) -> bool:
@@ -114,6 +116,7 @@ class Policy:
                 inputs.targets,
                 inputs.weights,
                 compiled=not self.why_not_compiled,
+                function=self._loss,
             )
 
         return self._forward(row_loss), inputs
@@ -209,9 +212,10 @@ def load_policy(
     bf16: bool = False,
     shard_over: Ranks | None = None,
     image_rules: ImageRules | None = None,
+    loss: LossFunction | None = None,
 ) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
-    `shard_over` each of these ranks gets its part (collective).
+    `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
     Raises ConfigError if the path holds no model, if packed rows or sharding do not support the model, or if
@@ -239,6 +243,7 @@ def load_policy(
         bf16=bf16,
         why_not_compiled=compile_layers(model, config.compile, device, sharded=sharded is not None),
         sharded=sharded,
+        loss=loss,
     )
 
 

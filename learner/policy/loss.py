@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from learner.extensions import LossFunction, where_raised
 from learner.policy.compiled import compiled_function
+from learner.rollout.backend import is_out_of_memory
 from shared.errors import LossError
 
 LOGITS_CHUNK = 1024  # supervised tokens per chunk of logits; each chunk is recomputed in the backward pass
@@ -40,12 +42,37 @@ def weighted_loss(
     weights: torch.Tensor,  # [N]
     *,
     compiled: bool = False,
+    function: LossFunction | None = None,
 ) -> torch.Tensor:
-    """The sum of weighted losses: float32 scalar. With N = 0 it is a zero whose gradients are zero, not absent (D5).
-    This includes the head's weights."""
+    """The sum of weighted losses, or what `function` makes of them: float32 scalar. With N = 0 it is a zero whose
+    gradients are zero, not absent (D5). This includes the head's weights."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
-    return -(token_logprobs(hidden[predict_at], head, targets, compiled=compiled) * weights).sum()
+    logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)
+    return -(logprobs * weights).sum() if function is None else _of_function(function, logprobs, weights)
+
+
+def _of_function(function: LossFunction, logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Raises LossError if the user's function does not return a scalar with a gradient."""
+    try:
+        loss = function(logprobs, weights)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _function_error(where_raised(error)) from error
+    if not isinstance(loss, torch.Tensor) or loss.shape != () or not loss.requires_grad:
+        shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise _function_error(f"{shape}, requires_grad {getattr(loss, 'requires_grad', False)}")
+    return loss.float()
+
+
+def _function_error(found: str) -> LossError:
+    return LossError(
+        "loss.function failed",
+        found=found,
+        wanted="the sum over tokens, as a scalar tensor with a gradient",
+        remedy="correct the function (docs/extending.md), or unset loss.function",
+    )
 
 
 def token_logprobs(

@@ -185,7 +185,7 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
         named.setdefault(str(event.get("event")), []).append(event)
     steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
     timelines = {line.global_step: line for line in map(_timeline, named.get("timeline", ()))}
-    evals, eval_damage = _evals(path if with_scenes else None, named.get("eval", ()))
+    evals, eval_damage = _evals(path if with_scenes else None, named.get("eval", ()), config)
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
     notes = [config_note, _damage(METRICS, damaged), *eval_damage]
     return Run(
@@ -325,14 +325,18 @@ def _timeline(event: Mapping[str, Any]) -> StepTimeline:
     return StepTimeline(global_step=step, begin_s=origin, end_s=end_s, activities=tuple(activities))
 
 
-def _evals(path: Path | None, events: Sequence[Mapping[str, Any]]) -> tuple[tuple[EvalPoint, ...], list[str]]:
+def _evals(
+    path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> tuple[tuple[EvalPoint, ...], list[str]]:
     """Evaluations by step, metrics and scenes joined; without scenes if there is no path."""
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
+    task = config.get("task")
+    is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
     for step, file in _eval_files(path) if path else ():
         lines, damaged = _read_jsonl(file)
-        read = [read_scene(line) for line in lines]
+        read = [read_scene(line) for line in lines if is_detection]
         scenes[step] = tuple(scene for scene in read if scene is not None)
         notes.append(_damage(f"eval/{file.name}", damaged + read.count(None)))
     points = tuple(

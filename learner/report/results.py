@@ -172,7 +172,7 @@ def _missing(progress: Progress, main: Run) -> list[str]:
         said.append("No evaluation is recorded yet, so there is no F1 and no gallery.")
     elif progress.after is None:
         said.append(f"Only one evaluation, at step {run.evals[0].global_step}: nothing to compare it with yet.")
-    if any(not point.scenes for point in run.evals):
+    if any(not point.scenes and F1 in point.metrics for point in run.evals):
         said.append("The scenes of an evaluation were not kept; its F1 has no interval.")
     if progress.borrowed:
         said.append(f"“Before” is {main.name}'s evaluation at step 0: both began from the same model.")

@@ -157,10 +157,10 @@ class Pace:
         """A call was answered: its longest answer has `num_tokens`."""
         self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
 
-    def deadline_s(self, max_new_tokens: int) -> float:
+    def deadline_s(self, max_new_tokens: int | None) -> float:
         """`PACE_MARGIN` times what the slowest of the last calls would need for `max_new_tokens`; the longest deadline
-        before the first answer."""
-        if not self._rates:
+        before the first answer, or if answers have no limit."""
+        if not self._rates or max_new_tokens is None:
             return MAX_INFER_S
         return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
 

@@ -127,11 +127,12 @@ class ColocatedEngine:
     def generate(self, prompts: Sequence[Prompt], config: RequestConfig, seeds: Sequence[int]) -> list[Generation]:
         """One response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at once.
         Raises PromptTooLongError, RolloutError."""
+        num_new = config.max_tokens or 1
         for prompt in prompts:
-            self._check_length(len(prompt.token_ids), config.max_tokens)
+            self._check_length(len(prompt.token_ids), num_new)
         outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
         for output in outputs:  # only vLLM expands the images
-            self._check_length(len(output.prompt_token_ids), config.max_tokens)
+            self._check_length(len(output.prompt_token_ids), num_new)
         return [read_generation(output, self._stop_token_ids) for output in outputs]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:

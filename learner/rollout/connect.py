@@ -14,7 +14,8 @@ import torch
 
 from learner.config.plan import tensor_parallel_size
 from learner.config.rules import sync_mode
-from learner.config.schema import RunConfig
+from learner.config.schema import LossConfig, RunConfig
+from learner.extensions import Task
 from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights, base_model_path
@@ -32,8 +33,6 @@ from learner.sync.colocated import EngineDelivery
 from learner.sync.servers import ServerDelivery, check_servers
 from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
 from learner.sync.sync import Delivery, Sync
-from learner.target.target import ground_truth_target
-from learner.tasks.task import Task
 from shared.checkpoint import signature
 
 Backend = ServerBackend | ColocateBackend | HfBackend
@@ -151,7 +150,7 @@ def _probe(sample: Sample, policy: Policy) -> CanaryItem:
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     """The ground truth of a training sample: fixed, and with its image, so that the vision tower is checked too."""
-    target = ground_truth_target(sample, task, policy.tokenizer, policy.tokenizer.eos_token_id, 1.0)
+    target = task.ground_truth(sample, LossConfig())
     return CanaryItem(
         sample=sample,
         prompt=policy.encoder.encode(sample),

@@ -55,8 +55,9 @@ class Console:
             self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
 
     def evaluation(self, global_step: int, metrics: Mapping[str, float]) -> None:
-        shown = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate")
-        self.note(f"eval at step {global_step}: " + "  ".join(f"{k} {metrics[k]:.3f}" for k in shown if k in metrics))
+        usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
+        shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
+        self.note(f"eval at step {global_step}: " + "  ".join(f"{name} {metrics[name]:.3f}" for name in shown))
 
     def close(self) -> None:
         if self._progress is not None:
@@ -75,6 +76,8 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
     ]
     if "match_rate" in m:
         parts.append(f"match {m['match_rate']:.2f} FN {m['missed']:.0f}")
+    if "reward" in m:
+        parts.append(f"reward {m['reward']:.3g}")
     if "rollout_buffer/window" in m:
         window, m_step, age = (m[f"rollout_buffer/{name}"] for name in ("window", "m_step", "rollout_age"))
         parts.append(f"window {window:.0f} m-step {m_step:.0f} age {age:.0f}")

@@ -12,63 +12,69 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.extensions import Task
 from learner.policy.parallel import Ranks
-from learner.records import Assignment, DetectionObject, Sample
+from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
 from learner.run.checkpoint import write_atomically
-from learner.tasks.task import Task
+from learner.tasks.rewards import Rewards
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """`assignments` are in the order of the samples; `counts[i]` is what assignment i adds to the metrics."""
+    """`rollouts` and the task's `assignments` are in the order of the samples; `counts[i]` is what assignment i adds to
+    the metrics, and `scenes[i]` what the task says of it."""
 
     metrics: Mapping[str, float]
-    assignments: tuple[Assignment, ...]
+    rollouts: tuple[Rollout, ...]
+    assignments: tuple[Any, ...]
     counts: tuple[Mapping[str, float], ...]
+    scenes: tuple[Mapping[str, Any], ...]
 
 
 def evaluate(
-    backend: RolloutBackend, samples: Sequence[Sample], task: Task, ranks: Ranks, *, global_step: int
+    backend: RolloutBackend,
+    samples: Sequence[Sample],
+    task: Task,
+    ranks: Ranks,
+    *,
+    global_step: int,
+    rewards: Rewards | None = None,
 ) -> Evaluation:
-    """Roll out `samples` greedily, one share per rank, and score them together."""
+    """Roll out `samples` greedily, one share per rank, and score them together. Raises RewardError if a reward function
+    fails."""
     share = -(-len(samples) // ranks.world_size)
     mine = samples[ranks.rank * share : (ranks.rank + 1) * share]
     rollouts = backend.generate(
         mine, global_step=global_step, micro_step_idx=0, first_req_idx=ranks.rank * share, greedy=True
     )
-    scored = [task.match(task.parse(rollout)) for rollout in rollouts]
-    assignments = tuple(a for part in ranks.all_gather_object(scored) for a in part)
+    scored = [(rollout, task.match(task.parse(rollout))) for rollout in rollouts]
+    everything = [pair for part in ranks.all_gather_object(scored) for pair in part]
+    answers, assignments = tuple(rollout for rollout, _ in everything), tuple(found for _, found in everything)
+    means = rewards.means(answers, assignments) if rewards else {}
     return Evaluation(
-        metrics=task.evaluate(assignments), assignments=assignments, counts=tuple(task.counts(assignments))
+        metrics={**task.evaluate(assignments), **means},
+        rollouts=answers,
+        assignments=assignments,
+        counts=tuple(task.counts(assignments)),
+        scenes=tuple(task.scene(assignment) for assignment in assignments),
     )
 
 
 def write_evaluation(evaluation: Evaluation, path: Path) -> None:
-    """One JSON line per sample: image, size, truth, predictions (bins), pairs, drops, version, and its counts."""
-    scenes = zip(evaluation.assignments, evaluation.counts, strict=True)
-    lines = (json.dumps(_scene(assignment, counts)) for assignment, counts in scenes)
+    """One JSON line per sample: image, size, what the task says of the answer, version, and its counts."""
+    lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))
     write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
-def _scene(assignment: Assignment, counts: Mapping[str, float]) -> dict[str, Any]:
-    parsed = assignment.parsed
-    sample = parsed.rollout.sample
+def _line(rollout: Rollout, scene: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, Any]:
+    sample = rollout.sample
     return {
         "id": sample.sample_id,
         "images": list(sample.images),
         "width": sample.width,
         "height": sample.height,
-        "truth": [_object(o) for o in sample.objects],
-        "ignored": [_object(o) for o in sample.ignored],
-        "predictions": [_object(p.object) for p in parsed.objects],
-        "pairs": [list(pair) for pair in assignment.pairs],
-        "drops": dict(parsed.drops),
-        "truncated": parsed.truncated,
-        "ver": parsed.rollout.ver,
+        **scene,
+        "ver": rollout.ver,
         "counts": dict(counts),
     }
-
-
-def _object(item: DetectionObject) -> dict[str, Any]:
-    return {"desc": item.desc, item.kind: list(item.bins)}

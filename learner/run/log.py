@@ -48,7 +48,7 @@ class MetricsLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._boards: list[Any] = []
-        if logging.tensorboard:
+        if "tensorboard" in logging.trackers:
             from torch.utils.tensorboard import SummaryWriter
 
             self._boards.append(SummaryWriter(str(run_dir / "tensorboard")))

@@ -258,11 +258,7 @@ class Stage2Ahead(Stage2Steps):
         self._want(self._next_step)
         with self._clock.phase("pack"):
             rows = self._rows(packs)
-        for row in rows:
-            # The sync after this step waits for the call in flight, so begin none whose packs would become stale.
-            if producer.stats().queued >= self._sizes.packs_per_step * self._bounds.version_window:
-                producer.request_fence()
-            yield row
+        yield from rows
 
     def _rows(self, packs: Sequence[Sequence[Segment]]) -> list[PackedRow]:
         """As few rows as the packs of each version need (R25: no row mixes versions)."""

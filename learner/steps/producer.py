@@ -132,11 +132,6 @@ class Producer:
             self._wake()
             return [self._segments.pop(pack.index) for pack in packs]
 
-    def request_fence(self) -> None:
-        """Start no further call, so that `fence()`, which must follow, has less to wait for. Waits for nothing."""
-        with self._changed:
-            self._queue.request_fence()
-
     @contextmanager
     def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
         """No call of this rank is in flight inside, and none starts. Waits up to `deadline_s` seconds for one that is.

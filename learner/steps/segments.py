@@ -7,15 +7,16 @@ Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from learner.config.schema import LossConfig
 from learner.data.prompt import check_prompt_prefix
-from learner.records import Assignment, Channel, EncodedPrompt, Rollout, Sample, Segment, Target
+from learner.extensions import Task
+from learner.records import Channel, EncodedPrompt, Rollout, Sample, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.run.log import PhaseClock
-from learner.target.target import build_segment, build_target, ground_truth_target
-from learner.tasks.task import Task, Tokenizer
+from learner.target.target import build_segment
+from learner.tasks.rewards import Rewards
 
 
 class SegmentSource(Protocol):
@@ -73,9 +74,8 @@ class GroundTruthSource(SegmentSource):
     channel: Channel = "A"
     needs_rollouts = False
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, *, desc_weight: float) -> None:
-        self._task, self._tokenizer, self._desc_weight = task, tokenizer, desc_weight
-        self._eos_token_id = tokenizer.eos_token_id
+    def __init__(self, task: Task, *, loss: LossConfig) -> None:
+        self._task, self._loss = task, loss
 
     def segments(
         self,
@@ -89,19 +89,15 @@ class GroundTruthSource(SegmentSource):
     ) -> list[Segment]:
         with clock.phase("target"):
             return [
-                build_segment(
-                    prompt,
-                    ground_truth_target(sample, self._task, self._tokenizer, self._eos_token_id, self._desc_weight),
-                    sample_id=sample.sample_id,
-                )
+                build_segment(prompt, self._task.ground_truth(sample, self._loss), sample_id=sample.sample_id)
                 for sample, prompt in zip(samples, prompts, strict=True)
             ]
 
 
 class RolloutSource(SegmentSource, StreamingSource):
-    """The policy's own answers, corrected: prefix kept, matched coordinates pulled to the truth, missed objects
-    appended. `begin_window` rolls out several micro-steps together; without it, `segments` rolls out its own. `stream`
-    needs a backend that hands on its rollouts as they end."""
+    """The policy's own answers, corrected by the task and scored by `rewards`. `begin_window` rolls out several
+    micro-steps together; without it, `segments` rolls out its own. `stream` needs a backend that hands on its rollouts
+    as they end."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -110,15 +106,14 @@ class RolloutSource(SegmentSource, StreamingSource):
         self,
         backend: RolloutBackend,
         task: Task,
-        tokenizer: Tokenizer,
+        rewards: Rewards,
         *,
         loss: LossConfig,
-        on_answer: Callable[[Assignment, Target], None] = lambda assignment, target: None,
+        on_answer: Callable[[Any, Target], None] = lambda assignment, target: None,
     ) -> None:
-        """`on_answer` is told of every answer, on the thread that makes its segment."""
-        self._backend, self._task, self._tokenizer, self._loss = backend, task, tokenizer, loss
+        """`on_answer` is told of every assignment and its target, on the thread that makes the segment."""
+        self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
         self._on_answer = on_answer
-        self._eos_token_id = tokenizer.eos_token_id
         self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
@@ -161,13 +156,19 @@ class RolloutSource(SegmentSource, StreamingSource):
         return _Segments(self, backend.stream([step], global_step=global_step), prompts)
 
     def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
-        """Of one rollout. Raises PromptMismatchError if the server's prompt is another one."""
-        sample_id = rollout.sample.sample_id
-        check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._tokenizer.decode)
+        """Of one rollout. Raises PromptMismatchError if the server's prompt is another one, RewardError if a reward
+        function fails."""
+        sample_id, decode = rollout.sample.sample_id, self._rewards.tokenizer.decode
+        check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=decode)
         assignment = self._task.match(self._task.parse(rollout))
-        target = build_target(assignment, self._task, self._tokenizer, self._eos_token_id, self._loss)
+        stats = {
+            **self._task.stats(assignment),
+            "rollout_tokens": float(len(rollout.response_token_ids)),
+            **self._rewards.sums(rollout, assignment),
+        }
+        target = self._task.target(assignment, self._loss)
         self._on_answer(assignment, target)
-        return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=segment_stats(assignment))
+        return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats)
 
 
 class _Segments(SegmentStream):
@@ -182,17 +183,3 @@ class _Segments(SegmentStream):
 
     def close(self) -> None:
         self._rollouts.close()
-
-
-def segment_stats(assignment: Assignment) -> dict[str, float]:
-    """Counts of one sample that add up over samples and ranks into the step's metrics."""
-    parsed = assignment.parsed
-    return {
-        "matched": float(len(assignment.pairs)),
-        "missed": float(len(assignment.missed)),
-        "spurious": float(len(assignment.spurious)),
-        "rollout_tokens": float(len(parsed.rollout.response_token_ids)),
-        "truncated": float(parsed.truncated),
-        "unusable": float(not parsed.usable),
-        **{f"drop/{reason}": float(count) for reason, count in parsed.drops.items()},
-    }

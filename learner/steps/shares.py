@@ -191,6 +191,7 @@ class ShareQueue:
         self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # in the order in which they were made
+        self.sync_due = False  # a share was taken since the last sync, so the next one is taken after another sync
         self.counts = Counts()
         self._next_pack = 0
 
@@ -236,8 +237,9 @@ class ShareQueue:
 
     def _next_run(self) -> tuple[int, int, int] | None:
         """Share, first place and last + 1 of what is to be made next. Beside the most urgent share, only while fewer
-        than `start_below` packs wait, and no more than fit the queue."""
-        for urgency, share in enumerate(self.wanted):
+        than `start_below` packs wait, and no more than fit the queue. One sync goes before each further share."""
+        most_shares = self.bounds.version_window + (not self.sync_due)
+        for urgency, share in enumerate(self.wanted[:most_shares]):
             missing = self._missing(share)
             if not missing:
                 continue
@@ -303,6 +305,7 @@ class ShareQueue:
                 age_updates=self.counts.age_updates + updates,
             )
         self.wanted = tuple(other for other in self.wanted if other != share)
+        self.sync_due = True
         return packs
 
     # ---- the fence -------------------------------------------------------------------------------------------------
@@ -334,7 +337,8 @@ class ShareQueue:
             self.fail(error)
             raise error
         self.phase = "open"
-        self.served = served or self.served
+        if served is not None:
+            self.served, self.sync_due = served, False
         oldest_fresh = self.served.syncs - self.bounds.version_window
         return [self._drop(pack, "stale") for pack in list(self.queue) if pack.by.syncs < oldest_fresh]
 

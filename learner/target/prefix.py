@@ -24,16 +24,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from learner.records import Assignment, DetectionObject, ParsedRollout
-from learner.tasks.task import Task, Tokenizer
+from learner.tasks.task import ObjectTask, Tokenizer
 from learner.tasks.tokens import pieces_of
 
 
-def up_to_last_match(assignment: Assignment, task: Task) -> Assignment:
+def up_to_last_match(assignment: Assignment, task: ObjectTask) -> Assignment:
     """Without what follows the last matched prediction, malformed objects included."""
     return _cut(assignment, max((index for index, *_ in assignment.pairs), default=-1), task)
 
 
-def up_to_first_miss(assignment: Assignment, task: Task) -> Assignment:
+def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
     """Up to the last matched prediction at which no object was skipped: those found until then are the first ones.
 
     Predictions that match nothing may stand between them.
@@ -46,7 +46,7 @@ def up_to_first_miss(assignment: Assignment, task: Task) -> Assignment:
     return _cut(assignment, last, task)
 
 
-def unmatched_behind(whole: Assignment, cut: Assignment, task: Task) -> list[DetectionObject]:
+def unmatched_behind(whole: Assignment, cut: Assignment, task: ObjectTask) -> list[DetectionObject]:
     """Unmatched predictions of `whole` after the objects of `cut`. They may be objects without a label.
 
     Left out are repeated predictions of a labelled object, and predictions that cannot be written as they were. Of an
@@ -60,7 +60,7 @@ def unmatched_behind(whole: Assignment, cut: Assignment, task: Task) -> list[Det
     return [predicted.object for predicted in left if task.can_be_taught(predicted.object)]
 
 
-def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout:
+def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedRollout:
     """The answer up to the end of its valid object `index` (-1: before the first object).
 
     It has more objects if that object's end is fused with a coordinate after it.
@@ -74,7 +74,7 @@ def up_to_object(parsed: ParsedRollout, index: int, task: Task) -> ParsedRollout
         length += 1
 
 
-def _cut(assignment: Assignment, last: int, task: Task) -> Assignment:
+def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
     """The assignment of the answer up to object `last`. Unchanged if the object does not end at a token's end."""
     begun = up_to_object(assignment.parsed, last, task)
     if len(begun.objects) > last + 1:
@@ -89,7 +89,7 @@ def _cut(assignment: Assignment, last: int, task: Task) -> Assignment:
     )
 
 
-def overrun_label(assignment: Assignment, task: Task, tokenizer: Tokenizer) -> tuple[int, int] | None:
+def overrun_label(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> tuple[int, int] | None:
     """(position in the prefix, token that closes the answer there).
 
     None if an object is missed, or if nothing follows the last object that was found: then the tail teaches the

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,8 @@ from learner.config.schema import LossConfig
 from learner.records import Assignment, DetectionObject, EncodedPrompt, Sample, Segment, Target
 from learner.target.labels import coordinate_labels, description_labels
 from learner.target.prefix import overrun_label, unmatched_behind, up_to_first_miss, up_to_last_match
-from learner.tasks.task import SerializedTail, Task, Tokenizer
-from learner.tasks.tokens import TokenPieces, pieces_of
+from learner.tasks.task import ObjectTask, SerializedTail, Tokenizer
+from learner.tasks.tokens import TokenPieces, TokenText, pieces_of
 from shared.errors import LossError
 
 IGNORED = -100  # the label of a token that is not learned
@@ -74,7 +75,7 @@ SPECIFIED = LossConfig()  # the default loss on Y_train
 
 def build_target(
     assignment: Assignment,
-    task: Task,
+    task: ObjectTask,
     tokenizer: Tokenizer,
     eos_token_id: int | None = None,
     loss: LossConfig = SPECIFIED,
@@ -117,7 +118,7 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 
 
 def _appended(
-    missed: list[DetectionObject], unlabelled: list[DetectionObject], task: Task
+    missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
 ) -> tuple[list[DetectionObject], list[int]]:
     """Both in canonical order, and the indices of those without loss."""
     if not unlabelled:
@@ -135,7 +136,7 @@ def _teach_besides(target: Target, position: int, label: int, weight: float) -> 
 
 
 def ground_truth_target(
-    sample: Sample, task: Task, tokenizer: Tokenizer, eos_token_id: int | None = None, desc_weight: float = 1.0
+    sample: Sample, task: ObjectTask, tokenizer: Tokenizer, eos_token_id: int | None = None, desc_weight: float = 1.0
 ) -> Target:
     """The whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
     tail = task.serialize(sample.objects, after=None)
@@ -183,19 +184,10 @@ def _with_tail(
     masked: Sequence[int] = (),
 ) -> Target:
     """Prefix, tail and EOS. The prefix and the objects `masked` of the tail are ignored, the rest is supervised."""
-    tail_ids = pieces.encode_long(tail.text)
-    text = pieces.text(tail_ids)
-    if text.data != tail.text.encode():
-        raise LossError(
-            "the tokenizer changes the target's text",
-            found=repr(text.data.decode(errors="replace"))[:300],
-            wanted=repr(tail.text)[:300],
-            remedy="use descriptions that survive tokenization; Task.validate finds the others",
-        )
+    text = tokens_of(tail.text, pieces)
     eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-    token_ids = np.concatenate([prefix, text.ids, [eos]])
-    weights = np.ones(len(token_ids), dtype=np.float32)
-    weights[: len(prefix)] = 0.0
+    target = continued(prefix, text, eos)
+    token_ids, weights = target.token_ids, target.loss_weights
     marked = [(span, desc_weight) for span in tail.desc_spans if desc_weight != 1.0]
     marked += [(tail.object_spans[place], 0.0) for place in masked]
     in_bytes = _byte_spans(tail.text, [span for span, _ in marked])
@@ -203,6 +195,27 @@ def _with_tail(
         if first < last:
             begin = len(prefix) + text.token_at(first)
             weights[begin : len(prefix) + text.tokens_until(last)] = weight
+    return replace(target, labels=np.where(weights > 0, token_ids, IGNORED))
+
+
+def tokens_of(text: str, pieces: TokenPieces) -> TokenText:
+    """The tokens of a tail's text. Raises LossError if the tokenizer changes it."""
+    found = pieces.text(pieces.encode_long(text))
+    if found.data != text.encode():
+        raise LossError(
+            "the tokenizer changes the target's text",
+            found=repr(found.data.decode(errors="replace"))[:300],
+            wanted=repr(text)[:300],
+            remedy="use texts that survive tokenization; Task.validate finds the others",
+        )
+    return found
+
+
+def continued(prefix: NDArray[np.int64], tail: TokenText, eos_token_id: int) -> Target:
+    """The prefix [P], ignored, then the tail and EOS with weight 1."""
+    token_ids = np.concatenate([prefix, tail.ids, [eos_token_id]])
+    weights = np.ones(len(token_ids), dtype=np.float32)
+    weights[: len(prefix)] = 0.0
     labels = np.where(weights > 0, token_ids, IGNORED)
     return Target(token_ids=token_ids, labels=labels, loss_weights=weights, prefix_length=len(prefix))
 

@@ -1,16 +1,19 @@
-"""What a task must know: how to read an answer, score it against the truth, and write the truth as an answer.
+"""What tasks share: the part of a tokenizer that they need, and what text can be taught.
 
-A task is pure: token ids and records in, records out; no model, no HTTP, no clock. The trainer, the evaluation and the
-target builder use only this protocol.
+`ObjectTask` is what `learner.target` needs of a task whose answers are lists of objects. The protocol of all tasks is
+`learner.extensions.Task`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
+from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout
+
+if TYPE_CHECKING:
+    from learner.tasks.tokens import TokenPieces
 
 
 class Tokenizer(Protocol):
@@ -35,7 +38,7 @@ class SerializedTail:
     object_spans: tuple[tuple[int, int], ...]
 
 
-class Task(Protocol):
+class ObjectTask(Protocol):
     def parse(self, rollout: Rollout) -> ParsedRollout:
         """Token-aligned and strict: no repair; a malformed object is dropped and counted, with a reason."""
         ...
@@ -64,14 +67,22 @@ class Task(Protocol):
         """One description as an answer spells it, without its quotes."""
         ...
 
-    def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
-        """Per assignment, the counts that `evaluate` adds up. A bootstrap over samples resamples them."""
-        ...
 
-    def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        """Metrics over a whole evaluation set, by name."""
-        ...
-
-    def validate(self, sample: Sample) -> None:
-        """Raises DataError if the task cannot use the sample."""
-        ...
+def text_fault(text: str, pieces: TokenPieces | None, what: str = "description") -> tuple[str, str, str] | None:
+    """(found, wanted, what to do) if `text` cannot be taught. `pieces` None: everything except whether it survives
+    tokenization. `what`: its name in the message."""
+    remedy = f"rewrite the {what}"
+    if not text.strip():
+        return repr(text), f"a {what} that is not blank", remedy
+    if "<|" in text:
+        return repr(text), "no text that tokenizers read as special tokens", remedy
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:
+        return repr(text), "valid Unicode", remedy
+    if pieces is None:
+        return None
+    token_ids = pieces.encode(text)
+    if pieces.tokenizer.eos_token_id in token_ids or pieces.text(token_ids).data != data:
+        return repr(text), "text that survives tokenization", f"{remedy} (in Unicode form NFC, without special tokens)"
+    return None

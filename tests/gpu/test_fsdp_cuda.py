@@ -177,7 +177,7 @@ def test_a_run_against_a_server(vlm: Path, tmp_path: Path) -> None:
                 "bf16": True,
                 "collective_timeout_s": TIMEOUT_S,
             },
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
             "custom": {
                 "trainer_variant": "rollout_matching_sft",
                 "extra": {

@@ -59,7 +59,7 @@ def learn(folder: Path, name: str, *, nproc: int, lora: dict[str, Any] | None = 
         "model": {"path": str(folder / "model"), "lora": lora},
         "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl")},
         "training": {"output_dir": str(folder / name), "learning_rate": 1e-2, "eval_on_end": True, **settings},
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "global_max_length": 1024,
     }

@@ -110,7 +110,7 @@ class Setup:
                 "stop_timeout_s": STOP_TIMEOUT_S,
                 **training,
             },
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
             "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollout}},
             "global_max_length": 1024,
         }

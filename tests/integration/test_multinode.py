@@ -76,7 +76,7 @@ def learner_config(folder: Path, urls: Sequence[str]) -> Path:
             "save_on_end": False,
             "collective_timeout_s": 90.0,
         },
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
         "custom": {"trainer_variant": "stage2_ab_training", "extra": {"rollout_matching": rollouts}},
         "stage2_ab": {"schedule": {"b_ratio": 1.0}},
         "global_max_length": 512,

@@ -47,7 +47,7 @@ class Job:
                 "max_steps": 100_000,
                 "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
             },
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
             "custom": {"trainer_variant": "sft"},
             "global_max_length": 1024,
         }

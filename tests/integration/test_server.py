@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import threading
 import time
 import uuid
@@ -33,6 +34,7 @@ from shared.errors import CommunicatorError, DeadlineError
 from shared.sync import buckets as weights
 from shared.sync.group import Communicator, start_join
 from shared.wire import NDJSON, Bucket
+from tests.listening import tcp_listeners, unix_listeners
 from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration
@@ -235,6 +237,15 @@ def test_greedy_tokens_and_prompt_ids_equal_transformers(learner: Learner, folde
     assert outputs[1]["response"]["choices"][0]["message"]["content"] == learner.processor.decode(of_picture)
 
 
+def test_pictures_of_other_shapes_are_other_pictures_to_the_caches(learner: Learner, folder: Path) -> None:
+    """CVE-2025-46722: vLLM's hash of an image left out its shape, so that 96x64 and 64x96 were one."""
+    for size in ((96, 64), (64, 96)):
+        image = Image.new("RGB", size)
+        reply = learner.infer([{"messages": PICTURE, "images": [as_base64(image)]}]).json()[0]
+        assert reply["prompt_token_ids"] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
+        assert reply["response_token_ids"] == learner.generate(PICTURE, image)
+
+
 def test_seeds_belong_to_requests(learner: Learner) -> None:
     """R11: request `i` draws with `seed + i`, whatever else is in the call."""
     requests = [{"messages": TEXT}] * 4
@@ -244,6 +255,23 @@ def test_seeds_belong_to_requests(learner: Learner) -> None:
     assert tokens == [output["response_token_ids"] for output in alone]
     assert len({tuple(ids) for ids in tokens}) > 1
     assert [output["rollout_infos"]["seed"] for output in together] == [7, 8, 9, 10]
+
+
+def test_several_answers_with_their_log_probabilities(learner: Learner, folder: Path) -> None:
+    """R39: `n` answers are those of `n` copies of the request; the log-probabilities are those of transformers."""
+    picture_request = {"messages": PICTURE, "images": [str(folder / "images" / "scene.png")]}
+    copies = learner.infer([picture_request] * 3, temperature=1.0, seed=7, logprobs=True).json()
+    (together,) = learner.infer([picture_request], temperature=1.0, seed=7, n=3, logprobs=True).json()
+    choices = together["response"]["choices"]
+    assert [choice["token_ids"] for choice in choices] == [output["response_token_ids"] for output in copies]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) > 1
+    for choice, logprobs in zip(choices, together["rollout_logprobs"], strict=True):
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == logprobs
+        assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
+        ended = [choice["stop_token_id"]] if choice["finish_reason"] == "stop" else []
+        wanted = learner.logprobs(PICTURE, picture(), choice["token_ids"] + ended)
+        got = [*logprobs, choice["stop_logprob"]] if ended else logprobs
+        assert got == pytest.approx(wanted, abs=2e-3)
 
 
 def test_streamed_answers_come_as_they_end_and_are_the_same(learner: Learner, folder: Path) -> None:
@@ -525,6 +553,16 @@ def test_metrics_tell_what_happened(learner: Learner) -> None:
     assert 'rollout_requests_total{outcome="answered"}' in text
     assert 'rollout_gate_state{state="serving"} 1.0' in text
     assert "rollout_sync_bytes" in text
+
+
+def test_no_process_listens_where_others_can_connect(server: RunningServer) -> None:
+    """CVE-2025-30202, CVE-2026-7301: engines of others listened with ZeroMQ on all interfaces. The server's processes
+    listen on loopback, and at Unix sockets that only their own user can write to."""
+    pids = server.family()
+    assert {address for address, _ in tcp_listeners(pids)} == {"127.0.0.1"}
+    paths = unix_listeners(pids)
+    assert paths, "vLLM's own sockets are not seen: the test shows nothing"
+    assert all(not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH) for path in paths)
 
 
 def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> None:

@@ -60,7 +60,7 @@ def config_of(folder: Path, base_url: str, group_port: int) -> dict[str, Any]:
             "learning_rate": 1e-2,
             "collective_timeout_s": 60.0,
         },
-        "logging": {"tensorboard": False},
+        "logging": {"trackers": []},
         "custom": {"trainer_variant": "stage2_ab_training", "extra": {"rollout_matching": rollouts}},
         "stage2_ab": {"schedule": {"b_ratio": 0.5}},
         "global_max_length": 512,

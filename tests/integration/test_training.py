@@ -81,7 +81,7 @@ class World:
             "model": {"path": str(self.folder / "model"), **(model or {})},
             "data": {"train": str(self.folder / "train.jsonl"), "test": str(self.folder / "test.jsonl")},
             "training": {"output_dir": str(self.folder / name), "save_on_end": False, **settings, **training},
-            "logging": {"tensorboard": False},
+            "logging": {"trackers": []},
             "custom": {
                 "trainer_variant": variant,
                 "extra": {

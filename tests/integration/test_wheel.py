@@ -130,6 +130,13 @@ def test_the_report_finds_its_templates(installed: Installed) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_what_needs_a_clone_says_so(installed: Installed) -> None:
+    done = installed.run("rollout-learner", "bench", "--part", "stages")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "wanted a clone" in done.stderr
+
+
 def test_torchrun_starts_the_program(installed: Installed) -> None:
     torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     learner = ["--no-python", "rollout-learner", "train", "--config", "no_such.yaml"]

@@ -1,14 +1,17 @@
-"""The detection task: the `Task` protocol over this package's stages. Built once per run, from `task` in the YAML."""
+"""The detection task: `learner.extensions.Task` over this package's stages. Built once per run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.config.schema import TaskConfig
-from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample
+from learner.config.schema import LossConfig, TaskConfig
+from learner.extensions import Task
+from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample, Target
+from learner.target.target import build_target, ground_truth_target
 from learner.tasks.detection.bins import canonical_key
 from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
@@ -20,8 +23,8 @@ from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError
 
 
-class DetectionTask:
-    """Implements `learner.tasks.task.Task`. Pure and reusable; holds only the grammar and token tables."""
+class DetectionTask(Task):
+    """Pure and reusable; holds only the grammar and token tables."""
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
@@ -30,13 +33,20 @@ class DetectionTask:
         self._pieces = pieces_of(tokenizer)
         self._bin_of_token = np.empty(0, np.int64) if self.grammar.digits else _coordinate_tokens(tokenizer)
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._pieces.tokenizer
+
     def parse(self, rollout: Rollout) -> ParsedRollout:
+        """The answer [T], read strictly: malformed objects are dropped and counted by reason. Never raises."""
         return parse_rollout(rollout, self._pieces, self._bin_of_token, self.grammar)
 
     def match(self, parsed: ParsedRollout) -> Assignment:
+        """One-to-one with the sample's objects by IoU, at least `iou_threshold` (Hungarian). Names do not matter."""
         return match_objects(parsed, self.config.iou_threshold)
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
+        """`objects` as an answer's text: a new one (`after` None), or one that continues `after`."""
         return serialize_objects(objects, after, self.grammar)
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
@@ -51,6 +61,39 @@ class DetectionTask:
     def desc_text(self, desc: str) -> str:
         return escaped(desc)
 
+    def target(self, assignment: Assignment, loss: LossConfig) -> Target:
+        """Y_train [Y]: the answer's own prefix, what it missed, and EOS, with labels and weights. Raises LossError if
+        the tokenizer changes the text of what is appended; `validate` finds such samples."""
+        return build_target(assignment, self, self.tokenizer, loss=loss)
+
+    def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
+        """The whole answer, teacher-forced [Y]. Raises LossError as `target` does."""
+        return ground_truth_target(sample, self, self.tokenizer, desc_weight=loss.desc_weight)
+
+    def stats(self, assignment: Assignment) -> dict[str, float]:
+        parsed = assignment.parsed
+        return {
+            "matched": float(len(assignment.pairs)),
+            "missed": float(len(assignment.missed)),
+            "spurious": float(len(assignment.spurious)),
+            "truncated": float(parsed.truncated),
+            "unusable": float(not parsed.usable),
+            **{f"drop/{reason}": float(count) for reason, count in parsed.drops.items()},
+        }
+
+    def scene(self, assignment: Assignment) -> dict[str, Any]:
+        """Truth and predictions in bins, pairs and drops: what the report draws."""
+        parsed = assignment.parsed
+        sample = parsed.rollout.sample
+        return {
+            "truth": [_object(o) for o in sample.objects],
+            "ignored": [_object(o) for o in sample.ignored],
+            "predictions": [_object(p.object) for p in parsed.objects],
+            "pairs": [list(pair) for pair in assignment.pairs],
+            "drops": dict(parsed.drops),
+            "truncated": parsed.truncated,
+        }
+
     def count(self, assignments: Sequence[Assignment]) -> CountTable:
         """What `evaluate` adds up, one row per sample: the input of the bootstrap."""
         return count_objects(assignments)
@@ -61,11 +104,20 @@ class DetectionTask:
         return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        """All of `METRICS`, and COCO's AP as a cross-check."""
+        """All of `metrics.METRICS` over the whole set, by name, and COCO's AP as a cross-check; 0 for an empty set."""
         return {**evaluate_counts(self.count(assignments)), **coco_ap(assignments)}
 
     def validate(self, sample: Sample) -> None:
+        """Raises DataError if an object cannot be ground truth, or if they are not in canonical order."""
         validate_sample(sample, self._pieces)
+
+    @staticmethod
+    def check(sample: Sample) -> None:
+        validate_sample(sample, None)
+
+
+def _object(item: DetectionObject) -> dict[str, Any]:
+    return {"desc": item.desc, item.kind: list(item.bins)}
 
 
 def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:

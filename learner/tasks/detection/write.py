@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from learner.records import DetectionObject, ParsedRollout, Sample
 from learner.tasks.detection.bins import arity_is_right, canonical_key, encloses_something
 from learner.tasks.detection.grammar import NUM_BINS, Grammar
-from learner.tasks.task import SerializedTail
+from learner.tasks.task import SerializedTail, text_fault
 from shared.errors import DataError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
 
 def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
     """(found, wanted, what to do) if an object cannot be a target."""
-    return _geometry_fault(obj) or _desc_fault(obj.desc, pieces)
+    return _geometry_fault(obj) or text_fault(obj.desc, pieces)
 
 
 def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
@@ -108,21 +108,3 @@ def _has_area(obj: DetectionObject) -> bool:
     from learner.tasks.detection.geometry import area  # imported here: boxes are checked without loading shapely
 
     return area(obj) > 0
-
-
-def _desc_fault(desc: str, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
-    remedy = "rewrite the description"
-    if not desc.strip():
-        return repr(desc), "a description that is not blank", remedy
-    if "<|" in desc:
-        return repr(desc), "no text that tokenizers read as special tokens", remedy
-    try:
-        text = desc.encode()
-    except UnicodeEncodeError:
-        return repr(desc), "valid Unicode", remedy
-    if pieces is None:
-        return None
-    token_ids = pieces.encode(desc)
-    if pieces.tokenizer.eos_token_id in token_ids or pieces.text(token_ids).data != text:
-        return repr(desc), "text that survives tokenization", f"{remedy} (in Unicode form NFC, without special tokens)"
-    return None

@@ -83,6 +83,11 @@ def test_training_gets_the_values_of_the_command_line(config: str, monkeypatch: 
     assert got == [3e-6]
 
 
+def test_bench_passes_its_arguments_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--part", "no_such_part"]) == 2
+    assert "no_such_part" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("package", INSTALL)
 def test_a_missing_package_is_named_with_its_install_line(
     package: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -240,7 +240,7 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
             "model": {"path": str(model)},
             "data": data,
             "training": settings,
-            "logging": {"tensorboard": False, "progress_bar": False},
+            "logging": {"trackers": [], "progress_bar": False},
             "custom": {
                 "trainer_variant": variant,
                 "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 16}, **rollouts}},

@@ -32,7 +32,7 @@ class FakeEngine:
         self.logprob = -0.5
         self.adapter: str | None = None
 
-    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> Generation:
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         text = str(request.messages[0].content)
         self.generated.append(text)
         try:
@@ -45,12 +45,21 @@ class FakeEngine:
         self._check(text)
         if text.startswith("fail"):
             raise ProjectError(text)
-        return Generation(
-            prompt_token_ids=[1, 2],
-            response_token_ids=[len(self.generated), seed or 0],
-            text=text,
-            finish_reason="stop",
-        )
+        return [
+            Generation(
+                prompt_token_ids=[1, 2],
+                response_token_ids=[len(self.generated), (seed or 0) + j],
+                text=text,
+                finish_reason="stop",
+                logprobs=[self.logprob] * 2 if config.logprobs else None,
+                stop_token_id=7,
+                stop_logprob=self.logprob if config.logprobs else None,
+            )
+            for j in range(config.n)
+        ]
+
+    def text_of(self, token_ids: list[int]) -> str:
+        return " ".join(map(str, token_ids))
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         self._check(str(request.messages[0].content))

@@ -99,6 +99,26 @@ def test_a_server_has_the_name_that_its_environment_gives(tmp_path: Path, monkey
     assert given == ["launched-7", ""]
 
 
+def test_several_answers_to_a_request_are_seeded_like_copies_of_it() -> None:
+    """R39: and each has its tokens' log-probabilities, if they were asked for."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        config = {"n": 2, "seed": 10, "logprobs": True}
+        body = {"infer_requests": [request(text) for text in "ab"], "request_config": config}
+        outputs = [RolloutOutput.model_validate(output) for output in (await http.post("/infer/", json=body)).json()]
+        choices = [choice for output in outputs for choice in output.response.choices]
+        assert [choice.token_ids[1] for choice in choices] == [10, 11, 12, 13]  # the fake engine answers with the seed
+        assert [choice.index for choice in choices] == [0, 1, 0, 1]
+        assert [output.rollout_logprobs for output in outputs] == [[[-0.5, -0.5]] * 2] * 2
+        assert choices[3].logprobs is not None
+        assert [(one.token, one.logprob) for one in choices[3].logprobs.content] == [("2", -0.5), ("13", -0.5)]
+        assert choices[3].stop_logprob == -0.5
+        too_many = {**body, "request_config": {"n": service.config.max_requests_per_call // 2 + 1}}
+        assert error(await http.post("/infer/", json=too_many)) == (413, "RequestError")
+
+    serve(check, max_requests_per_call=100)
+
+
 def test_url_prefix() -> None:
     """R06: every endpoint under any prefix, with and without the last slash."""
 

@@ -45,6 +45,36 @@ def test_images_of_the_request_and_of_its_messages_are_read(model: str) -> None:
     assert [image.size for image in renderer(model).render(asking(png(), png((8, 8)))).images] == [(64, 32), (8, 8)]
 
 
+def test_images_come_in_the_order_of_their_places(model: str) -> None:
+    """R13: a part's own image, in any of the ways that clients write it, or the next one of the list."""
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + png((8, 8))}},
+        {"type": "image"},
+        {"type": "image_url", "image_url": png((16, 8))},
+        {"type": "text", "text": "Detect."},
+    ]
+    messages = [Message(role="user", content="<image>a"), Message.model_validate({"role": "user", "content": parts})]
+    request = RolloutInferRequest(messages=messages, images=[png((24, 8)), png((32, 8))])
+    assert [image.width for image in renderer(model).render(request).images] == [24, 8, 32, 16]
+
+
+def test_template_variables_reach_the_template_and_nothing_else_does(tmp_path: Path) -> None:
+    """R13: a template is never the client's."""
+    build_qwen3(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    template = tmp_path / "chat_template.jinja"
+    assert settings.exists()
+    template.write_text("{% if enable_thinking %}think {% endif %}{{ messages[0].content }}")
+    render = renderer(str(tmp_path))
+    request = RolloutInferRequest(messages=[Message(role="user", content="a")])
+    thinking = request.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}})
+    assert render.text_of(render.render(request).token_ids) == "a"
+    assert render.text_of(render.render(thinking).token_ids) == "think a"
+    for name in ("chat_template", "tools", "tokenize", "conversation"):
+        with pytest.raises(RequestError, match=name):
+            render.render(request.model_copy(update={"chat_template_kwargs": {name: "x"}}))
+
+
 def test_the_servers_own_rules_hold(model: str, tmp_path: Path) -> None:
     """R13: its keys are named, its limits are used."""
     (tmp_path / "a.png").write_bytes(base64.b64decode(png()))

@@ -33,6 +33,18 @@ def test_responses_are_stop_trimmed(token_ids: list[int], finish_reason: str, ke
     assert (read.response_token_ids, read.finish_reason, read.prompt_token_ids) == (kept, finish_reason, [1, 2])
 
 
+def test_log_probabilities_are_those_of_the_kept_tokens() -> None:
+    """R39: and the stop token's, which is cut off, by itself."""
+    answer = output([3, 4, 7], "stop")
+    answer.outputs[0].logprobs = [{i: SimpleNamespace(logprob=-float(i)), 0: None} for i in (3, 4, 7)]
+    read = read_generation(answer, STOPS)
+    assert (read.response_token_ids, read.logprobs) == ([3, 4], [-3.0, -4.0])
+    assert (read.stop_token_id, read.stop_logprob) == (7, -7.0)
+    answer.outputs[0].logprobs[1] = {4: SimpleNamespace(logprob=float("nan"))}
+    with pytest.raises(RolloutError, match="not finite"):
+        read_generation(answer, STOPS)
+
+
 def scored(*logprobs: float) -> Any:
     """A prompt of two tokens, a response of tokens 10, 11, ...; at each position vLLM gives more than its token."""
     response = list(range(10, 10 + len(logprobs)))

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import base64
+import collections
+import contextlib
 import io
+import itertools
+import os
 import pickle
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -145,6 +151,48 @@ def test_nothing_outside_the_folders_is_read(folder: Path, name: str, scheme: st
     assert message(f"{scheme}{folder}/{name}") == message(f"{scheme}{folder}/in/certainly-not-there")
 
 
+def test_a_link_that_changes_meanwhile_gains_nothing(folder: Path) -> None:
+    """It leads inside and outside in turn, as a file and as a folder on the way."""
+    (folder / "outside.png").write_bytes(encoded((9, 9)))
+    (folder / "in" / "way").mkdir()
+    (folder / "in" / "way" / "b.png").write_bytes(encoded())
+    (folder / "in-the-neighbourhood" / "b.png").write_bytes(encoded((9, 9)))
+    images, stop = fenced(folder), threading.Event()
+    turned = {"a": ("a.png", "../outside.png"), "d": ("way", "../in-the-neighbourhood")}
+
+    def turn() -> None:
+        for i in itertools.count():
+            for name, goals in turned.items():
+                (folder / "new").symlink_to(goals[i % 2])
+                (folder / "new").rename(folder / "in" / name)
+            if stop.is_set():
+                return
+
+    turning = threading.Thread(target=turn)
+    turning.start()
+    found: collections.Counter[object] = collections.Counter()
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        for name in ("a", "d/b.png"):
+            try:
+                found[images.load(str(folder / "in" / name)).size] += 1
+            except MediaError:
+                found["refused"] += 1
+    stop.set()
+    turning.join(5)
+    assert found.keys() == {(5, 3), "refused"}, found
+
+
+def test_what_is_no_file_or_may_not_be_read_is_not_opened(folder: Path) -> None:
+    """A pipe would wait for its writer."""
+    os.mkfifo(folder / "in" / "pipe.png")
+    (folder / "in" / "dev").symlink_to("/dev/zero")
+    for name in ("pipe.png", "dev"):
+        for images in (fenced(folder), Images(ImageRules())):
+            with pytest.raises(MediaError):
+                images.load(str(folder / "in" / name))
+
+
 def test_without_folders_there_are_no_paths(folder: Path) -> None:
     with pytest.raises(MediaError, match="allowed_image_roots"):
         Images(ImageRules(roots=())).load(str(folder / "in" / "a.png"))
@@ -274,7 +322,7 @@ def test_urls_of_allowed_hosts_only_and_no_way_around(url: str) -> None:
         f"{url}/round": "redirects",
         f"{url}/none.png": "HTTP 404",
         url.replace("127.0.0.1", "localhost") + "/a.png": "host 'localhost'",
-        "http://127.0.0.1:1/a.png": "refused",
+        "http://127.0.0.1:1/a.png": "ConnectError",
         "http://[::1/a.png": "no URL",
     }.items():
         with pytest.raises(MediaError, match=found):
@@ -284,6 +332,41 @@ def test_urls_of_allowed_hosts_only_and_no_way_around(url: str) -> None:
     for use in ("load", "resolve"):
         with pytest.raises(MediaError, match=r"one of: none.*data\.allowed_image_hosts"):
             getattr(Images(ImageRules()), use)(f"{url}/a.png")
+
+
+SLOW = {
+    "nothing": b"",
+    "headers": b"HTTP/1.1 200 OK\r\nX: ",
+    "a body": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+    "a redirect": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 100000\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_the_whole_fetch_has_a_deadline(what: str) -> None:
+    """Though every byte comes soon after the one before."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    stop = threading.Event()
+
+    def answer() -> None:
+        links = []
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                links.append(listener.accept()[0])
+                links[-1].sendall(SLOW[what])
+                while what != "nothing":
+                    links[-1].sendall(b"x")
+                    time.sleep(0.05)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    images = Images(ImageRules(hosts=("127.0.0.1",), timeout_s=0.5))
+    begin = time.monotonic()
+    with pytest.raises(MediaError, match=r"image_timeout_s|redirects"):
+        images.load(f"http://127.0.0.1:{listener.getsockname()[1]}/a.png")
+    assert time.monotonic() - begin < 2
+    stop.set()
+    listener.close()
 
 
 def test_the_environments_proxy_sees_no_image(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

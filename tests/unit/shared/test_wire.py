@@ -36,6 +36,36 @@ def test_a_request_as_ms_swift_writes_it() -> None:
     assert RolloutInferRequest.model_validate(body | {"uuid": "u"}).uuid == "u"
 
 
+# `asdict` of the classes of ms-swift 4.6, with nothing set but what must be.
+SWIFT_REQUEST = {"messages": [{"role": "user", "content": "<image>hi"}], "images": ["/a.png"], "audios": []}
+SWIFT_REQUEST |= {"videos": [], "tools": None, "objects": {}, "chat_template_kwargs": {}, "data_dict": {}, "uuid": None}
+SWIFT_CONFIG = {"max_tokens": None, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+SWIFT_CONFIG |= {"repetition_penalty": None, "num_beams": 1, "stop": [], "seed": None, "stream": False}
+SWIFT_CONFIG |= {"logprobs": False, "top_logprobs": None, "prompt_logprobs": None, "n": 1, "best_of": None}
+SWIFT_CONFIG |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "length_penalty": 1.0, "return_details": False}
+SWIFT_CONFIG |= {"structured_outputs_regex": None}
+SWIFT_CALL = {"infer_requests": [SWIFT_REQUEST], "metrics": None, "use_tqdm": None, "adapter_request": None}
+
+
+@pytest.mark.parametrize("config", [None, SWIFT_CONFIG])
+def test_a_call_as_ms_swifts_client_writes_it(config: dict[str, object] | None) -> None:
+    """R13: null is as good as nothing; only for `max_tokens` it has a meaning of its own."""
+    call = InferCall.model_validate({**SWIFT_CALL, "request_config": config})
+    assert call.request_config == RequestConfig(max_tokens=None if config else RequestConfig().max_tokens)
+    assert call.infer_requests[0].images == ["/a.png"]
+    assert InferCall.model_validate_json(call.model_dump_json()) == call
+
+
+def test_where_null_is_allowed_the_schema_says_so() -> None:
+    definitions = InferCall.model_json_schema()["$defs"]
+    null = {"type": "null"}
+    assert null in definitions["RolloutInferRequest"]["properties"]["images"]["anyOf"]
+    assert "anyOf" not in definitions["RolloutInferRequest"]["properties"]["messages"]
+
+
+A_REQUEST = {"messages": [{"role": "user", "content": "a"}]}
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -43,7 +73,21 @@ def test_a_request_as_ms_swift_writes_it() -> None:
         {"infer_requests": [{"messages": []}]},
         {"infer_requests": [{"messages": [{"role": "tool", "content": ""}]}]},
         {"infer_requests": [], "request_config": {"temperature": -1}},
-        {"infer_requests": [], "request_config": {"n": 2}},
+        {"infer_requests": [], "request_config": {"n": 0}},
+        {"infer_requests": [], "request_config": {"num_beams": 2}},
+        {"infer_requests": [], "request_config": {"stream": True}},
+        {"infer_requests": [], "request_config": {"best_of": 2}},
+        {"infer_requests": [], "request_config": {"length_penalty": 0.5}},
+        {"infer_requests": [], "request_config": {"prompt_logprobs": 0}},
+        {"infer_requests": [], "request_config": {"structured_outputs_regex": "a"}},
+        {"infer_requests": [], "adapter_request": {"name": "a"}},
+        {"infer_requests": [], "metrics": ["a"]},
+        {"infer_requests": [{**A_REQUEST, "audios": ["a.wav"]}]},
+        {"infer_requests": [{**A_REQUEST, "videos": ["a.mp4"]}]},
+        {"infer_requests": [{**A_REQUEST, "tools": [{"type": "function"}]}]},
+        {"infer_requests": [{**A_REQUEST, "objects": {"bbox": [[1, 2, 3, 4]]}}]},
+        {"infer_requests": [{**A_REQUEST, "messages": None}]},
+        {"infer_requests": [{"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}]},
         {"infer_requests": [], "request_config": {"top_p": 0}},
     ],
 )

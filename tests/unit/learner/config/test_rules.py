@@ -65,6 +65,12 @@ def test_a_prompt_is_for_annotations_without_messages() -> None:
     valid(minimal(), prompt)  # found out from the files
 
 
+def test_r38_keys_of_detection_are_not_for_key_value() -> None:
+    wrong = {"task.type": "key_value", "task.iou_threshold": 0.3, "loss.prefix_end": "first_miss"}
+    assert [m.path for m in mistakes(minimal(), wrong)] == ["task.iou_threshold", "loss.prefix_end"]
+    valid(minimal(), {"task.type": "key_value", "loss.function": "my_parts:focal"})
+
+
 def test_limits_of_pixels_are_in_order() -> None:
     limits = {"model.min_pixels": 65, "model.max_pixels": 64}
     assert only_mistake(minimal(), limits).path == "model.min_pixels"

@@ -80,7 +80,7 @@ def test_the_body_is_the_json_that_ms_swift_takes(respx_mock: respx.MockRouter) 
     route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
     use(infer)
     body = json.loads(route.calls.last.request.content)
-    assert set(body) == {"infer_requests", "request_config"}
+    assert set(body) == {"infer_requests", "request_config", "metrics", "use_tqdm", "adapter_request"}
     assert body["infer_requests"][0]["messages"] == [{"role": "user", "content": "request 7"}]
     assert route.calls.last.request.headers["Content-Type"] == "application/json"
 

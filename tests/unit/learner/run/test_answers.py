@@ -12,6 +12,7 @@ from learner.config.schema import LossConfig
 from learner.records import Assignment, DetectionObject, Target
 from learner.run.answers import NAME, AnswersLog, answer
 from learner.steps.segments import RolloutSource
+from learner.tasks.rewards import Rewards
 from learner.tasks.tokens import pieces_of
 from tests.unit.learner.steps.test_segments import SAMPLES, TASK, TOKENIZER, Answers, segments, truth
 
@@ -22,7 +23,11 @@ BAD = '"object_2": {"desc": "two", "bbox_2d": [<|coord_9|>, <|coord_9|>, <|coord
 def noted(texts: Sequence[str]) -> list[tuple[Assignment, Target]]:
     found: list[tuple[Assignment, Target]] = []
     source = RolloutSource(
-        Answers(texts), TASK, TOKENIZER, loss=LossConfig(), on_answer=lambda a, t: found.append((a, t))
+        Answers(texts),
+        TASK,
+        Rewards(tokenizer=TOKENIZER),
+        loss=LossConfig(),
+        on_answer=lambda a, t: found.append((a, t)),
     )
     segments(source)
     return found

@@ -16,7 +16,7 @@ from learner.config.schema import LoggingConfig
 from learner.run import log as metrics
 from learner.run.log import MetricsLog, PhaseClock
 
-PLAIN = LoggingConfig(tensorboard=False)
+PLAIN = LoggingConfig(trackers=[])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -64,7 +64,7 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path: Path) -> None:
 
 
 def test_only_rank_0_writes(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "run", LoggingConfig(tensorboard=True), enabled=False)
+    log = MetricsLog(tmp_path / "run", LoggingConfig(trackers=["tensorboard"]), enabled=False)
     log.write("step", {"loss": 0.5}, step=1)
     log.close()
     assert not (tmp_path / "run").exists()
@@ -97,7 +97,7 @@ def test_whatever_is_measured_is_a_line_of_json(tmp_path_factory: pytest.TempPat
 
 
 def test_numbers_of_a_step_are_scalars_by_event_and_name(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path, LoggingConfig(tensorboard=True))
+    log = MetricsLog(tmp_path, LoggingConfig(trackers=["tensorboard"]))
     fields = {"loss": 0.5, "metrics": {"matched": 3, "gap": float("nan")}, "channel": "B", "skipped": True}
     log.write("step", fields, step=4)
     log.write("note", {"loss": 9.0})  # of no step

@@ -46,7 +46,6 @@ def test_a_fence_waits_for_the_call_in_flight_and_lets_none_start() -> None:
     server = FakeServer(before=held)
     made = producer(server)
     held.until_entered()
-    made.request_fence()
     threading.Timer(0.01, held.release.set).start()
     with made.fence(DEADLINE_S) as fence:
         assert held.release.is_set()
@@ -107,7 +106,7 @@ def test_the_producer_s_error_surfaces_with_its_type() -> None:
 
     made = producer(FakeServer(before=before))
     wait_until(lambda: made.stats().calls.number == 2)
-    for ask in (lambda: made.complete(step=0), lambda: made.take(0, step=0), made.request_fence):
+    for ask in (lambda: made.complete(step=0), lambda: made.take(0, step=0)):
         with pytest.raises(ServerUnreachableError, match="no answer"):
             ask()
     made.close()

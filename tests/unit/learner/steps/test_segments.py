@@ -14,6 +14,7 @@ from learner.records import DetectionObject, EncodedPrompt, Rollout, Sample
 from learner.run.log import PhaseClock
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.tasks.detection.task import DetectionTask
+from learner.tasks.rewards import Rewards
 from shared.errors import PromptMismatchError
 
 TOKENIZER: Any = build_tokenizer()
@@ -68,7 +69,7 @@ def segments(source: SegmentSource) -> list[Any]:
 
 
 def rollout_source(backend: Answers) -> RolloutSource:
-    return RolloutSource(backend, TASK, TOKENIZER, loss=LossConfig())
+    return RolloutSource(backend, TASK, Rewards(tokenizer=TOKENIZER), loss=LossConfig())
 
 
 def answer_text(segment: Any) -> str:
@@ -77,7 +78,7 @@ def answer_text(segment: Any) -> str:
 
 def test_ground_truth_is_the_whole_answer_and_all_of_it_is_learned() -> None:
     """R35."""
-    made = segments(GroundTruthSource(TASK, TOKENIZER, desc_weight=1.0))
+    made = segments(GroundTruthSource(TASK, loss=LossConfig()))
     for segment, one, prompt in zip(made, SAMPLES, PROMPTS, strict=True):
         assert segment.sample_id == one.sample_id
         assert segment.ver is None

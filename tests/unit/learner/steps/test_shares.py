@@ -102,14 +102,14 @@ def test_queues_of_several_ranks(
             queue.expire(step)
             if chance.random() < 0.2 and queue.queue:  # as if it had been dropped for want of room
                 queue._drop(chance.choice(queue.queue), "oldest")
-        if chance.random() < 0.3:
-            counts = chance.random() < 0.7
-            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + counts)
+        learns = chance.random() < 0.5
+        if chance.random() < 0.3 or (learns and queues[0].sync_due):
+            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
             move(queues, served)
         if step - served.updates >= lag:
-            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + 1)
+            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
             move(queues, served)
-        if chance.random() < 0.5:
+        if learns:
             share = until_ready(queues)
             for queue in queues:
                 check_taken(queue, share, step)
@@ -126,6 +126,8 @@ def work(queue: ShareQueue) -> None:
     elif queue.may_start:
         call = queue.start_call()
         assert 1 <= len(call.places) <= queue.call_size
+        syncs_before_it_is_learned = queue.wanted.index(call.share) + queue.sync_due
+        assert syncs_before_it_is_learned <= queue.bounds.version_window, "made only to be dropped"
     assert len(queue.queue) <= queue.keep_at_most
     places = Counter((pack.share, place) for pack in queue.queue for place in pack.places)
     assert not places or max(places.values()) == 1, "a place is queued twice"
@@ -166,6 +168,38 @@ def one_queue() -> ShareQueue:
     made = ShareQueue(bounds, served=Served(ver=5, updates=0), size=lambda _: 4, samples_per_pack=2, call_size=4)
     made.want([0, 1])
     return made
+
+
+@pytest.mark.parametrize(("rollout_time", "least_b"), [(32, 1.0), (36, 0.65), (44, 0.65), (60, 0.5)])
+def test_rollouts_a_little_slower_than_learning_cost_little(rollout_time: int, least_b: float) -> None:
+    """Learning a share takes 32 ticks, rolling it out `rollout_time`, in eight calls. A step finds a share complete, or
+    runs Channel-A; the weights are synced after each Channel-B step. With a window of one sync, Channel-B can't run
+    three times in a row where rollouts are slower: whatever it learns was made in the last two steps."""
+    bounds = Bounds(start_below=16, keep_at_most=24, version_window=1)
+    queue = ShareQueue(bounds, served=Served(ver=0, updates=0), size=lambda _: 8, samples_per_pack=1, call_size=1)
+    channels, first, left = [], 0, 0.0  # ticks until the call in flight ends
+    for step in range(60):
+        queue.want(range(first, first + 3))
+        if queue.sync_due:
+            queue.request_fence()
+            if queue.in_flight is not None:
+                queue.finish_call()
+            queue.complete_fence(Served(ver=queue.served.ver + 1, updates=step, syncs=queue.served.syncs + 1))
+            left = 0.0
+        complete = sorted(queue.complete())
+        channels.append("B" if complete else "A")
+        if complete:
+            queue.take(complete[0], step)
+            first = complete[0] + 1
+            queue.want(range(first, first + 3))
+        for _ in range(32):
+            if queue.in_flight is None and queue.may_start:
+                queue.start_call()
+                left += rollout_time / 8
+            left = max(0.0, left - 1)
+            if queue.in_flight is not None and left < 1e-9:
+                queue.finish_call()
+    assert channels[10:].count("B") / len(channels[10:]) >= least_b, "".join(channels)
 
 
 def test_a_sync_without_a_new_version_is_an_error() -> None:

@@ -1,0 +1,339 @@
+"""A user's own parts, named in the YAML by import path, and the protocols that they follow. `docs/extending.md` shows
+one worked example of each.
+
+    task.type          `my_package.my_module:MyTask`      a `Task`: reads, scores and teaches answers
+    reward.functions   `[my_package.my_module:my_reward]` `Reward`s: a number for each rollout
+    loss.function      `my_package.my_module:my_loss`     a `LossFunction`: what the supervised tokens of a row cost
+    data.reader        `my_package.my_module:my_reader`   a `Reader`: annotations in a format of your own
+
+In: a configuration. Out: the classes and functions that it names. The first part of the file is the protocols, the
+second one finds what follows them. `check_extensions` lists everything that is wrong, key by key. `rollout-learner
+check` calls it, and a run does before it loads the model.
+
+Modules are searched as Python does, and last in the working directory. So a folder there never hides one of this
+project. Every rank imports them for itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from learner.config.schema import DataConfig, LossConfig, RunConfig, TaskConfig
+from learner.records import Rollout, Sample, Target
+from shared.config.model import ConfigErrors, Mistake, show
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from learner.data.raw import RawRecord
+    from learner.tasks.task import Tokenizer
+
+
+# ---- protocols -----------------------------------------------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """Reads annotations: `data.reader`."""
+
+    def __call__(self, path: str, data: DataConfig) -> Iterable[RawRecord | Sample]:
+        """Every record of the split at `path`, which is `data.train`, `data.val` or `data.test`.
+
+        A `RawRecord` has objects in pixels. It is checked and becomes a `Sample` as in the formats that are built in.
+        A `Sample` is used as it is. Relative image paths start at `data.image_root`, or else in the folder of `path`.
+        `width` and `height` 0 mean those of the first image. Ids must differ.
+
+        Raises DataError if a record cannot be used. `rollout-learner check` and every rank call this once per split.
+        """
+        ...
+
+
+class Task(Protocol):
+    """Reads answers, scores them, and makes what is learned from them: `task.type`. To be subclassed.
+
+    A task is pure: token ids and records in, records out; no model, no HTTP, no clock. Several threads call it. What
+    `parse` and `match` return is the task's own, and only the task looks into it. It must be picklable, because ranks
+    exchange it.
+    """
+
+    reader: ClassVar[Reader | None] = None  # used if `data.reader` is null; None: `data.format`
+
+    def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
+        """`config.options` are the keys of your own. Raises ConfigError if they or the tokenizer do not fit."""
+        ...
+
+    def parse(self, rollout: Rollout) -> Any:
+        """The answer `rollout.response_token_ids` [T], read strictly. Never raises, whatever the model wrote."""
+        ...
+
+    def match(self, parsed: Any) -> Any:
+        """What `parse` returned, compared with the truth in `rollout.sample`."""
+        ...
+
+    def target(self, assignment: Any, loss: LossConfig) -> Target:
+        """What is learned from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS included.
+
+        Its first `prefix_length` tokens are the rollout's own. A label is -100 exactly where the weight is 0. Every
+        token that is learned follows from the tokens before it (`learner.target.target` checks this).
+        """
+        ...
+
+    def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
+        """The whole answer, teacher-forced: for `sft`, Channel-A, and to see how long an answer may become."""
+        ...
+
+    def stats(self, assignment: Any) -> Mapping[str, float]:
+        """Counts of one rollout. Over a step's rollouts, on all ranks, they add up to metrics of these names."""
+        ...
+
+    def counts(self, assignments: Sequence[Any]) -> list[Mapping[str, float]]:
+        """Per assignment, the counts that `evaluate` adds up. A bootstrap over samples resamples them."""
+        ...
+
+    def evaluate(self, assignments: Sequence[Any]) -> Mapping[str, float]:
+        """Metrics over a whole evaluation set, by name; [] gives 0 for each."""
+        ...
+
+    def scene(self, assignment: Any) -> Mapping[str, Any]:
+        """One line of `eval/step_N.jsonl`: truth and answer as JSON."""
+        ...
+
+    def validate(self, sample: Sample) -> None:
+        """Raises DataError if the task cannot use the sample. Called once for each, before training."""
+        ...
+
+    @staticmethod
+    def check(sample: Sample) -> None:
+        """The part of `validate` that needs no tokenizer, for `rollout-learner check`. Raises DataError."""
+        return
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One rollout as a reward sees it. `text` is without special tokens, `assignment` is what the task's `match`
+    returned."""
+
+    sample: Sample
+    rollout: Rollout
+    text: str
+    assignment: Any
+
+
+class Reward(Protocol):
+    """Scores one rollout: an entry of `reward.functions`."""
+
+    def __call__(self, answer: Answer) -> float:
+        """A finite number, larger for better answers. Several threads call it. What it raises ends the run as a
+        RewardError, which names the function and the sample."""
+        ...
+
+
+class LossFunction(Protocol):
+    """What the supervised tokens of a row cost: `loss.function`."""
+
+    def __call__(self, logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The *sum* over tokens, a float32 scalar. Not the mean: the learner divides once by the weight of the whole
+        step, so that packing and the number of ranks do not change the gradient.
+
+        `logprobs` [N], float32, in nats, with gradient: of the labels after the tokens before them. `weights` [N],
+        float32: positive. N is at least 1. Without a function it is `-(logprobs * weights).sum()`.
+        """
+        ...
+
+
+# ---- finding them --------------------------------------------------------------------------------------------------
+
+TASKS = {
+    "detection": "learner.tasks.detection.task:DetectionTask",
+    "key_value": "learner.tasks.key_value:KeyValueTask",
+}
+_WANTED = "the import path of {}, as in my_package.my_module:name"
+
+
+def task_class(config: TaskConfig) -> type[Task]:
+    """The class of `task.type`. Raises ConfigErrors."""
+    if ":" not in config.type and config.type not in TASKS:
+        near = difflib.get_close_matches(config.type, TASKS, n=1)
+        raise ConfigErrors(
+            mistakes=[
+                Mistake(
+                    path="task.type",
+                    found=show(config.type),
+                    wanted=f"{', '.join(TASKS)}, or {_WANTED.format('a task')}",
+                    remedy=f"did you mean {near[0]}?" if near else "correct the name",
+                )
+            ]
+        )
+    _check_options(config)
+    found = _find("task.type", TASKS.get(config.type, config.type), "a task")
+    return _checked_task(config.type, found)
+
+
+def _check_options(config: TaskConfig) -> None:
+    """Raises ConfigErrors if nothing reads `task.options`."""
+    if config.options and config.type in TASKS:
+        found, wanted = f"the keys {', '.join(config.options)}", f"none: {config.type} has no options"
+        remedy = "remove them, or set task.type to a task of your own"
+        raise ConfigErrors(mistakes=[Mistake(path="task.options", found=found, wanted=wanted, remedy=remedy)])
+
+
+def make_task(config: TaskConfig, tokenizer: Tokenizer) -> Task:
+    """The task of a run. Raises ConfigError if the configuration or the tokenizer does not fit it."""
+    return task_class(config)(config, tokenizer)
+
+
+def reward_functions(config: RunConfig) -> dict[str, Reward]:
+    """`reward.functions` by the part of their path after the colon. Raises ConfigErrors."""
+    found: dict[str, Reward] = {}
+    for i, path in enumerate(config.reward.functions):
+        key, name = f"reward.functions[{i}]", path.rpartition(":")[2]
+        if name in found:
+            remedy = "remove one, or rename the function"
+            mistake = Mistake(path=key, found=f"a second reward {name}", wanted="names that differ", remedy=remedy)
+            raise ConfigErrors(mistakes=[mistake])
+        found[name] = _find(key, path, "a reward function", arguments=("answer",))
+    return found
+
+
+def loss_function(config: RunConfig) -> LossFunction | None:
+    """`loss.function`. Raises ConfigErrors."""
+    path = config.loss.function
+    return None if path is None else _find("loss.function", path, "a loss function", arguments=("logprobs", "weights"))
+
+
+def reader_of(config: RunConfig) -> Reader | None:
+    """`data.reader`, or the task's own; None: `data.format` says how to read. Raises ConfigErrors."""
+    if config.data.reader is not None:
+        return _find("data.reader", config.data.reader, "a reader", arguments=("path", "data"))
+    return None if config.task.type == "detection" else task_class(config.task).reader
+
+
+def check_extensions(config: RunConfig) -> None:
+    """Import everything that the configuration names. Raises ConfigErrors with all mistakes."""
+    looks: list[Callable[[], object]] = [
+        lambda: reward_functions(config),
+        lambda: loss_function(config),
+        lambda: reader_of(config) if config.data.reader else None,
+    ]
+    if config.task.type != "detection":  # whose class loads more than a check needs
+        looks.insert(0, lambda: task_class(config.task))
+    else:
+        looks.insert(0, lambda: _check_options(config.task))
+    mistakes: list[Mistake] = []
+    for look in looks:
+        try:
+            look()
+        except ConfigErrors as errors:
+            mistakes += errors.mistakes
+    if mistakes:
+        raise ConfigErrors("the configuration names parts that cannot be used", mistakes=mistakes)
+
+
+def _find(key: str, path: str, what: str, *, arguments: Sequence[str] = ()) -> Any:
+    """The object at `module:name`. Raises ConfigErrors if it is not there, or cannot be called with `arguments`."""
+    found = show(path)
+    try:
+        value = _import(path)
+        if arguments:
+            _check_call(value, arguments)
+    except ConfigError as error:
+        found += f": {error.found or error.what}"
+        raise ConfigErrors(
+            mistakes=[Mistake(path=key, found=found, wanted=error.wanted or _WANTED.format(what), remedy=error.remedy)]
+        ) from error
+    return value
+
+
+def _import(path: str) -> Any:
+    module_name, colon, names = path.partition(":")
+    if not (colon and module_name and names):
+        raise ConfigError("no colon between module and name", remedy="write module:name")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        value: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            remedy = f"correct the path, install the package, or start in the folder that holds {error.name}"
+            raise ConfigError(f"there is no module {error.name}", remedy=remedy) from error
+        raise _import_failed(module_name, error) from error
+    except Exception as error:  # the user's code may raise anything
+        raise _import_failed(module_name, error) from error
+    for name in names.split("."):
+        if not hasattr(value, name):
+            near = difflib.get_close_matches(name, dir(value), n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"define it, or correct the name ({_place_of(value)})"
+            raise ConfigError(f"{module_name} has no {name}", remedy=remedy)
+        value = getattr(value, name)
+    return value
+
+
+def _import_failed(module_name: str, error: Exception) -> ConfigError:
+    found = f"importing {module_name} failed with {where_raised(error)}"
+    return ConfigError(found, wanted="a module that can be imported", remedy="correct the module")
+
+
+def where_raised(error: Exception) -> str:
+    """An error of the user's code: its type, its text, and the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+
+
+def _place_of(value: Any) -> str:
+    return str(getattr(value, "__file__", None) or getattr(value, "__name__", value))
+
+
+def _check_call(value: Any, arguments: Sequence[str]) -> None:
+    wanted = f"a function of ({', '.join(arguments)})"
+    remedy = "see docs/extending.md"
+    if not callable(value):
+        raise ConfigError("", found=f"a {type(value).__name__}", wanted=wanted, remedy=remedy)
+    if isinstance(value, type):
+        raise ConfigError("", found="a class", wanted=wanted, remedy=remedy)
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # some functions written in C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        found = f"a function of {signature} ({error})"
+        raise ConfigError("", found=found, wanted=wanted, remedy=remedy) from error
+
+
+def _checked_task(path: str, value: Any) -> type[Task]:
+    """Raises ConfigErrors unless `value` is a class with everything that a `Task` has."""
+    wanted, remedy = "a class with the methods of learner.extensions.Task", "see docs/extending.md"
+    found = ""
+    if not isinstance(value, type):
+        found = f"a {type(value).__name__}, not a class"
+    elif missing := sorted(_missing_methods(value)):
+        found = f"a class without {', '.join(missing)}"
+    if found:
+        mistake = Mistake(path="task.type", found=f"{show(path)}: {found}", wanted=wanted, remedy=remedy)
+        raise ConfigErrors(mistakes=[mistake])
+    return value
+
+
+_WITH_DEFAULTS = {"check"}
+
+
+def _missing_methods(value: type) -> Iterator[str]:
+    """Methods that the class has not, or has only as the protocol's own."""
+    for name, method in vars(Task).items():
+        if inspect.isfunction(method) and not name.startswith("_") and name not in _WITH_DEFAULTS:
+            own = getattr(value, name, None)
+            if not callable(own) or own is method:
+                yield name
+    if not hasattr(value, "check") or not hasattr(value, "reader"):
+        yield "check and reader (subclass learner.extensions.Task)"

@@ -1,0 +1,341 @@
+"""The key-value task: the fields of a document or picture, as one flat JSON object of texts.
+
+    {"invoice": "A-17", "total": "12.50"}
+
+The second task that ships (`task.type: key_value`), and the example of one that is not detection. Its parts are in the
+order of the loop:
+
+1. `read_fields` reads JSONL: as the project's own rows, with `fields` instead of `objects`.
+2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and its key did not come
+   before. Other pairs are dropped with a reason, and reading goes on after them. It stops where no next pair can be
+   read.
+3. `match`: by key. A pair is *right* if the document has the key with exactly this value, else *wrong* (the document
+   has another value) or *extra* (it has no such key).
+4. `target`: the answer's own right pairs, up to the first entry that is not right, then every pair that is missing, in
+   the document's order, the closing brace and EOS. The model's own tokens have weight 0, the rest weight 1. So a wrong
+   pair is not kept in the context of what is taught, and an answer that is right is taught only to end.
+5. `evaluate`: F1 over pairs.
+
+    f1, precision, recall     over pairs: right ones, valid ones, the document's
+    key_recall                the document's keys that were answered, with whatever value
+    exact_match               answers that are right and whole
+    parse_rate                answers that are one closed object, nothing dropped, nothing after it
+    truncation_rate           answers that reached the token limit
+    drop/<reason>             dropped pairs per rollout: not_text, blank, repeated_key, unreadable
+
+Pure; only `read_fields` reads a file. It uses no part of the detection task.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from learner.config.schema import DataConfig, LossConfig, TaskConfig
+from learner.extensions import Task
+from learner.records import Rollout, Sample, Target
+from learner.target.target import continued, tokens_of
+from learner.tasks.task import Tokenizer, text_fault
+from learner.tasks.tokens import TokenPieces, TokenText, pieces_of
+from shared.errors import DataError
+
+__all__ = ["Field", "FieldAssignment", "KeyValueTask", "ParsedFields", "read_fields"]
+
+Drop = Literal["not_text", "blank", "repeated_key", "unreadable"]
+DROPS: tuple[Drop, ...] = ("not_text", "blank", "repeated_key", "unreadable")
+
+# Over bytes and possessive: reading takes linear time, whatever the model wrote.
+_WS = rb"[ \t\n\r]*+"
+_STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
+_SCALAR = rb'[^][{}",: \t\n\r]++'
+_OPEN = re.compile(_WS + rb"\{" + _WS + rb"(\}?)")
+_PAIR = re.compile(_WS + b"(" + _STRING + b")" + _WS + b":" + _WS + b"(?:(" + _STRING + b")|" + _SCALAR + b")")
+_NEXT = re.compile(_WS + rb"([,}]?)")
+
+
+class Field(NamedTuple):
+    """One pair."""
+
+    key: str
+    value: str
+
+
+class Entry(NamedTuple):
+    """One pair as the answer has it. `field` is None if it was dropped, `end` is the offset of the byte after it."""
+
+    field: Field | None
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ParsedFields:
+    """An answer, parsed strictly. `closed`: the object was closed, and nothing but whitespace follows."""
+
+    rollout: Rollout
+    text: TokenText
+    entries: tuple[Entry, ...]
+    drops: Mapping[str, int]
+    closed: bool
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """The valid pairs."""
+        return tuple(entry.field for entry in self.entries if entry.field is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FieldAssignment:
+    """Matching by key. `wrong` are pairs with another value than the document's, `extra` those without such a key,
+    `missed` keys of the document that were not answered."""
+
+    parsed: ParsedFields
+    right: tuple[Field, ...]
+    wrong: tuple[Field, ...]
+    extra: tuple[Field, ...]
+    missed: tuple[str, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        parsed = self.parsed
+        return parsed.closed and not (self.wrong or self.extra or self.missed or any(parsed.drops.values()))
+
+
+# ---- the task ------------------------------------------------------------------------------------------------------
+
+
+def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
+    """One sample per line: `{"id": ..., "messages": [...], "images": [...], "fields": {"total": "12.50", ...}}`.
+
+    Without `id` the line number stands in. Raises DataError for a line that is something else.
+    """
+    with open(path, encoding="utf-8") as lines:  # noqa: PTH123  (a text stream, line by line)
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _sample(line, number, path)
+
+
+class KeyValueTask(Task):
+    """Reusable; holds only the tokenizer's tables."""
+
+    reader = staticmethod(read_fields)
+
+    def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
+        self._pieces = pieces_of(tokenizer)
+
+    def parse(self, rollout: Rollout) -> ParsedFields:
+        return _parse(rollout, self._pieces.text(rollout.response_token_ids))
+
+    def match(self, parsed: ParsedFields) -> FieldAssignment:
+        truth = dict(parsed.rollout.sample.objects)
+        answered = parsed.fields
+        keys = {field.key for field in answered}
+        return FieldAssignment(
+            parsed=parsed,
+            right=tuple(field for field in answered if truth.get(field.key) == field.value),
+            wrong=tuple(field for field in answered if truth.get(field.key, field.value) != field.value),
+            extra=tuple(field for field in answered if field.key not in truth),
+            missed=tuple(key for key in truth if key not in keys),
+        )
+
+    def target(self, assignment: FieldAssignment, loss: LossConfig) -> Target:
+        parsed, right = assignment.parsed, set(assignment.right)
+        kept = 0
+        while kept < len(parsed.entries) and parsed.entries[kept].field in right:
+            kept += 1
+        length, opening, kept = _cut(parsed, kept)
+        said = {entry.field for entry in parsed.entries[:kept]}
+        missing = [field for field in parsed.rollout.sample.objects if field not in said]
+        tail = opening + (", " if said and missing else "") + _written(missing) + "}"
+        return continued(parsed.text.ids[:length], tokens_of(tail, self._pieces), self._eos_token_id)
+
+    def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
+        nothing = self._pieces.text(()).ids
+        return continued(nothing, tokens_of("{" + _written(sample.objects) + "}", self._pieces), self._eos_token_id)
+
+    def stats(self, assignment: FieldAssignment) -> dict[str, float]:
+        return {
+            "right": float(len(assignment.right)),
+            "wrong": float(len(assignment.wrong)),
+            "extra": float(len(assignment.extra)),
+            "missed": float(len(assignment.missed)),
+            **{f"drop/{reason}": float(count) for reason, count in assignment.parsed.drops.items()},
+        }
+
+    def counts(self, assignments: Sequence[FieldAssignment]) -> list[Mapping[str, float]]:
+        return [_count(assignment) for assignment in assignments]
+
+    def evaluate(self, assignments: Sequence[FieldAssignment]) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for counted in self.counts(assignments):
+            total.update(counted)
+        return {
+            "f1": _ratio(2 * total["right"], total["predictions"] + total["truth"]),
+            "precision": _ratio(total["right"], total["predictions"]),
+            "recall": _ratio(total["right"], total["truth"]),
+            "key_recall": _ratio(total["keys"], total["truth"]),
+            "exact_match": _ratio(total["exact"], total["samples"]),
+            "parse_rate": _ratio(total["parsed"], total["samples"]),
+            "truncation_rate": _ratio(total["length_stopped"], total["samples"]),
+            **{f"drop/{reason}": _ratio(total[f"drop/{reason}"], total["samples"]) for reason in DROPS},
+        }
+
+    def scene(self, assignment: FieldAssignment) -> dict[str, Any]:
+        """Truth and answer as objects of texts."""
+        sample = assignment.parsed.rollout.sample
+        fields, drops = assignment.parsed.fields, dict(assignment.parsed.drops)
+        return {"fields": dict(sample.objects), "answer": dict(fields), "drops": drops}
+
+    def validate(self, sample: Sample) -> None:
+        _validate(sample, self._pieces)
+
+    @staticmethod
+    def check(sample: Sample) -> None:
+        _validate(sample, None)
+
+    @property
+    def _eos_token_id(self) -> int:
+        return self._pieces.tokenizer.eos_token_id
+
+
+# ---- reading answers -----------------------------------------------------------------------------------------------
+
+
+def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
+    entries: list[Entry] = []
+    drops: Counter[str] = Counter()
+    opening = _OPEN.match(text.data)
+    pos, follows = (opening.end(), b"}" if opening[1] else b",") if opening else (0, b"")
+    keys: set[str] = set()
+    while follows == b",":
+        pair = _PAIR.match(text.data, pos)
+        if pair is None:
+            break
+        entries.append(_entry(pair, keys, drops))
+        following = _NEXT.match(text.data, pair.end())
+        assert following is not None  # it matches the empty text too
+        pos, follows = following.end(), following[1]
+    closed = follows == b"}" and not text.data[pos:].strip()
+    if not closed:
+        drops["unreadable"] += 1
+    return ParsedFields(rollout=rollout, text=text, entries=tuple(entries), drops=drops, closed=closed)
+
+
+def _entry(pair: re.Match[bytes], keys: set[str], drops: Counter[str]) -> Entry:
+    """A pair of `_PAIR`. `keys` and `drops` are brought up to date."""
+    key, value = _decoded(pair[1]), _decoded(pair[2]) if pair[2] is not None else None
+    fault: Drop | None = None
+    if value is None or key is None:
+        fault = "not_text"
+    elif not key.strip() or not value.strip():
+        fault = "blank"
+    elif key in keys:
+        fault = "repeated_key"
+    if key is not None:
+        keys.add(key)
+    if fault is not None or key is None or value is None:
+        drops[fault or "not_text"] += 1
+        return Entry(None, pair.end())
+    return Entry(Field(key, value), pair.end())
+
+
+def _decoded(string: bytes) -> str | None:
+    """A JSON string's text; None if it is not valid text."""
+    try:
+        text: str = json.loads(string)
+        text.encode()
+    except (UnicodeError, ValueError):  # half of a surrogate pair, or of a character
+        return None
+    return text
+
+
+def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
+    """Tokens of the prefix that holds the first `kept` entries, the text that the tail begins with, and how many
+    entries that is.
+
+    A token may hold a pair's end and what follows it. Then the prefix ends before that token, and the tail repeats the
+    pair's last bytes. If these are not whole characters, the pair before is the last one.
+    """
+    text = parsed.text
+    while kept:
+        end = parsed.entries[kept - 1].end
+        length = text.tokens_until(end)
+        if text.ends[length - 1] == end:
+            return length, "", kept
+        try:
+            return length - 1, text.data[text.start(length - 1) : end].decode(), kept
+        except UnicodeDecodeError:
+            kept -= 1
+    return 0, "{", 0
+
+
+# ---- writing, counting, checking -----------------------------------------------------------------------------------
+
+
+def _written(fields: Iterable[Field]) -> str:
+    return ", ".join(f"{_quoted(field.key)}: {_quoted(field.value)}" for field in fields)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _count(assignment: FieldAssignment) -> dict[str, float]:
+    parsed = assignment.parsed
+    counted = {
+        "samples": 1,
+        "truth": len(parsed.rollout.sample.objects),
+        "predictions": len(parsed.fields),
+        "right": len(assignment.right),
+        "keys": len(assignment.right) + len(assignment.wrong),
+        "exact": assignment.is_exact,
+        "parsed": parsed.closed and not any(parsed.drops.values()),
+        "length_stopped": parsed.rollout.finish_reason == "length",
+        **{f"drop/{reason}": count for reason, count in parsed.drops.items()},
+    }
+    return {name: float(value) for name, value in counted.items()}
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below else 0.0
+
+
+def _sample(line: str, number: int, path: str) -> Sample:
+    wanted = "an object with messages, images, and fields: texts by name"
+    try:
+        row = json.loads(line)
+        fields = row["fields"].items()
+        if not all(isinstance(value, str) for _, value in fields):
+            raise TypeError("a value of `fields` is not a text")
+        turns = row["messages"][:-1] if row["messages"][-1]["role"] == "assistant" else row["messages"]
+        return Sample(
+            sample_id=str(row.get("id", number)),
+            messages=tuple(dict(turn) for turn in turns),
+            images=tuple(map(str, row.get("images", ()))),
+            objects=tuple(Field(key, value) for key, value in fields),
+            width=int(row.get("width", 0)),
+            height=int(row.get("height", 0)),
+        )
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}, in {line.strip()!r:.200}"
+        what = f"{path}, line {number}: not a row of the key-value task"
+        raise DataError(what, found=found, wanted=wanted, remedy="correct the record") from error
+
+
+def _validate(sample: Sample, pieces: TokenPieces | None) -> None:
+    for item in sample.objects:
+        if not isinstance(item, Field):
+            raise DataError(
+                f"sample {sample.sample_id}: no fields",
+                found=f"a {type(item).__name__}",
+                wanted="a learner.tasks.key_value.Field",
+                remedy="set data.reader to null, or make it return Fields",
+            )
+        fault = text_fault(item.key, pieces, "key") or text_fault(item.value, pieces, "value")
+        if fault is not None:
+            found, wanted, remedy = fault
+            what = f"sample {sample.sample_id}: the field {item.key!r} cannot be used"
+            raise DataError(what, found=found, wanted=wanted, remedy=remedy)

@@ -1,0 +1,156 @@
+"""How long and how much a connection may be, before anybody knows who it is (R16).
+
+uvicorn's own connections wait for ever: for a request that never begins, for headers that come one byte at a time, for
+a caller that does not read its answer. A few hundred of them take all open files, and then not even `/health/` answers.
+
+Invariants:
+- at most `max_connections` and SPARE are open. If one more comes, the one that has waited longest for its caller's next
+  request goes. Calls under way are at most `max_connections` (`BodyLimit`), so probes always find a place;
+- all of them together leave RESERVED_FILES of the process's open files to the rest of the server;
+- a request's headers arrive within `header_timeout_s` of the connection, or of the first byte of a later request;
+- no more than about MAX_HEADER_BYTES of headers, or of anything else that is no body, are kept;
+- a caller that reads nothing of its answer for `body_timeout_s` is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rollout_server.config import ServerConfig
+from shared.errors import ConfigError
+
+SPARE = 64  # connections beyond those of calls, for probes
+ACCEPTED_AT_ONCE = 64  # before any of them is counted
+MAX_HEADER_BYTES = 64 << 10
+RESERVED_FILES = 256  # the engine's sockets, images, logs
+_MAX_PIPELINED = 8  # requests sent before the answer to the first one
+_MIN_CONNECTIONS = 16
+
+
+def with_open_files(config: ServerConfig) -> ServerConfig:
+    """`max_connections` as far as the limit on open files allows, which is raised as far as it may be.
+
+    Raises ConfigError if it allows hardly any.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + SPARE + ACCEPTED_AT_ONCE + RESERVED_FILES
+    if soft < wanted and soft != resource.RLIM_INFINITY:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    most = config.max_connections if soft == resource.RLIM_INFINITY else soft - (wanted - config.max_connections)
+    if most < _MIN_CONNECTIONS:
+        raise ConfigError(
+            "the limit on open files is too low",
+            found=f"ulimit -n {soft}",
+            wanted=f"at least {wanted} for max_connections: {config.max_connections}",
+            remedy="raise it (`ulimit -n`, or `LimitNOFILE=` of a systemd unit)",
+        )
+    return config.model_copy(update={"max_connections": min(config.max_connections, most)})
+
+
+class Waiting:
+    """The connections of one server, those first that have waited longest for their next request."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.num_open = 0
+        self._waiting: dict[Connection, None] = {}
+
+    def add(self, connection: Connection) -> None:
+        self._waiting.setdefault(connection)
+
+    def remove(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def make_room(self) -> None:
+        """There is one more than there may be."""
+        if self.num_open > self.config.max_connections + SPARE and self._waiting:
+            next(iter(self._waiting)).drop()
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection within these limits."""
+
+    def __init__(self, waiting: Waiting, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._waiting, self._config = waiting, waiting.config
+        self._num_idle_bytes = 0  # since the last part of a body, or the end of the headers
+        self._in_message = False  # the end of a request has not come
+        self._caller_due: asyncio.TimerHandle | None = None  # for headers, or for what is left of a refused body
+        self._reading_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waiting.num_open += 1
+        self._waiting.add(self)
+        self._await_caller(self._config.header_timeout_s)
+        self._waiting.make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.num_open -= 1
+        self._waiting.remove(self)
+        self._end_waiting()
+        self._end_reading()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_idle_bytes += len(data)
+        super().data_received(data)
+        if self._num_idle_bytes > MAX_HEADER_BYTES or len(self.pipeline) > _MAX_PIPELINED:
+            self.drop()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = True
+        self._await_caller(self._config.header_timeout_s)
+
+    def on_headers_complete(self) -> None:
+        self._waiting.remove(self)
+        self._end_waiting()
+        self._num_idle_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_idle_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # no other request is waiting
+            self._waiting.add(self)
+            if self._in_message:  # it was refused before it was read
+                self._await_caller(self._config.body_timeout_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading_due = self.loop.call_later(self._config.body_timeout_s, self.drop)
+
+    def resume_writing(self) -> None:
+        self._end_reading()
+        super().resume_writing()
+
+    def drop(self) -> None:
+        self._waiting.remove(self)
+        self.transport.abort()
+
+    def _await_caller(self, timeout_s: float) -> None:
+        self._end_waiting()
+        self._caller_due = self.loop.call_later(timeout_s, self.drop)
+
+    def _end_waiting(self) -> None:
+        if self._caller_due is not None:
+            self._caller_due.cancel()
+            self._caller_due = None
+
+    def _end_reading(self) -> None:
+        if self._reading_due is not None:
+            self._reading_due.cancel()
+            self._reading_due = None

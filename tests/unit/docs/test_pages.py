@@ -1,0 +1,112 @@
+"""Pages whose content follows from the code: errors, endpoints, requirement ids; and what the README promises."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+from PIL import Image
+
+from deploy.reference import ENDPOINTS, routes
+from deploy.requirements import REQUIREMENTS
+from deploy.site import fetched_from_elsewhere
+from learner.__main__ import main
+from learner.steps import ahead, shares
+from rollout_server.service import RolloutService
+from shared.errors import error_classes
+from shared.wire import RolloutOutput, ScoreReply
+from tests.unit.docs.blocks import ROOT, blocks
+from tests.unit.rollout_server.fakes import FakeEngine
+from tests.unit.rollout_server.test_app import serve
+
+LOADED = (ahead, shares)  # they define errors of their own
+
+
+def test_every_error_is_listed_with_its_cause_and_its_way_out() -> None:
+    page = (ROOT / "docs/troubleshooting/errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([^|]+) \|$", page, re.M)
+    classes = {name for name, cls in error_classes().items() if not cls.__module__.startswith("tests.")}
+    assert len(rows) == len({name for name, *_ in rows})
+    assert {name for name, *_ in rows} == classes
+    assert all(meaning.strip() and way_out.strip() for _, meaning, way_out in rows)
+
+
+def test_every_cited_requirement_is_explained() -> None:
+    """Cited: as words in comments, docstrings and pages, such as R07."""
+    cited: set[str] = set()
+    for folder in ("shared", "learner", "rollout_server", "deploy", "bench", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            cited |= set(re.findall(r"\b(?:R\d\d|D\d\d?)\b", path.read_text(encoding="utf-8")))
+    assert len(cited) > 30
+    assert cited - REQUIREMENTS.keys() == set()
+
+
+@pytest.mark.parametrize(
+    "path", [path for path, endpoint in ENDPOINTS.items() if endpoint.example or not endpoint.body]
+)
+def test_endpoints_answer_the_examples(path: str) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        endpoint = ENDPOINTS[path]
+        body = endpoint.example.model_dump(mode="json", exclude_unset=True) if endpoint.example else None
+        if body and "request_config" in body:
+            body["request_config"]["max_tokens"] = 8  # the fake engine's context is short
+        reply = await http.request(routes()[path], f"{path}/", json=body)
+        assert reply.status_code == 200, reply.text
+        if path == "/infer":
+            RolloutOutput.model_validate(reply.json()[0])
+        if path == "/score":
+            ScoreReply.model_validate(reply.json())
+
+    serve(check)
+
+
+# ---- configurations as printed -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_configuration_runs_as_printed(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a tiny data set in the places that the file names."""
+    (block,) = (b for b in blocks() if b.page == ROOT / page and b.title == "run.yaml")
+    (tmp_path / "run.yaml").write_text(block.text)
+    write_coco(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--config", "run.yaml"]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == {"train": 2, "val": 2}
+
+
+def write_coco(folder: Path) -> None:
+    """Two images, three boxes, as COCO; the same for both splits."""
+    (folder / "images").mkdir(parents=True)
+    for number in (1, 2):
+        Image.new("RGB", (64, 48)).save(folder / "images" / f"{number}.png")
+    content = {
+        "images": [{"id": n, "file_name": f"{n}.png", "width": 64, "height": 48} for n in (1, 2)],
+        "categories": [{"id": 1, "name": "cat"}],
+        "annotations": [
+            {"id": i, "image_id": image, "category_id": 1, "bbox": [x, 5, 10, 12], "area": 120, "iscrowd": 0}
+            for i, (image, x) in enumerate([(1, 4), (1, 30), (2, 8)], start=1)
+        ],
+    }
+    for split in ("train", "val"):
+        (folder / f"{split}.json").write_text(json.dumps(content))
+
+
+# ---- the site ------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_that_fetches_something_is_found() -> None:
+    html = '<script src="https://elsewhere/x.js"></script><link rel=stylesheet href=//elsewhere/x.css>'
+    assert fetched_from_elsewhere(html) == ["https://elsewhere/x.js", "//elsewhere/x.css"]
+    assert fetched_from_elsewhere('<a href="https://elsewhere/">x</a><script src="assets/x.js"></script>') == []
+
+
+def test_pictures_have_a_light_and_a_dark_form_and_a_text() -> None:
+    for name in ("loop.svg", "sync.svg", "target.svg", "stage2.svg"):
+        text = (ROOT / "docs" / name).read_text()
+        assert "prefers-color-scheme: dark" in text, name
+        assert 'aria-label="' in text, name
