@@ -46,6 +46,8 @@ ASK_S = 1.0  # a server's answer
 BUSY_STEPS = 20  # over which busy shares are taken
 CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
 IDLE = ("wait", "data", "other")
+SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # and as the training matched them:
+SHAPES |= {"hit": "prediction, matched", "spurious": "prediction without a match"}
 KINDS = {
     "kept": "kept, not learned",
     "matched": "kept, learned: towards the label",
@@ -90,7 +92,7 @@ class LiveView:
             servers=self._servers(run),
             answers_step=global_step,
             answers=answers,
-            legend={name: text for name, text in LEGEND.items() if name in ("truth", "missed", "hit", "spurious")},
+            legend=SHAPES,
             kinds=KINDS,
         )
 
