@@ -28,7 +28,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -128,7 +128,7 @@ class FaultySync:
         self._fault = kind
         if kind == HEAD_FAULT:
             self._send_the_first(sync)
-            self._head_flag.touch()
+            self._head_flag.write_text(HEAD_FAULT)
         began = time.monotonic()
         try:
             receipt = self._honest(sync)
@@ -178,21 +178,22 @@ def faulty_learner(config: Path, num_syncs: int, out: Path, head_flag: Path, lor
 
 # In every process of the server, the engine's too: Python imports a module of this name as it starts.
 _SITE = """
-import importlib.abc, importlib.util, sys
+import importlib, importlib.abc, importlib.util, sys
 from pathlib import Path
+
+HOOKS = {hooks!r}
 
 class Hook(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "shared.sync.loading":
+        if name not in HOOKS:
             return None
-        sys.meta_path.remove(self)
+        module_name, function = HOOKS.pop(name).split(":")
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            from bench.canary import keep_head
-            keep_head(Path({flag!r}))
+            getattr(importlib.import_module(module_name), function)(Path({flag!r}))
 
         spec.loader.exec_module = exec_module
         return spec
@@ -201,12 +202,19 @@ sys.meta_path.insert(0, Hook())
 """
 
 
+def hooked(folder: Path, flag: Path, hooks: Mapping[str, str]) -> str:
+    """A PYTHONPATH with which a server calls `hooks[module]` ("module:function") with `flag`, once it has imported
+    `module`, in each of its processes."""
+    (folder / "sitecustomize.py").write_text(_SITE.format(hooks=dict(hooks), flag=str(flag)))
+    return os.pathsep.join([str(folder), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+
+
 def keep_head(flag: Path) -> None:
-    """From now on in this process: while `flag` exists, loading keeps the output head's packed copy as it was."""
+    """From now on in this process: while `flag` names this fault, loading keeps the output head's packed copy."""
     close = WeightLoad.close
 
     def close_without_head(load: WeightLoad) -> None:
-        if not flag.exists():
+        if not (flag.exists() and flag.read_text() == HEAD_FAULT):
             return close(load)
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -260,8 +268,7 @@ def measure(folder: Path, model: Path, data: Path, *, steps: int, on_gpu: bool, 
         config = {**server_config(model, data, on_gpu=on_gpu), "port": free_port(), "enable_lora": False}
         config.pop("max_lora_rank")
         write_yaml(folder / "server.yaml", config, "bench")
-        (folder / "sitecustomize.py").write_text(_SITE.format(flag=str(flag)))
-        path = os.pathsep.join([str(folder), str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+        path = hooked(folder, flag, {"shared.sync.loading": "bench.canary:keep_head"})
         argv = ["env", f"PYTHONPATH={path}", *server_argv(str(folder / "server.yaml"))]
         process = processes.start("server", argv, devices=[0] if on_gpu else (), log=folder / "server.log")
         server = Server(process=process, url=f"http://127.0.0.1:{config['port']}")

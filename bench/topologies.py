@@ -49,7 +49,7 @@ from bench.watch import Watched, watch
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 from deploy.launch import Processes, supervised
-from learner.report.__main__ import write_report
+from learner.report.page import write_report
 from learner.run.files import write_atomically
 from shared.errors import ProjectError
 

@@ -5,7 +5,7 @@
     rollout-learner check --config run.yaml [--probe]            validate; print the resolved plan as JSON
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
-    rollout-learner report RUN_DIR                               write a run's report as one HTML page
+    rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
     rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
 
@@ -148,11 +148,20 @@ def report(
     run_dir: Annotated[Path, typer.Argument(help="A run, or a folder of runs.")],
     out: Annotated[Path | None, typer.Option(help="The file to write; default: RUN_DIR/report.html.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Another run, shown beside it.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Serve a page that follows the run instead.")] = False,
+    host: Annotated[str, typer.Option(help="With --live: the address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="With --live: the port; 0: any.", min=0, max=65535)] = 8790,
 ) -> None:
-    """Write a run's report as one HTML page."""
+    """Write a run's report as one HTML page, or follow a run in the browser."""
+    if live and (out or compare):
+        raise typer.BadParameter("--out and --compare do not go with --live")
 
     def work() -> int:
-        from learner.report.__main__ import write_report
+        if live:
+            from learner.report.live import serve
+
+            return serve(run_dir, host=host, port=port)
+        from learner.report.page import write_report
 
         print(write_report(run_dir, out=out, compare=compare))
         return 0

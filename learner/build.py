@@ -41,6 +41,7 @@ from learner.records import Sample
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.connect import Backend, connect_backend, connect_sync
 from learner.rollout.hf import HfBackend
+from learner.run.answers import AnswersLog
 from learner.run.checkpoint import CheckpointStore
 from learner.run.console import Console
 from learner.run.files import writing
@@ -57,6 +58,7 @@ from learner.steps.shares import Bounds
 from learner.steps.source import FreshSteps, StepSource
 from learner.steps.stage2 import Stage2Parts
 from learner.sync.sync import Sync
+from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
 from learner.trainer import Trainer
 from shared.errors import ConfigError, DeadlineError
@@ -103,7 +105,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
     clock = PhaseClock(on_phase=timeline.phase)
-    source = _step_source(basis, batches, backend, clock, total_steps)
+    answers = _answers(basis)
+    source = _step_source(basis, batches, backend, clock, total_steps, answers)
     after_backend.push(_closing(source))
     stack.callback(source.stop)
     return Trainer(
@@ -129,6 +132,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         timeline=timeline,
         clock=clock,
         console=console,
+        answers=answers,
     )
 
 
@@ -326,11 +330,16 @@ def _rollouts(
 
 
 def _step_source(
-    basis: Basis, batches: Batches, backend: Backend | None, clock: PhaseClock, total_steps: int
+    basis: Basis,
+    batches: Batches,
+    backend: Backend | None,
+    clock: PhaseClock,
+    total_steps: int,
+    answers: AnswersLog | None,
 ) -> StepSource:
     """Where each step's rows come from."""
     config, plan = basis.config, basis.plan
-    source, row_maker = _segment_source(basis, backend), _row_maker(config)
+    source, row_maker = _segment_source(basis, backend, answers), _row_maker(config)
     if config.stage2_ab is not None:
         parts = Stage2Parts(
             b_ratio=config.stage2_ab.schedule.b_ratio,
@@ -410,11 +419,26 @@ def _closing(source: StepSource) -> Callable[..., None]:
     return close
 
 
-def _segment_source(basis: Basis, backend: RolloutBackend | None) -> SegmentSource:
+def _answers(basis: Basis) -> AnswersLog | None:
+    """Where rank 0's newest answers go; None for other ranks, other tasks than detection, and if none are kept."""
+    size = basis.config.logging.answers
+    if (
+        not size
+        or not isinstance(basis.task, DetectionTask)
+        or not basis.ranks.is_main
+        or not learns_rollouts(basis.config)
+    ):
+        return None
+    return AnswersLog(Path(basis.config.training.output_dir), basis.policy.tokenizer, size)
+
+
+def _segment_source(basis: Basis, backend: RolloutBackend | None, answers: AnswersLog | None) -> SegmentSource:
     if not learns_rollouts(basis.config):
         return basis.ground_truth
     assert backend is not None
-    return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss)
+    if answers is None:
+        return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss)
+    return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss, on_answer=answers.add)
 
 
 def _row_maker(config: RunConfig) -> RowMaker:

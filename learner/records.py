@@ -107,6 +107,7 @@ class ParsedRollout:
     truncated: bool  # the answer ended before its container did
     usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows
+    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # why, and the tokens that hold it: begin, end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend, is_out_of_memory
+from learner.run.answers import AnswersLog
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
@@ -176,6 +177,7 @@ class Trainer:
         timeline: Timeline,
         clock: PhaseClock,
         console: Console,
+        answers: AnswersLog | None = None,
     ) -> None:
         self.config, self.total_steps, self.ranks = config, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
@@ -183,7 +185,7 @@ class Trainer:
         self.task, self.rewards = task, rewards
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
-        self.timeline, self.clock = timeline, clock
+        self.timeline, self.clock, self.answers = timeline, clock, answers
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
         self.state = TrainerState()
@@ -371,6 +373,8 @@ class Trainer:
         self.log.write("step", result, step=result.global_step)
         self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
         self.console.step(result, receipt)
+        if self.answers is not None:
+            self.answers.write(result.global_step)
 
     def waiting(self) -> list[str]:
         """Samples that were handed out, on any rank, and are not learned yet. Collective."""

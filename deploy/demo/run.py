@@ -26,7 +26,7 @@ import typer
 from deploy.demo.build_data import Build, build
 from deploy.demo.summary import show, summarize
 from deploy.launch import Processes, learner_argv, start_server, supervised, wait_ready
-from learner.report.__main__ import write_report
+from learner.report.page import write_report
 from learner.run.files import write_atomically
 from shared.addresses import free_ports
 from shared.config.parse import write_yaml

@@ -386,6 +386,7 @@ class LoggingConfig(Section):
         gt=0.0,
     )
     progress_bar: bool = key("show a progress bar", True)
+    answers: int = key("newest answers kept in `answers.json` (detection only), for `report --live`; 0: none", 6, ge=0)
 
 
 # ---- custom.extra.rollout_matching ---------------------------------------------------------------------------------

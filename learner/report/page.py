@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import jinja2
 import yaml
 
 from learner.report import results
 from learner.report.charts import number
-from learner.report.read import RunSet
+from learner.report.read import RunSet, read_runs
 from learner.report.scenes import gallery
 from learner.report.scores import progress_of
 from learner.report.training import steps_table, sync_table, training
+from learner.run.files import write_atomically
 
 
 def _written(value: object) -> object:
@@ -32,6 +34,18 @@ TEMPLATES = jinja2.Environment(
     finalize=_written,
 )
 TEMPLATES.filters["number"] = number
+
+
+def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
+    """Write the report and return its path. Raises DataError if there is no run, OutputError if the file cannot be
+    written: then the report of before is still there."""
+    runs = read_runs(run_dir)
+    if compare is not None:
+        others = read_runs(compare)
+        runs = RunSet(title=runs.title, runs=(*runs.runs, *others.runs), summary=runs.summary)
+    target = out or run_dir / "report.html"
+    write_atomically(target, render(runs))
+    return target
 
 
 def render(runs: RunSet) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +105,7 @@ class Run:
     timelines: tuple[StepTimeline, ...]
     data: RunData | None
     wall_s: float  # between the first and the last event
+    last_event_s: float | None  # Unix seconds
     notes: tuple[str, ...]
 
     def setting(self, *keys: str) -> Any:
@@ -149,14 +150,42 @@ def is_run(path: Path) -> bool:
 
 def read_run(path: Path) -> Run:
     """One run directory. Anything missing in it becomes a note."""
+    return run_of(path, *_read_jsonl(path / METRICS))
+
+
+class Follower:
+    """Reads a run again and again, of `metrics.jsonl` only what is new. Evaluations come without their scenes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events: list[Mapping[str, Any]] = []
+        self._num_read = 0  # bytes
+
+    def read(self) -> Run:
+        """The run so far."""
+        file = self.path / METRICS
+        if file.is_file():
+            with file.open("rb") as lines:
+                if file.stat().st_size < self._num_read:  # another run has taken the folder
+                    self._events, self._num_read = [], 0
+                lines.seek(self._num_read)
+                for line in lines:
+                    if not line.endswith(b"\n"):
+                        break  # it is being written
+                    self._num_read += len(line)
+                    self._events += _objects([line.decode(errors="replace")])
+        return run_of(self.path, self._events, 0, with_scenes=False)
+
+
+def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, with_scenes: bool = True) -> Run:
+    """The run of these events."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
-    events, damaged = _read_jsonl(path / METRICS)
     named: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
         named.setdefault(str(event.get("event")), []).append(event)
     steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
     timelines = {line.global_step: line for line in map(_timeline, named.get("timeline", ()))}
-    evals, eval_damage = _evals(path, named.get("eval", ()), config)
+    evals, eval_damage = _evals(path if with_scenes else None, named.get("eval", ()), config)
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
     notes = [config_note, _damage(METRICS, damaged), *eval_damage]
     return Run(
@@ -169,6 +198,7 @@ def read_run(path: Path) -> Run:
         timelines=tuple(timelines[key] for key in sorted(timelines)),
         data=_data(named["data"][-1]) if "data" in named else None,
         wall_s=max(times) - min(times) if times else math.nan,
+        last_event_s=max(times) if times else None,
         notes=tuple(note for note in notes if note),
     )
 
@@ -197,6 +227,11 @@ def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
     if not path.is_file():
         return [], 0
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    found = _objects(lines)
+    return found, len(lines) - len(found)
+
+
+def _objects(lines: Iterable[str]) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for line in lines:
         try:
@@ -205,7 +240,7 @@ def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
             continue  # counted: the caller says how many lines are damaged
         if isinstance(value, dict):
             found.append(value)
-    return found, len(lines) - len(found)
+    return found
 
 
 def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
@@ -291,15 +326,15 @@ def _timeline(event: Mapping[str, Any]) -> StepTimeline:
 
 
 def _evals(
-    path: Path, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+    path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> tuple[tuple[EvalPoint, ...], list[str]]:
-    """Evaluations by step, metrics and scenes joined."""
+    """Evaluations by step, metrics and scenes joined; without scenes if there is no path."""
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
     task = config.get("task")
     is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
-    for step, file in _eval_files(path):
+    for step, file in _eval_files(path) if path else ():
         lines, damaged = _read_jsonl(file)
         read = [read_scene(line) for line in lines if is_detection]
         scenes[step] = tuple(scene for scene in read if scene is not None)
@@ -319,9 +354,9 @@ def read_scene(line: Mapping[str, Any]) -> Scene | None:
             images=tuple(map(str, line["images"])),
             width=int(line["width"]),
             height=int(line["height"]),
-            truth=tuple(map(_object, line["truth"])),
-            ignored=tuple(map(_object, line.get("ignored", ()))),
-            predictions=tuple(map(_object, line["predictions"])),
+            truth=tuple(map(read_object, line["truth"])),
+            ignored=tuple(map(read_object, line.get("ignored", ()))),
+            predictions=tuple(map(read_object, line["predictions"])),
             num_dropped=sum(int(count) for count in line.get("drops", {}).values()),
             truncated=bool(line.get("truncated")),
         )
@@ -330,7 +365,8 @@ def read_scene(line: Mapping[str, Any]) -> Scene | None:
     return scene if scene.width > 0 and scene.height > 0 else None
 
 
-def _object(fields: Mapping[str, Any]) -> DetectionObject:
+def read_object(fields: Mapping[str, Any]) -> DetectionObject:
+    """Raises KeyError, TypeError or ValueError if it is none."""
     kind = _KINDS[0] if _KINDS[0] in fields else _KINDS[1]
     bins = tuple(int(b) for b in fields[kind])
     if not arity_is_right(kind, bins):

@@ -96,7 +96,7 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
     for run in runs:
         if scenes := _by_id(run.after):
             evaluations.append(("After" if len(runs) == 1 else f"After {run.run.name}", scenes))
-    roots = _image_roots(main.run)
+    roots = image_roots(main.run)
     when = "before and after training" if after else f"at {first}"
     groups = [(heading, [_row(key, evaluations, roots) for key in keys]) for heading, keys in chosen]
     lead = f"Scenes of the test set as the model answered them, greedily, {when}."
@@ -177,7 +177,7 @@ def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, st
     return color, f"{LEGEND[color]}: {item.desc or 'any class'}{detail}", item
 
 
-def _image_roots(run: Run) -> list[Path]:
+def image_roots(run: Run) -> list[Path]:
     """Where a relative image path may start: the configured root, the annotations' folder, here, the run's folder."""
     configured = run.setting("data", "image_root")
     annotations = [run.setting("data", split) for split in ("test", "val", "train")]

@@ -94,7 +94,7 @@ class MetricsLog:
         self._lines.close()
 
     def _report(self) -> Path:
-        from learner.report.__main__ import write_report
+        from learner.report.page import write_report
 
         return write_report(self._run_dir)
 

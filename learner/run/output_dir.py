@@ -30,6 +30,7 @@ OWN = (
     RESOLVED_NAME,
     JOB,
     "metrics.jsonl",
+    "answers.json",
     "report.html",
     "learner_rank*.log",
     "tensorboard",

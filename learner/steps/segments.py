@@ -6,13 +6,13 @@ Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from learner.config.schema import LossConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.extensions import Task
-from learner.records import Channel, EncodedPrompt, Rollout, Sample, Segment
+from learner.records import Channel, EncodedPrompt, Rollout, Sample, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.run.log import PhaseClock
 from learner.target.target import build_segment
@@ -102,8 +102,18 @@ class RolloutSource(SegmentSource, StreamingSource):
     channel: Channel = "B"
     needs_rollouts = True
 
-    def __init__(self, backend: RolloutBackend, task: Task, rewards: Rewards, *, loss: LossConfig) -> None:
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        task: Task,
+        rewards: Rewards,
+        *,
+        loss: LossConfig,
+        on_answer: Callable[[Any, Target], None] = lambda assignment, target: None,
+    ) -> None:
+        """`on_answer` is told of every assignment and its target, on the thread that makes the segment."""
         self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
+        self._on_answer = on_answer
         self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
@@ -157,6 +167,7 @@ class RolloutSource(SegmentSource, StreamingSource):
             **self._rewards.sums(rollout, assignment),
         }
         target = self._task.target(assignment, self._loss)
+        self._on_answer(assignment, target)
         return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats)
 
 

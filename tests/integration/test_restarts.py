@@ -24,7 +24,7 @@ from tests.unit.learner.rollout.test_hf_run import hf_config
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
-WAIT_S = 90.0
+WAIT_S = 120.0
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

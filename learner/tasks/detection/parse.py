@@ -322,7 +322,21 @@ def parse_rollout(
         truncated=not reading.closed,
         usable=reading.opened,
         closed=reading.clean,
+        dropped=_dropped(text, reading, outcomes) if drops else (),
     )
+
+
+def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> tuple[tuple[DropReason, int, int], ...]:
+    """Why each entry was dropped, and which tokens hold it or a part of it."""
+    found: list[tuple[DropReason, int, int]] = []
+    begin = 0
+    for (end, *_), outcome in zip(reading.entries, outcomes, strict=True):
+        if isinstance(outcome, str):
+            found.append((outcome, text.token_at(begin), text.tokens_until(end)))
+        begin = end
+    if reading.truncated:
+        found.append(("truncated", text.token_at(begin), len(text.ids)))
+    return tuple(found)
 
 
 def _coordinates(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> Coordinates:

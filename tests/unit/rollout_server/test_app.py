@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from rollout_server import __main__ as command
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
+from shared.config.parse import write_yaml
 from shared.errors import DigestError
 from shared.seeds import SEED_MODULUS
 from shared.wire import (
@@ -70,6 +73,30 @@ def test_answers_in_order_with_seeds_by_place() -> None:
         assert (await http.post("/infer", json={"infer_requests": []})).json() == []
 
     serve(check)
+
+
+def test_probes_say_which_start_of_the_server_it_is() -> None:
+    """Whoever starts a server knows its answers from those of an older one on the port."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        for path in ("/health/", "/ready/"):
+            assert (await http.get(path)).json()["server_id"] == service.server_id
+
+    serve(check)
+    named = RolloutService(FakeEngine(), ServerConfig(model="fake"), "launched-7")
+    assert named.status().server_id == "launched-7"
+
+
+def test_a_server_has_the_name_that_its_environment_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(command, "_serve", lambda config, token, server_id: given.append(server_id))
+    monkeypatch.setattr(command.os, "_exit", lambda code: None)
+    write_yaml(tmp_path / "server.yaml", {"model": str(tmp_path)})
+    for name in ("launched-7", ""):
+        monkeypatch.setenv("ROLLOUT_SERVER_ID", name)
+        with pytest.raises(SystemExit):
+            command.app(["--config", str(tmp_path / "server.yaml")])
+    assert given == ["launched-7", ""]
 
 
 def test_several_answers_to_a_request_are_seeded_like_copies_of_it() -> None:

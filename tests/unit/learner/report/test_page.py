@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from learner.__main__ import main
 from learner.config.load import RESOLVED_NAME
-from learner.report.__main__ import main, write_report
-from learner.report.page import render
+from learner.report.page import render, write_report
 from learner.report.read import read_runs
 from learner.report.results import cards, confusion_matrix
 from learner.report.scenes import choose_scenes, load_picture
@@ -244,17 +244,21 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_run(tmp_path / "run", steps=2, quality=((0, 0.5),), num_scenes=2)
-    assert main([str(path)]) == 0
+    assert main(["report", str(path)]) == 0
     assert capsys.readouterr().out.strip() == str(path / "report.html")
     assert (path / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_no_run_exits_2_without_a_traceback(tmp_path: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "learner.report", str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "learner", "report", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 2
-    assert ended.stderr.startswith("error: the directory is no run; found ")
+    assert ended.stderr.startswith("error: DataError: the directory is no run; found ")
     assert "Traceback" not in ended.stderr
 
 

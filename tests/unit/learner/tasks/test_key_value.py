@@ -17,7 +17,7 @@ from learner.config.load import config_of
 from learner.config.schema import LossConfig, TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
-from learner.report.__main__ import write_report
+from learner.report.page import write_report
 from learner.tasks.key_value import Field, FieldAssignment, KeyValueTask
 from shared.errors import DataError
 from tests.runs import events

@@ -1,0 +1,285 @@
+"""A page that follows a run: `rollout-learner report --live RUN_DIR`.
+
+In: the run directory, as a learner writes it, and the rollout servers' `/status/`. Out: HTML over HTTP on the loopback:
+loss, F1, match rate, queue, the servers' gates, busy shares, and the newest answers: drawn over their images, and token
+by token. `/` is the whole page; every POLL_S its script fetches `/now` and replaces what has changed.
+
+Reads only: nothing here writes, trains, or asks a server for more than its status. Requests must name a loopback
+address or this host as `Host`, so no web page can reach it under a name of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Response
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from learner.records import DetectionObject
+from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number
+from learner.report.page import TEMPLATES
+from learner.report.read import Follower, Run, is_run, read_object
+from learner.report.results import Card, duration
+from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
+from learner.report.scores import F1
+from learner.report.training import AHEAD, training
+from learner.run.answers import NAME as ANSWERS
+from shared.addresses import is_loopback
+from shared.errors import DataError, ServerError
+from shared.wire import TOKEN_VARIABLE, ServerStatus
+
+POLL_S = 2.0
+SILENT_S = 120.0  # without an event for so long, the run may have ended
+ASK_S = 1.0  # a server's answer
+BUSY_STEPS = 20  # over which busy shares are taken
+CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
+IDLE = ("wait", "data", "other")
+SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # and as the training matched them:
+SHAPES |= {"hit": "prediction, matched", "spurious": "prediction without a match"}
+KINDS = {
+    "kept": "kept, not learned",
+    "matched": "kept, learned: towards the label",
+    "dropped": "dropped: malformed",
+    "cut": "cut off",
+    "appended": "appended, learned",
+    "unlearned": "appended, not learned",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One answer. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
+
+    sample_id: str
+    facts: Sequence[str]
+    width: int
+    height: int
+    picture: Picture | None
+    file: str
+    shapes: Sequence[tuple[str, str, DetectionObject]]
+    tokens: Sequence[tuple[str, str, str]]
+
+
+class LiveView:
+    """One run, looked at again and again. Not to be called by two threads at once."""
+
+    def __init__(self, run_dir: Path, token: str | None) -> None:
+        self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
+        self._picture = lru_cache(maxsize=64)(load_picture)
+        self._threads = ThreadPoolExecutor(8)
+
+    def now(self) -> str:
+        """The page's main part."""
+        run = self._follower.read()
+        global_step, answers = self._answers(run)
+        return TEMPLATES.get_template("now.html").render(
+            title=run.name,
+            state=state(run, time.time()),
+            cards=cards(run),
+            charts_of=charts(run),
+            servers=self._servers(run),
+            answers_step=global_step,
+            answers=answers,
+            legend=SHAPES,
+            kinds=KINDS,
+        )
+
+    def _answers(self, run: Run) -> tuple[int, list[Answer]]:
+        try:
+            told = json.loads((self._run_dir / ANSWERS).read_text(encoding="utf-8"))
+            roots = tuple(image_roots(run))
+            return int(told["global_step"]), [self._answer(line, roots) for line in told["answers"]]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return 0, []  # not there, or not what a learner writes
+
+    def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> Answer:
+        images = [str(image) for image in line["images"]]
+        facts = [f"{len(line['pairs'])} matched", f"{len(line['missed'])} missed, appended"]
+        facts.append(f"{len(line['predictions']) - len(line['pairs'])} without a match")
+        facts += [f"{int(count)} dropped: {reason}" for reason, count in line["drops"].items()]
+        facts += ["unusable"] if not line["usable"] else []
+        facts.append(f"version {int(line['ver'])}")
+        return Answer(
+            sample_id=str(line["id"]),
+            facts=facts,
+            width=max(1, int(line["width"])),
+            height=max(1, int(line["height"])),
+            picture=self._picture(images[0], roots) if images else None,
+            file=Path(images[0][-80:]).name if images else "no image",
+            shapes=shapes(line),
+            tokens=[(str(text), str(kind), str(note)) for text, kind, note in line["tokens"]],
+        )
+
+    def _servers(self, run: Run) -> Table | None:
+        entries = run.setting("custom", "extra", "rollout_matching", "vllm", "server", "servers") or ()
+        urls = [str(entry["base_url"]) for entry in entries if isinstance(entry, Mapping) and "base_url" in entry]
+        rows = list(self._threads.map(self._server, urls))
+        return Table(["Server", "Gate", "Version", "In flight", "Waiting"], rows) if rows else None
+
+    def _server(self, url: str) -> list[str]:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        try:
+            with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host), timeout=ASK_S) as client:
+                answer = client.get(f"{url}/status/", headers=headers)
+            if answer.status_code == httpx.codes.UNAUTHORIZED:
+                return [url, f"unknown: {TOKEN_VARIABLE} is not set here", "–", "–", "–"]
+            status = ServerStatus.model_validate_json(answer.content)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            return [url, f"no answer ({type(error).__name__})", "–", "–", "–"]
+        gate = f"poisoned: {status.poisoned_because[:80]}" if status.gate == "poisoned" else status.gate
+        return [url, gate, str(status.ver), str(status.in_flight), str(status.waiting)]
+
+
+def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
+    """What is drawn over an answer's image: as the training matched it, not as an evaluation scores it."""
+    matched = {int(p): (int(t), float(iou)) for p, t, iou in line["pairs"]}
+    missed = set(map(int, line["missed"]))
+    found = [("region", "ignore region", read_object(item)) for item in line["ignored"]]
+    for i, item in enumerate(map(read_object, line["truth"])):
+        color = "missed" if i in missed else "truth"
+        found.append((color, f"{LEGEND[color]}: {item.desc}", item))
+    for p, item in enumerate(map(read_object, line["predictions"])):
+        color = "hit" if p in matched else "spurious"
+        said = f"matched, IoU {matched[p][1]:.2f}" if p in matched else "without a match"
+        found.append((color, f"{said}: {item.desc}", item))
+    return found
+
+
+def state(run: Run, now: float) -> str:
+    """Where the run stands, in words."""
+    total = run.setting("training", "max_steps")
+    done = run.steps[-1].global_step if run.steps else 0
+    parts = [f"step {done}" + (f" of {total}" if isinstance(total, int) else "")]
+    if run.last_event_s is None:
+        return "nothing was written yet"
+    age = max(0.0, now - run.last_event_s)
+    parts.append(f"last news {duration(age)} ago" + (": it may have ended" if age > SILENT_S else ""))
+    return "  ·  ".join(parts)
+
+
+def cards(run: Run) -> list[Card]:
+    """The newest numbers."""
+    found = []
+    if run.steps:
+        last = run.steps[-1]
+        m = last.metrics
+        found.append(Card(name="Loss", big=number(last.loss), sub=f"channel {last.channel}, step {last.global_step}"))
+        rated = next((s for s in reversed(run.steps) if "match_rate" in s.metrics), None)
+        if rated is not None:
+            missed = f"{number(rated.metrics.get('missed', 0.0))} objects missed"
+            found.append(Card(name="Match rate", big=f"{rated.metrics['match_rate']:.2f}", sub=missed))
+        speed = f"{number(m.get('step_s', 0.0))} s per step"
+        found.append(Card(name="Tokens/s", big=number(m.get("tokens_per_s", 0.0)), sub=speed))
+        if f"{AHEAD}queue_depth" in m:
+            queue = f"{number(m.get(f'{AHEAD}age_versions', 0.0))} versions old"
+            found.append(Card(name="Queue, packs per rank", big=number(m[f"{AHEAD}queue_depth"]), sub=queue))
+    scored = [point for point in run.evals if F1 in point.metrics]
+    if scored:
+        first, last_eval = scored[0], scored[-1]
+        was = f"{first.metrics[F1]:.3f} → " if len(scored) > 1 else ""
+        found.append(
+            Card(name=F1.upper(), big=f"{last_eval.metrics[F1]:.3f}", sub=f"step {last_eval.global_step}", was=was)
+        )
+    return found
+
+
+def charts(run: Run) -> list[Chart]:
+    """The training's own charts that matter while it runs, F1 by step, and busy shares."""
+    section = training(run, heading="")
+    by_title = {chart.title: chart for chart in (*section.charts, *section.folded)} if section else {}
+    points = [(float(point.global_step), point.metrics[F1]) for point in run.evals if F1 in point.metrics]
+    f1 = line_chart("F1@0.5 by step", [Series("F1@0.5", points, "after")], dots=True, y_max=1.0)
+    found = [by_title.get("Loss"), f1, *(by_title.get(title) for title in CHARTS[1:]), busy(run)]
+    return [chart for chart in found if chart]
+
+
+def busy(run: Run) -> Chart | None:
+    """How much of the last steps each rank and server worked; waiting is not work."""
+    last = run.timelines[-BUSY_STEPS:]
+    span = sum(line.end_s - line.begin_s for line in last)
+    if span <= 0:
+        return None
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for line in last:
+        for a in line.activities:
+            spans.setdefault(a.lane, [])
+            if a.name not in IDLE:
+                spans[a.lane].append((max(a.begin_s, last[0].begin_s), a.end_s))
+    bars = [Bar(lane.replace("http://", ""), min(1.0, covered(found) / span), "learn") for lane, found in spans.items()]
+    return bar_chart(f"Busy share, last {len(last)} steps", bars)
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, until = 0.0, -float("inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
+    """The two pages."""
+    app = FastAPI(title="live view", docs_url=None, redoc_url=None, openapi_url=None)
+    names = ["localhost", "127.0.0.1", "[::1]", "testserver", host]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
+    view = LiveView(run_dir, token)
+    made: list[tuple[float, str]] = []
+
+    async def now() -> str:
+        """At most one per half a period, however many pages ask; on the only thread."""
+        if not made or time.monotonic() - made[0][0] > POLL_S / 2:
+            made[:] = [(time.monotonic(), view.now())]
+        return made[0][1]
+
+    @app.get("/")
+    async def page() -> Response:
+        nonce = secrets.token_urlsafe(12)
+        text = TEMPLATES.get_template("live.html").render(
+            title=run_dir.resolve().name, now=await now(), nonce=nonce, poll_ms=int(POLL_S * 1000)
+        )
+        policy = (
+            f"default-src 'none';img-src data:;style-src 'unsafe-inline';connect-src 'self';script-src 'nonce-{nonce}'"
+        )
+        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy} | _HEADERS)
+
+    @app.get("/now")
+    async def now_only() -> Response:
+        return Response(await now(), media_type="text/html", headers=_HEADERS)
+
+    return app
+
+
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+def serve(run_dir: Path, *, host: str, port: int) -> int:
+    """Serve until Ctrl-C. Raises DataError if there is no run, ServerError if the port is taken."""
+
+    if not is_run(run_dir):
+        raise DataError("the directory is no run", found=str(run_dir), remedy="give training.output_dir of a run")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        found = f"{host}:{port}: {error.strerror or error}"
+        raise ServerError("the live view cannot listen", found=found, remedy="choose another --port") from error
+    listener.listen()
+    shown = f"[{host}]" if ":" in host else host
+    print(f"live view of {run_dir}: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    app = create_app(run_dir, host=host, token=os.environ.get(TOKEN_VARIABLE) or None)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).run(sockets=[listener])
+    return 0

@@ -1,0 +1,163 @@
+"""The live view over HTTP: it follows a run, shows answers token by token, asks servers, and lets no web page in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from learner.config.load import RESOLVED_NAME
+from learner.report import live
+from learner.report.live import covered, create_app
+from learner.report.read import Follower, read_run
+from tests.unit.learner.report.fake_run import make_scene, write_run
+from tests.unit.learner.report.test_page import HOSTILE, body_of
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(live, "POLL_S", 0.0)
+    return write_run(tmp_path / "run", steps=6, quality=((0, 0.3), (6, 0.9)), num_scenes=2)
+
+
+def client(run_dir: Path) -> TestClient:
+    return TestClient(create_app(run_dir, host="127.0.0.1", token=None))
+
+
+def write_answers(run_dir: Path, **changes: Any) -> None:
+    scene = make_scene(0, run_dir / "images")
+    tokens = [["{", "kept", ""], ["<|coord_5|>", "matched", "<|coord_7|>"], ["x", "dropped", "bbox_invalid"]]
+    tokens += [["cut!", "cut", ""], ["more", "appended", ""], ["less", "unlearned", ""]]
+    one = {**scene, "ignored": [], "predictions": scene["truth"][:1], "pairs": [[0, 0, 0.9]], "tokens": tokens}
+    one |= {"missed": list(range(1, len(scene["truth"]))), "drops": {"bbox_invalid": 1}, "usable": True, "ver": 4}
+    (run_dir / "answers.json").write_text(json.dumps({"global_step": 6, "answers": [one | changes]}))
+
+
+def test_the_page_follows_the_run(run_dir: Path) -> None:
+    web = client(run_dir)
+    page = web.get("/").text
+    assert "step 6 of 6" in page
+    for title in ("Loss", "Match rate", "F1@0.5 by step", "Seconds per step"):
+        assert f"<b>{title}</b>" in page
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        step = {"event": "step", "global_step": 7, "loss": 0.5, "channel": "B", "metrics": {}, "time": time.time()}
+        file.write(json.dumps(step) + '\n{"event": "step", "glob')
+    fresh = web.get("/now").text
+    assert "step 7 of 6" in fresh
+    assert "may have ended" not in fresh
+    body_of(f"<body>{fresh}</body>")
+
+
+def test_answers_are_shown_with_what_became_of_their_tokens(run_dir: Path) -> None:
+    write_answers(run_dir)
+    page = client(run_dir).get("/now").text
+    spans = re.findall(r'<span class="tok k-(\w+)"( title="[^"]*")?>([^<]*)</span>', page.split('class="tokens"')[1])
+    assert [(kind, text) for kind, _, text in spans] == [
+        ("kept", "{"),
+        ("matched", "&lt;|coord_5|&gt;"),
+        ("dropped", "x"),
+        ("cut", "cut!"),
+        ("appended", "more"),
+        ("unlearned", "less"),
+    ]
+    assert "coord_7" in spans[1][1]
+    assert "1 dropped: bbox_invalid" in page
+    assert "data:image/png;base64," in page
+
+
+def test_nothing_from_disk_becomes_markup(run_dir: Path) -> None:
+    write_answers(run_dir, id=HOSTILE, tokens=[[HOSTILE, "kept", ""], [HOSTILE, "dropped", HOSTILE]])
+    answer = client(run_dir).get("/")
+    assert "<script>alert" not in answer.text
+    nonces = re.findall(r"'nonce-([^']+)'", answer.headers["content-security-policy"])
+    assert re.findall(r"<script[^>]*>", answer.text) == [f'<script nonce="{nonces[0]}">']
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"global_step": 1, "answers": [{}]}', '{"answers": 3}'])
+def test_a_damaged_file_of_answers_is_left_out(run_dir: Path, text: str) -> None:
+    (run_dir / "answers.json").write_text(text)
+    assert "None yet" in client(run_dir).get("/now").text
+
+
+def test_only_this_machine_by_its_own_name_and_only_reading(run_dir: Path) -> None:
+    web = client(run_dir)
+    assert web.get("/", headers={"Host": "evil.example"}).status_code == 400
+    assert web.post("/now").status_code == 405
+    assert web.get("/../config.yaml").status_code == 404
+    assert web.get("/metrics.jsonl").status_code == 404
+
+
+def test_servers_are_shown_with_their_gate(run_dir: Path) -> None:
+    config = json.dumps(
+        {
+            "custom": {
+                "extra": {"rollout_matching": {"vllm": {"server": {"servers": [{"base_url": "http://127.0.0.1:1"}]}}}}
+            }
+        }
+    )
+    (run_dir / RESOLVED_NAME).write_text(config)
+    assert "no answer (ConnectError)" in client(run_dir).get("/now").text
+
+
+def test_what_is_read_piecewise_is_what_is_read_at_once(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("")
+    follower = Follower(run_dir)
+    for line in lines:
+        with path.open("a") as file:
+            file.write(line)
+        run = follower.read()
+    whole = read_run(run_dir)
+    assert (run.steps, run.syncs, run.wall_s) == (whole.steps, whole.syncs, whole.wall_s)
+    path.write_text(lines[0])
+    assert not follower.read().steps, "another run has taken the folder"
+
+
+def test_busy_time_counts_once() -> None:
+    assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.7)]) == 4
+    assert covered([]) == 0
+
+
+@pytest.fixture
+def served(run_dir: Path) -> Iterator[str]:
+    """The command itself, on a free port; its URL."""
+    argv = [sys.executable, "-m", "learner", "report", str(run_dir), "--live", "--port", "0"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-4]
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.integration
+def test_a_browser_shows_what_comes_later(served: str, run_dir: Path, tmp_path: Path) -> None:
+    """In a real browser where there is one: the script has replaced the parts. Else over plain HTTP."""
+    assert "step 6 of 6" in httpx.get(served, trust_env=False).text
+    write_answers(run_dir)
+    if CHROMIUM is None:
+        deadline = time.monotonic() + 20  # a page is kept for half a period
+        while "bbox_invalid" not in httpx.get(f"{served}now", trust_env=False).text:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return
+    argv = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=6000", "--dump-dom"]
+    dump = subprocess.Popen([*argv, f"--user-data-dir={tmp_path}/profile", served], stdout=subprocess.PIPE, text=True)
+    shown, _ = dump.communicate(timeout=90)
+    assert 'class="tok k-dropped"' in shown
+    assert 'id="lost" role="status" hidden' in shown
