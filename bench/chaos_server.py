@@ -24,6 +24,7 @@ from rollout_server import service, serving
 from rollout_server.__main__ import _bind
 from rollout_server.config import ServerConfig
 from rollout_server.engine import WorkerReply
+from rollout_server.openai_api import OpenAICall
 from shared.errors import CommunicatorError, DigestError
 from shared.generation import Generation, Scores
 from shared.sync.buckets import SEAL_BYTES, is_sealed, unpack
@@ -105,6 +106,12 @@ class TensorEngine:
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         prompt = self._answer(request, 0, 0).prompt_token_ids
         return Scores(prompt_token_ids=prompt, logprobs=logprobs(self.tensors, response_token_ids))
+
+    async def models(self) -> bytes:
+        return b"{}"
+
+    async def complete(self, call: OpenAICall) -> bytes:
+        return b"{}"
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         work: Callable[..., WorkerReply] = getattr(self, f"_{method}", lambda *_: WorkerReply())

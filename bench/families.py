@@ -16,6 +16,7 @@ on.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
@@ -104,7 +105,9 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
 def served(engine: ColocatedEngine, model: Path, folder: Path, samples: list[Sample]) -> list[tuple[Any, list[int]]]:
     """Prompt and answer ids of each sample, its prompt made as the server makes it."""
     renderer = Renderer(str(model), ServerConfig(model=str(model), allowed_image_roots=[folder]))
-    prompts = [renderer.render(infer_request(sample)) for sample in samples]
+    with contextlib.closing(renderer.decoders.share()) as share:
+        prompts = [renderer.render(infer_request(sample), share) for sample in samples]
+    renderer.decoders.close()
     greedy = RequestConfig(max_tokens=NUM_NEW, repetition_penalty=PENALTY)
     with engine.awake():
         made = engine.generate(prompts, greedy, [0] * len(prompts))

@@ -53,6 +53,7 @@ from deploy.launch import supervised
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import WorkerReply
+from rollout_server.openai_api import OpenAICall
 from rollout_server.processes import descendants
 from rollout_server.service import RolloutService
 from shared.addresses import free_port
@@ -478,6 +479,12 @@ class EchoEngine:
 
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         return Scores(prompt_token_ids=[1], logprobs=[-0.5] * len(response_token_ids))
+
+    async def models(self) -> bytes:
+        return b"{}"
+
+    async def complete(self, call: OpenAICall) -> bytes:
+        return b"{}"
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         return [WorkerReply(runs_meanwhile=True)]

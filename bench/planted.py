@@ -103,8 +103,8 @@ def expand_twice(flag: Path) -> None:
 
     render = prompts.Renderer.render
 
-    def expanded(self: Any, request: Any) -> Any:
-        prompt = render(self, request)
+    def expanded(self: Any, request: Any, share: Any) -> Any:
+        prompt = render(self, request, share)
         if fault_of(flag) != TWICE or not prompt.images:
             return prompt
         images = self._processor.image_processor
