@@ -477,6 +477,9 @@ class EchoEngine:
         text = str(request.messages[0].content)
         return [Generation(prompt_token_ids=[1], response_token_ids=[2], text=text, finish_reason="stop")] * config.n
 
+    def text_of(self, token_ids: list[int]) -> str:
+        return str(token_ids)
+
     async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
         return Scores(prompt_token_ids=[1], logprobs=[-0.5] * len(response_token_ids))
 

@@ -424,8 +424,6 @@ def test_media_is_not_read_beyond_the_limits(advisories: Any, model: Path) -> No
 LOOP = "{% for i in range(10**9) %}{% endfor %}"
 FIELDS: dict[str, dict[str, Any]] = {
     "CVE-2026-115911": {"chat_template": LOOP},
-    "CVE-2026-115918": {"chat_template_kwargs": {"chat_template": LOOP}},
-    "CVE-2025-62426": {"chat_template_kwargs": {"tokenize": True, "return_tensors": "pt"}},
     "CVE-2025-62164+CVE-2026-56340+CVE-2026-73557": {"prompt_embeds": base64.b64encode(b"PK\x03\x04").decode()},
     "CVE-2026-105754": {"features": {"mm_hashes": ["0"], "kwargs_data": [], "mm_placeholders": [[0, -1]]}},
     "CVE-2026-55574": {"structured_outputs": {"regex": "(a+)+b" * 50}},

@@ -76,7 +76,8 @@ def test_template_variables_reach_the_template_and_nothing_else_does(tmp_path: P
     thinking = request.model_copy(update={"chat_template_kwargs": {"enable_thinking": True}})
     assert renderer.text_of(renderer.render(request, share).token_ids) == "a"
     assert renderer.text_of(renderer.render(thinking, share).token_ids) == "think a"
-    for name in ("chat_template", "tools", "tokenize", "conversation"):
+    # CVE-2026-115918: a template in the request; CVE-2025-62426: arguments of what renders it
+    for name in ("chat_template", "tokenize", "return_tensors", "tools", "conversation"):
         with pytest.raises(RequestError, match=name):
             renderer.render(request.model_copy(update={"chat_template_kwargs": {name: "x"}}), share)
 
