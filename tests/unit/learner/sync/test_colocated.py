@@ -6,6 +6,7 @@ Real engines: tests/integration/test_colocate.py.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -266,7 +267,10 @@ def test_a_failure_on_one_rank_falls_back_on_all_for_good(caplog: pytest.LogCapt
         assert isinstance(outcome, SyncReceipt)
         assert (outcome.mode, outcome.num_tensors) == ("full", 4)
         assert ("has no place" in outcome.fallback) == (outcome.ver == 2)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert [record.levelname for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "WARNING",
+        "WARNING",
+    ]
 
 
 @pytest.mark.parametrize(("rank", "obstacle", "word"), [(8, "the adapter is a DoRA", "DoRA"), (9, "", "rank 9")])
@@ -278,10 +282,10 @@ def test_an_adapter_that_does_not_fit_is_told_before_the_first_step(
     adapter.rank, adapter.obstacle = rank, obstacle
     with pytest.raises(SyncError, match=word):
         sync_of(Engine(), Merged(adapter), Ranks(), adapter, fallback_to_full=False)
-    assert caplog.records == []
+    assert not any(record.levelno >= logging.WARNING for record in caplog.records)
     engine = Engine()
     sync = sync_of(engine, Merged(adapter), Ranks(), adapter)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert sum(record.levelno >= logging.WARNING for record in caplog.records) == 1
     receipt = sync.sync()
     assert (receipt.mode, word in receipt.fallback) == ("full", True)
     assert "load_adapter" not in engine.events
