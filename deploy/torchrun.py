@@ -45,6 +45,9 @@ def main(
 def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
     """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    if max_restarts:
+        # A store of its own for every start. In a shared one, ranks find the addresses of those that are gone.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)
     from torch.distributed import run

@@ -151,6 +151,7 @@ started+=($!)
 wait_beside_servers $!
 
 say "learning on ${learners[*]}"
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # a new store for every start: in an old one ranks find addresses of ranks that are gone
 srun --nodes="${#learners[@]}" --ntasks="${#learners[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 \
   --nodelist="$(IFS=, && echo "${learners[*]}")" \
   "$PYTHON" -m torch.distributed.run --nnodes="${#learners[@]}" --nproc-per-node="$GPUS_PER_NODE" \
