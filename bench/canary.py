@@ -46,7 +46,6 @@ from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
 from shared.errors import ProjectError, ServerError
-from shared.sync.loading import WeightLoad
 
 Change = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]  # name, as trained, as it was at the first sync
 HEAD_FAULT = "tied head stale"
@@ -211,9 +210,11 @@ def hooked(folder: Path, flag: Path, hooks: Mapping[str, str]) -> str:
 
 def keep_head(flag: Path) -> None:
     """From now on in this process: while `flag` names this fault, loading keeps the output head's packed copy."""
+    from shared.sync.loading import WeightLoad  # here: this is called while a process imports that module
+
     close = WeightLoad.close
 
-    def close_without_head(load: WeightLoad) -> None:
+    def close_without_head(load: Any) -> None:
         if not (flag.exists() and flag.read_text() == HEAD_FAULT):
             return close(load)
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

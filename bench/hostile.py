@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.connection import Connection
@@ -41,8 +41,6 @@ from typing import Annotated, Any
 import httpx
 import torch
 import typer
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from rich.console import Console
 
 from bench.figures import RESULTS, Figure, save, show
@@ -62,16 +60,7 @@ from shared.generation import Generation, Scores
 from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.group import start_join
 from shared.sync.meeting import CARD_BYTES, HELLO_BYTES, Membership, meet, num_strangers
-from shared.wire import (
-    CloseCommunicatorCall,
-    ExpectScoresCall,
-    InferCall,
-    InitCommunicatorCall,
-    RequestConfig,
-    RolloutInferRequest,
-    ScoreCall,
-    UpdateWeightsCall,
-)
+from shared.wire import RequestConfig, RolloutInferRequest
 
 HOST, SECRET = "127.0.0.1", b"of this group"
 HANG_S = 10.0
@@ -435,35 +424,6 @@ def _answer_s(url: str) -> float:
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
-CALLS: dict[str, type[BaseModel]] = {
-    "/infer/": InferCall,
-    "/score/": ScoreCall,
-    "/init_communicator/": InitCommunicatorCall,
-    "/update_weights/": UpdateWeightsCall,
-    "/expect_scores/": ExpectScoresCall,
-    "/close_communicator/": CloseCommunicatorCall,
-}
-
-
-def openapi() -> dict[str, Any]:
-    """The schema of the calls, made of the models in `shared/wire.py`."""
-    place = "#/components/schemas/{model}"
-    bodies, definitions = models_json_schema([(model, "validation") for model in CALLS.values()], ref_template=place)
-    paths = {
-        path: {
-            "post": {
-                "requestBody": {
-                    "required": True,
-                    "content": {"application/json": {"schema": bodies[model, "validation"]}},
-                },
-                "responses": {"200": {"description": "done"}},
-            }
-        }
-        for path, model in CALLS.items()
-    }
-    info = {"title": "rollout server", "version": "1"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions["$defs"]}}
-
 
 class EchoEngine:
     """Takes everything, and has one worker."""
@@ -486,8 +446,8 @@ class EchoEngine:
     async def models(self) -> bytes:
         return b"{}"
 
-    async def complete(self, call: OpenAICall) -> bytes:
-        return b"{}"
+    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+        return _events() if call.stream else b"{}"
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         return [WorkerReply(runs_meanwhile=True)]
@@ -497,6 +457,10 @@ class EchoEngine:
     def check_answers(self) -> None: ...
     async def watch(self) -> None: ...
     def shutdown(self) -> None: ...
+
+
+async def _events() -> AsyncGenerator[str]:
+    yield "data: [DONE]\n\n"
 
 
 @dataclass
@@ -541,6 +505,13 @@ def _client() -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=f"http://{HOST}", headers=headers)
 
 
+async def _document() -> dict[str, Any]:
+    """The server's own description of its calls."""
+    async with _client() as http:
+        found: dict[str, Any] = (await http.get("/openapi.json")).json()
+        return found
+
+
 def _call(job: tuple[str, bool, int]) -> Answers:
     """So many bodies for one path, that fit its schema or do not."""
     from hypothesis import HealthCheck, Phase, given, settings
@@ -549,7 +520,7 @@ def _call(job: tuple[str, bool, int]) -> Answers:
 
     path, fits, num_cases = job
     mode = GenerationMode.POSITIVE if fits else GenerationMode.NEGATIVE
-    cases = from_openapi.from_dict(openapi())[path]["POST"].as_strategy(generation_mode=mode)
+    cases = from_openapi.from_dict(asyncio.run(_document()))[path]["POST"].as_strategy(generation_mode=mode)
     caller = Caller(path)
     quick = settings(
         max_examples=num_cases,
@@ -574,7 +545,9 @@ def calls(num_cases: int, processes: int = 2) -> list[Figure]:
     """Half of the bodies fit the schema, half do not."""
     say(f"calls: {num_cases} bodies")
     answers, begin = Answers(), time.monotonic()
-    jobs = [(path, fits, -(-num_cases // (2 * len(CALLS)))) for path in CALLS for fits in (True, False)]
+    described = asyncio.run(_document())["paths"]
+    paths = [path for path, methods in described.items() if "requestBody" in methods.get("post", {})]
+    jobs = [(path, fits, -(-num_cases // (2 * len(paths)))) for path in paths for fits in (True, False)]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         for one in pool.imap_unordered(_call, jobs):
             answers.add(one)

@@ -436,9 +436,8 @@ def _segment_source(basis: Basis, backend: RolloutBackend | None, answers: Answe
     if not learns_rollouts(basis.config):
         return basis.ground_truth
     assert backend is not None
-    if answers is None:
-        return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss)
-    return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss, on_answer=answers.add)
+    on_answer = answers.add if answers is not None else None
+    return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss, on_answer=on_answer)
 
 
 def _row_maker(config: RunConfig) -> RowMaker:

@@ -460,9 +460,7 @@ class Guard:
 
 
 def _refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -> RequestError:
-    error = RequestError(what, found=found, wanted=wanted, remedy=remedy)
-    error.http_status = http_status
-    return error
+    return RequestError(what, found=found, wanted=wanted, remedy=remedy).as_status(http_status)
 
 
 class BodyLimit:

@@ -141,9 +141,11 @@ class ServerConfig(Section):
     body_timeout_s: float = key(
         "longest time for sending one body, and longest pause in reading an answer", 60.0, unit="s", gt=0.0
     )
-    max_requests_per_call: int = key("most requests of one `/infer/` or `/score/` call", 4096, unit="requests", ge=1)
+    max_requests_per_call: int = key(
+        "most requests of one `/infer/`, `/score/` or `/v1/` call", 4096, unit="requests", ge=1
+    )
     max_requests_in_flight: int = key(
-        "most requests of all running `/infer/` and `/score/` calls; further calls get 503",
+        "most requests of all running `/infer/`, `/score/` and `/v1/` calls; further calls get 503",
         65_536,
         unit="requests",
         ge=1,

@@ -125,14 +125,12 @@ class StallWatch:
     def check(self) -> None:
         """Raises ServerError (503) if the engine does not answer."""
         if self._stalled:
-            error = ServerError(
+            raise ServerError(
                 "the engine does not answer",
                 found=f"no sign of it for {self._stall_s:g} s",
                 wanted="an answer within engine_stall_s",
                 remedy="see whether its process is stopped; restart the server if it stays so",
-            )
-            error.http_status = 503
-            raise error
+            ).as_status(503)
 
     @contextlib.asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:

@@ -162,10 +162,9 @@ class Gate:
 
 
 def _refused(found: str, wanted: str) -> SyncError:
-    error = SyncError(
+    return SyncError(
         "the weight update was refused", found=found, wanted=wanted, remedy="open the group again with this learner"
-    )
-    return error.as_status(409)
+    ).as_status(409)
 
 
 @dataclass

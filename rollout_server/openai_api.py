@@ -192,9 +192,7 @@ def _json(answer: Any) -> bytes:
 
 
 def _refused(error: Any) -> RequestError:
-    refused = RequestError("vLLM refuses the request", found=str(error.message)[:500])
-    refused.http_status = int(error.code)
-    return refused
+    return RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
 
 
 class _Client:
@@ -245,11 +243,9 @@ def _other_versions() -> Iterator[None]:
     except (ImportError, AttributeError, TypeError) as error:
         import vllm
 
-        unknown = ServerError(
+        raise ServerError(
             "/v1/ is not available with this version of vLLM",
             found=f"vLLM {vllm.__version__}: {type(error).__name__}: {error}",
             wanted="vLLM's OpenAI layer as in 0.26 or 0.32",
             remedy="use /infer/, or install that version",
-        )
-        unknown.http_status = 501
-        raise unknown from error
+        ).as_status(501) from error

@@ -185,9 +185,8 @@ class RolloutService:
     def check_alive(self) -> None:
         """Raises ServerError once the engine is dead, or while it does not answer."""
         if self.engine.dead:
-            error = ServerError("the engine died", wanted="a living engine", remedy="see the server's log, restart it")
-            error.http_status = 503
-            raise error
+            remedy = "see the server's log, restart it"
+            raise ServerError("the engine died", wanted="a living engine", remedy=remedy).as_status(503)
         self.engine.check_answers()
 
     def check_ready(self) -> None:
@@ -279,14 +278,12 @@ class RolloutService:
 def check_number(field: str, number: int, config: ServerConfig) -> None:
     """Raises RequestError (413) if these are too many requests for one call."""
     if number > config.max_requests_per_call:
-        error = RequestError(
+        raise RequestError(
             f"{field}: too many for one call",
             found=str(number),
             wanted=f"at most {config.max_requests_per_call}",
             remedy="send several calls, or raise the server's max_requests_per_call",
-        )
-        error.http_status = 413
-        raise error
+        ).as_status(413)
 
 
 @dataclass

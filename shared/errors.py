@@ -66,7 +66,7 @@ class ProjectError(Exception):
         return "; ".join(parts)
 
     def as_status(self, http_status: int) -> Self:
-        """This error, answered with another HTTP status: in this case it is the caller's mistake."""
+        """This error, answered with another HTTP status than its class has."""
         self.http_status = http_status
         return self
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 import uuid
 from dataclasses import asdict, dataclass
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from learner.rollout.membership import Membership
-from shared.errors import ConfigError
+from learner.run.files import write_atomically
+from shared.errors import ConfigError, OutputError
 
 FOLDER, STATE, REQUESTS = "servers", "state.json", "requests"
 log = logging.getLogger("learner.rollout")
@@ -36,12 +36,11 @@ class ServerRequest:
 
 
 def ask(run_dir: Path, request: ServerRequest) -> Path:
-    """Leave a request for the run in `run_dir`. Raises ConfigError if there is none that could read it."""
+    """Leave a request for the run in `run_dir`. Raises ConfigError if there is none that could read it,
+    OutputError if it can't be written."""
     read_state(run_dir)
-    folder = run_dir / FOLDER / REQUESTS
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
-    _write(path, asdict(request))
+    path = run_dir / FOLDER / REQUESTS / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
+    write_atomically(path, json.dumps(asdict(request)))
     return path
 
 
@@ -95,9 +94,8 @@ class ServerControl:
             "servers": [asdict(member) for member in membership.members],
         }
         try:
-            self._folder.mkdir(exist_ok=True)
-            _write(self._folder / STATE, state)
-        except OSError as error:
+            write_atomically(self._folder / STATE, json.dumps(state, indent=1))
+        except OutputError as error:
             log.warning("the list of servers could not be written: %s", error)
         self._shown = membership
 
@@ -119,9 +117,3 @@ def _request(value: Any) -> ServerRequest:
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
     return request
-
-
-def _write(path: Path, value: dict[str, Any]) -> None:
-    work = path.with_name(f".{path.name}.{os.getpid()}")
-    work.write_text(json.dumps(value, indent=1) + "\n")
-    work.replace(path)

@@ -14,16 +14,16 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.records import Assignment, DetectionObject, Target
+from learner.records import Assignment, Target
 from learner.run.files import write_atomically
 from learner.target.target import IGNORED
+from learner.tasks.detection.task import object_json
 from learner.tasks.task import Tokenizer
 from learner.tasks.tokens import TokenPieces, pieces_of
 
@@ -64,9 +64,9 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces) -> dict[
         "images": list(sample.images),
         "width": sample.width,
         "height": sample.height,
-        "truth": [_object(item) for item in sample.objects],
-        "ignored": [_object(item) for item in sample.ignored],
-        "predictions": [_object(predicted.object) for predicted in parsed.objects],
+        "truth": [object_json(item) for item in sample.objects],
+        "ignored": [object_json(item) for item in sample.ignored],
+        "predictions": [object_json(predicted.object) for predicted in parsed.objects],
         "pairs": [[p, t, round(iou, 3)] for p, t, iou in assignment.pairs],
         "missed": list(assignment.missed),
         "drops": dict(parsed.drops),
@@ -104,7 +104,3 @@ def _texts(ids: NDArray[np.int64], pieces: TokenPieces) -> list[str]:
     text = pieces.text(ids.tolist())
     spans = zip([0, *text.ends.tolist()], text.ends.tolist(), strict=False)
     return [text.data[begin:end].decode(errors="replace") for begin, end in spans]
-
-
-def _object(item: DetectionObject) -> Mapping[str, Any]:
-    return {"desc": item.desc, item.kind: list(item.bins)}

@@ -12,13 +12,13 @@ from typing import Any
 from PIL import Image, ImageDraw
 
 from learner.run.evaluation import Evaluation
+from learner.tasks.detection.bins import NUM_BINS
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
 NUM_PICTURES = 4
 MAX_SIDE = 640  # pixels
 TRUTH, PREDICTED = (0, 150, 60), (230, 90, 0)
-_LAST_BIN = 999
 
 
 def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Image.Image]]:
@@ -44,7 +44,7 @@ def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Im
 def _draw(canvas: ImageDraw.ImageDraw, item: Mapping[str, Any], size: tuple[int, int], color: tuple[int, ...]) -> None:
     """One object: a box, or a polygon's outline, with its name."""
     bins = item.get("bbox_2d") or item["poly"]
-    x, y = ([bin_ * side / _LAST_BIN for bin_ in bins[axis::2]] for axis, side in enumerate(size))
+    x, y = ([bin_ * side / (NUM_BINS - 1) for bin_ in bins[axis::2]] for axis, side in enumerate(size))
     points = list(zip(x, y, strict=True))
     if "bbox_2d" in item:
         (x1, y1), (x2, y2) = points

@@ -68,10 +68,9 @@ class StarvedError(DeadlineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much a call, a pack and a step hold on one rank."""
+    """How much a call and a pack hold on one rank."""
 
     samples_per_pack: int
-    packs_per_step: int
     call_size: int  # samples
 
     @classmethod
@@ -86,7 +85,6 @@ class Sizes:
         calls = -(-packs_per_step // packs)
         return cls(
             samples_per_pack=samples_per_pack,
-            packs_per_step=packs_per_step,
             call_size=-(-packs_per_step // calls) * samples_per_pack,
         )
 

@@ -109,7 +109,7 @@ class RolloutSource(SegmentSource, StreamingSource):
         rewards: Rewards,
         *,
         loss: LossConfig,
-        on_answer: Callable[[Any, Target], None] = lambda assignment, target: None,
+        on_answer: Callable[[Any, Target], None] | None = None,
     ) -> None:
         """`on_answer` is told of every assignment and its target, on the thread that makes the segment."""
         self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
@@ -167,7 +167,8 @@ class RolloutSource(SegmentSource, StreamingSource):
             **self._rewards.sums(rollout, assignment),
         }
         target = self._task.target(assignment, self._loss)
-        self._on_answer(assignment, target)
+        if self._on_answer is not None:
+            self._on_answer(assignment, target)
         return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats)
 
 

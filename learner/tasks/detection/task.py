@@ -86,9 +86,9 @@ class DetectionTask(Task):
         parsed = assignment.parsed
         sample = parsed.rollout.sample
         return {
-            "truth": [_object(o) for o in sample.objects],
-            "ignored": [_object(o) for o in sample.ignored],
-            "predictions": [_object(p.object) for p in parsed.objects],
+            "truth": [object_json(o) for o in sample.objects],
+            "ignored": [object_json(o) for o in sample.ignored],
+            "predictions": [object_json(p.object) for p in parsed.objects],
             "pairs": [list(pair) for pair in assignment.pairs],
             "drops": dict(parsed.drops),
             "truncated": parsed.truncated,
@@ -116,7 +116,8 @@ class DetectionTask(Task):
         validate_sample(sample, None)
 
 
-def _object(item: DetectionObject) -> dict[str, Any]:
+def object_json(item: DetectionObject) -> dict[str, Any]:
+    """Its description and its bins, as an answer would have them."""
     return {"desc": item.desc, item.kind: list(item.bins)}
 
 
