@@ -31,7 +31,7 @@ from shared.errors import DataError
 
 PROMPT = "<image>Detect every cell."
 CLASSES = ("RBC", "WBC", "Platelets")
-WIDTH, HEIGHT = 288, 208  # what the model's processor makes of 640 x 480
+WIDTH, HEIGHT = 192, 144  # what the model's processor makes of 640 x 480
 SMALLEST_PART = 0.35  # a label stays with a crop that holds so much of its box ...
 SMALLEST_SIDE = 4.0  # ... and so many pixels across
 MOSAICS = 0.3  # share of the augmented images that are four crops

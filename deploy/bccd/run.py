@@ -1,8 +1,8 @@
 """Every method of this project on real photographs, from one model: `python -m deploy.bccd.run --data BCCD --out DIR`.
 
 BCCD: 205 training, 87 validation and 72 test photographs of blood cells with published labels (`photographs.py` says
-where they come from). Stage 1 trains a small Qwen3-VL from random weights by `sft` on augmented photographs; the
-checkpoint with the best validation score is the base. From it, every method learns the 205 photographs as they are,
+where they come from). Stage 1 trains the demo's small Qwen3-VL by `sft` on augmented photographs; the checkpoint with
+the best validation score is the base. From it, every method learns the 205 photographs as they are,
 with the labels as published and with 40% of them removed, for as many steps, with several seeds. Scores are those of
 greedy answers to the test photographs.
 
@@ -38,8 +38,17 @@ from bench.figures import circumstances, markdown_table
 from bench.learns import Slot, make_slots, run_all, wait_open
 from bench.learns_report import read_results, summarize, write_result
 from bench.runs import LearnerRun, last_words, learner_config, read_events, start_learner, steps_of
-from deploy.bccd.photographs import CLASSES, Folders, read_photographs, without_labels, write_augmented, write_jsonl
-from deploy.demo.model import SHAPES, Shape, write_model
+from deploy.bccd.photographs import (
+    CLASSES,
+    HEIGHT,
+    WIDTH,
+    Folders,
+    read_photographs,
+    without_labels,
+    write_augmented,
+    write_jsonl,
+)
+from deploy.demo.model import SHAPES, write_model
 from deploy.launch import Processes, supervised
 from learner.report.read import read_scene
 from learner.report.scores import counts_by_class
@@ -51,18 +60,7 @@ Labels = Literal["published", "missing"]
 
 MISSING = 0.4  # share of the training labels that are removed
 FIRST_SEED = 17
-SMALL = Shape(  # 7.7 million parameters; its weights in bfloat16 are 15 MB
-    layers=6,
-    hidden=256,
-    intermediate=384,
-    head_dim=64,
-    mrope_section=(12, 10, 10),
-    vision_depth=4,
-    vision_hidden=192,
-    vision_heads=3,  # of 64, as the text
-    vision_intermediate=384,
-    initializer_range=0.02,
-)
+TRAINED = Path(__file__).parents[1] / "demo" / "checkpoint"
 TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
 KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
 IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
@@ -197,7 +195,7 @@ def _run(plan: Plan, runs: Sequence[Run]) -> int:
         with supervised() as processes:
             try:
                 prepare(plan)
-                write_model(plan.init, SHAPES["tiny"] if plan.size == "tiny" else SMALL, words=CLASSES)
+                write_init(plan)
                 for slot in plan.slots if runs else ():  # the first sync brings the base model's weights
                     images = Folders.of(plan.data).images.resolve()
                     slot.open(processes, plan.work / "runs", plan.init, images, eager=False)
@@ -223,6 +221,12 @@ def _slots(serve: bool, number: int | None) -> list[Slot[Run]]:
     return [Slot(index=i, has_server=False, learner_devices=(i % num_gpus,)) for i in range(number or 12)]
 
 
+def write_init(plan: Plan) -> None:
+    """The model before stage 1: the demo's checkpoint, which finds digits; three new words are tokens of it."""
+    shape, trained = (SHAPES["tiny"], None) if plan.size == "tiny" else (SHAPES["demo"], TRAINED)
+    write_model(plan.init, shape, words=CLASSES, max_pixels=WIDTH * HEIGHT, trained=trained)
+
+
 def prepare(plan: Plan) -> None:
     """The splits as JSONL; the augmented images if the base model is not there yet."""
     began = time.monotonic()
@@ -241,7 +245,7 @@ def prepare(plan: Plan) -> None:
 
 
 def train_base(plan: Plan, processes: Processes) -> None:
-    """Stage 1: `sft` on augmented photographs from random weights; the checkpoint that is best on `val` is the base."""
+    """Stage 1: `sft` on augmented photographs; the checkpoint that is best on `val` is the base."""
     if plan.base.is_dir():
         return
     began = time.monotonic()
@@ -306,7 +310,7 @@ def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> Le
         data={"val": str(plan.work / "val.jsonl"), "num_workers": _workers(all_cores=True)},
         training={
             "seed": 1,
-            "learning_rate": 1e-3,
+            "learning_rate": 7e-4,
             "lr_scheduler_type": "cosine",
             "warmup_steps": steps // 12,
             "weight_decay": 0.05,

@@ -143,19 +143,46 @@ def build(path: str | Path, size: Size = "tiny", seed: int = 0) -> None:
     write_model(path, SHAPES[size], seed=seed)
 
 
-def write_model(path: str | Path, shape: Shape, *, words: Sequence[str] = (), seed: int = 0) -> None:
-    """A model of any shape; each of `words` is one token of it besides those of PIECES."""
+def write_model(
+    path: str | Path,
+    shape: Shape,
+    *,
+    words: Sequence[str] = (),
+    max_pixels: int = 256**2,
+    trained: str | Path | None = None,
+    seed: int = 0,
+) -> None:
+    """A model of any shape; each of `words` is one token of it besides those of PIECES.
+
+    `trained`: a folder with a model of the same shape and these tokens, some of `words` aside. Its weights are taken
+    over, those of a token by the token's text; new words begin with random weights.
+    """
     tokenizer = build_tokenizer(words)
-    processor = build_processor(tokenizer)
+    processor = build_processor(tokenizer, max_pixels)
     config = build_config(tokenizer, shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
+    if trained is not None:
+        _take_weights(model, tokenizer, trained)
     model.bfloat16()
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
     model.save_pretrained(path)
     processor.save_pretrained(path)
+
+
+def _take_weights(model: Qwen3VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, path: str | Path) -> None:
+    trained = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    of_token = PreTrainedTokenizerFast.from_pretrained(path).get_vocab()
+    weights = trained.state_dict()
+    for name, weight in model.state_dict().items():
+        if weight.shape[0] == len(tokenizer):  # the embeddings, which are the output head too
+            for text, index in tokenizer.get_vocab().items():
+                if text in of_token:
+                    weight[index] = weights[name][of_token[text]]
+        else:
+            weight.copy_(weights[name])
 
 
 def count_parameters(size: Size) -> int:
@@ -190,10 +217,10 @@ def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     )
 
 
-def build_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLProcessor:
-    """An image keeps its size between 64x64 and 256x256 pixels; it becomes patches of 8x8, four of them to a token."""
+def build_processor(tokenizer: PreTrainedTokenizerFast, max_pixels: int = 256**2) -> Qwen3VLProcessor:
+    """An image keeps its size from 64x64 to `max_pixels` pixels; it becomes patches of 8x8, four of them to a token."""
     patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
-    pixels = {"shortest_edge": 64**2, "longest_edge": 256**2}
+    pixels = {"shortest_edge": 64**2, "longest_edge": max_pixels}
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
         tokenizer=tokenizer,

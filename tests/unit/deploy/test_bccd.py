@@ -7,11 +7,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from deploy.bccd import photographs
-from deploy.bccd.photographs import Photograph, augment, read_photographs, without_labels, write_augmented, write_jsonl
+from deploy.bccd.photographs import (
+    CLASSES,
+    Photograph,
+    augment,
+    read_photographs,
+    without_labels,
+    write_augmented,
+    write_jsonl,
+)
 from deploy.bccd.run import report
+from deploy.demo.model import SHAPES, write_model
 from shared.errors import DataError
 
 XML = """<annotation><filename>{name}.jpg</filename><size><width>640</width><height>480</height><depth>3</depth></size>
@@ -95,3 +106,17 @@ def test_a_folder_without_the_data_set_says_where_to_get_it(tmp_path: Path) -> N
 def test_a_report_without_results_writes_nothing(tmp_path: Path) -> None:
     report(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trained_models_weights_are_taken_over_by_token(tmp_path: Path) -> None:
+    """The new words move the ids of all tokens after them."""
+    write_model(tmp_path / "digits", SHAPES["tiny"], seed=3)
+    write_model(tmp_path / "cells", SHAPES["tiny"], words=CLASSES, trained=tmp_path / "digits", seed=4)
+    digits, cells = (Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / name) for name in ("digits", "cells"))
+    ids = [
+        [processor.tokenizer.convert_tokens_to_ids(token) for token in ("<|coord_7|>", "]}", "every")]
+        for processor in (AutoProcessor.from_pretrained(tmp_path / name) for name in ("digits", "cells"))
+    ]
+    assert ids[0] != ids[1]
+    logits = [model(torch.tensor([row])).logits[0][:, row] for model, row in zip((digits, cells), ids, strict=True)]
+    assert torch.equal(*logits)
