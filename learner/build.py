@@ -51,6 +51,7 @@ from learner.run.stopping import Stopped, StopRequest
 from learner.run.trackers import check_trackers
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
+from learner.steps.groups import GroupSource
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
@@ -176,7 +177,10 @@ class Basis:
 
     @cached_property
     def rewards(self) -> Rewards:
-        return Rewards(tokenizer=self.policy.tokenizer, functions=reward_functions(self.config))
+        functions, weights = reward_functions(self.config), dict(self.config.reward.weights)
+        if self.config.custom.trainer_variant == "grpo" and not functions and not weights:
+            weights = {"f1": 1.0}
+        return Rewards(tokenizer=self.policy.tokenizer, functions=functions, weights=weights, task=self.task)
 
 
 def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
@@ -205,6 +209,7 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
         shard_over=shard_over,
         image_rules=config.data.image_rules,
         loss=loss_function(config),
+        grpo=config.grpo if config.custom.trainer_variant == "grpo" else None,
     )
     policy.broadcast(ranks)
     task = make_task(config.task, policy.tokenizer)
@@ -351,7 +356,7 @@ def _step_source(
             row_maker=row_maker,
             clock=clock,
         )
-        return _stage2(basis, parts, capacity=backend.chunk if backend else 0, total_steps=total_steps)
+        return _stage2(basis, parts, capacity=_whole_groups(config, backend), total_steps=total_steps)
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "ranks": basis.ranks,
@@ -387,6 +392,12 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
         max_starved_steps=settings.max_starved_steps,
         deadline_s=deadline_s / 2,  # so that a rank's own error comes before the other ranks' timeout
     )
+
+
+def _whole_groups(config: RunConfig, backend: Backend | None) -> int:
+    """How many samples the backend decodes at once for this rank; with `grpo` whole groups, at least one."""
+    size = config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1
+    return max(1, backend.chunk // size) * size if backend else 0
 
 
 def _overlap(config: RunConfig, rollouts: SegmentSource) -> Overlap:
@@ -437,7 +448,11 @@ def _segment_source(basis: Basis, backend: RolloutBackend | None, answers: Answe
         return basis.ground_truth
     assert backend is not None
     on_answer = answers.add if answers is not None else None
-    return RolloutSource(backend, basis.task, basis.rewards, loss=basis.config.loss, on_answer=on_answer)
+    settings: dict[str, Any] = {"loss": basis.config.loss, "on_answer": on_answer}
+    if basis.config.custom.trainer_variant != "grpo":
+        return RolloutSource(backend, basis.task, basis.rewards, **settings)
+    longest = basis.config.rollout_matching.decoding.max_new_tokens
+    return GroupSource(backend, basis.task, basis.rewards, grpo=basis.config.grpo, max_new_tokens=longest, **settings)
 
 
 def _row_maker(config: RunConfig) -> RowMaker:

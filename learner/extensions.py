@@ -21,10 +21,10 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from learner.config.schema import DataConfig, LossConfig, RunConfig, TaskConfig
 from learner.records import Rollout, Sample, Target
@@ -32,7 +32,9 @@ from shared.config.model import ConfigErrors, Mistake, show
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from learner.data.raw import RawRecord
     from learner.tasks.task import Tokenizer
@@ -54,6 +56,13 @@ class Reader(Protocol):
         Raises DataError if a record cannot be used. `rollout-learner check` and every rank call this once per split.
         """
         ...
+
+
+class PrefixRewards(NamedTuple):
+    """What an answer with n objects earns after its first 0, 1, ..., n of them, and where each of them ends."""
+
+    values: NDArray[np.float64]  # [n + 1]
+    ends: NDArray[np.int64]  # [n] one past the last response token of each object, ascending
 
 
 class Task(Protocol):
@@ -101,6 +110,16 @@ class Task(Protocol):
     def evaluate(self, assignments: Sequence[Any]) -> Mapping[str, float]:
         """Metrics over a whole evaluation set, by name; [] gives 0 for each."""
         ...
+
+    def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
+        """Those of `names` that are rewards of this task (`reward.weights`), each a finite number, larger for better
+        answers."""
+        return {}
+
+    def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:
+        """The part of the weighted sum that objects earn one by one, for `grpo.credit: object`; None: the task cannot
+        tell."""
+        return None
 
     def scene(self, assignment: Any) -> Mapping[str, Any]:
         """One line of `eval/step_N.jsonl`: truth and answer as JSON."""
@@ -325,7 +344,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
-_WITH_DEFAULTS = {"check"}
+_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards"}
 
 
 def _missing_methods(value: type) -> Iterator[str]:
@@ -335,5 +354,5 @@ def _missing_methods(value: type) -> Iterator[str]:
             own = getattr(value, name, None)
             if not callable(own) or own is method:
                 yield name
-    if not hasattr(value, "check") or not hasattr(value, "reader"):
+    if not all(hasattr(value, name) for name in (*_WITH_DEFAULTS, "reader")):
         yield "check and reader (subclass learner.extensions.Task)"

@@ -59,7 +59,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """The answer of the policy of version `ver`. `response_token_ids` are stop-trimmed."""
+    """The answer of the policy of version `ver`. `response_token_ids` are stop-trimmed. `logprobs` are natural
+    log-probabilities of the response's tokens and of the stop token, by the weights that made them; None: not asked
+    for, or the trained weights themselves made them."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]
@@ -68,6 +70,8 @@ class Rollout:
     ver: int
     seed: int | None
     server_id: str = ""
+    stop_token_id: int | None = None  # that ended the answer, if one did
+    logprobs: tuple[float, ...] | None = None
 
 
 class CoordSlots(NamedTuple):
@@ -148,6 +152,18 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PolicyTokens:
+    """What a policy gradient needs of each token of a segment, besides its label and its weight (`grpo`).
+
+    `first_logprobs` is NaN until the first pass over the segment writes into it; its copies share it on purpose. So
+    later passes know the probabilities before the first update."""
+
+    advantages: NDArray[np.float32]  # [L]
+    rollout_logprobs: NDArray[np.float32]  # [L] by the weights that made the rollout, nats; NaN: those that learn
+    first_logprobs: NDArray[np.float32]  # [L] by the learner, before the first update, nats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
     """One sample's encoded prompt + Y_train. Atomic: never split, never truncated. `labels[i]` is predicted from the
     logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
@@ -160,6 +176,8 @@ class Segment:
     vision: VisionInputs | None = None
     ver: int | None = None  # None: ground truth, not a rollout
     stats: Mapping[str, float] = field(default_factory=dict)  # matched, missed, ... for the step's metrics
+    policy: PolicyTokens | None = None  # None: its tokens are taught, not reinforced
+    extra_weight: float = 0.0  # counts as loss weight of the step, but is no token's
 
     def __len__(self) -> int:
         return len(self.input_ids)

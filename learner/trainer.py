@@ -25,6 +25,7 @@ from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
+from learner.policy.policy_gradient import policy_metrics
 from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend, is_out_of_memory
 from learner.run.answers import AnswersLog
@@ -66,7 +67,7 @@ class StepTotals:
         }
         if self.min_fill is not None:
             counted["underfilled"] = 1 if row.segments and row.fill < self.min_fill else 0
-        for counts in (counted, *(segment.stats for segment in row.segments)):
+        for counts in (counted, loss.counts, *(segment.stats for segment in row.segments)):
             self._merge(counts)
 
     @property
@@ -111,6 +112,7 @@ class StepTotals:
         metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
         metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
         metrics.update(mean_rewards(counts))
+        metrics.update(policy_metrics(counts))
         if "matched" in counts:
             metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
         return StepResult(

@@ -136,6 +136,13 @@ class Generation:
     stop_token_id: int | None = None  # the stop token
     stop_logprob: float | None = None
 
+    @property
+    def sampled_logprobs(self) -> tuple[float, ...] | None:
+        """Of the response's tokens and of the stop token."""
+        if self.logprobs is None:
+            return None
+        return (*self.logprobs, *(() if self.stop_logprob is None else (self.stop_logprob,)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:

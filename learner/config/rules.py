@@ -193,7 +193,7 @@ def learns_rollouts(config: RunConfig) -> bool:
     """Whether any step learns rollouts. `sft`, and a schedule without Channel-B, learn ground truth only."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio > 0
-    return config.custom.trainer_variant == "rollout_matching_sft"
+    return config.custom.trainer_variant in ("rollout_matching_sft", "grpo")
 
 
 def needs_rollouts(config: RunConfig) -> bool:
@@ -206,7 +206,7 @@ def overlaps(config: RunConfig) -> bool:
     """Whether Channel-B learns a step's first packs while the other rollouts of the step run (R32)."""
     stage2 = config.stage2_ab
     return (
-        config.custom.trainer_variant == "stage2_ab_training"
+        config.custom.trainer_variant in ("stage2_ab_training", "grpo")
         and config.training.packing
         and (stage2 is not None and stage2.schedule.b_ratio > 0)
     )
@@ -412,7 +412,8 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
 
 
 def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_buffer` goes with `rollout_matching_sft`; `stage2_ab_training` refuses the key, even null (D2)."""
+    """`rollout_buffer` goes with `rollout_matching_sft` and with `grpo` without `stage2_ab`; `stage2_ab_training`
+    refuses the key, even null (D2)."""
     buffer, variant = config.rollout_matching.rollout_buffer, config.custom.trainer_variant
     path = f"{ROLLOUT}.rollout_buffer"
     if variant == "stage2_ab_training":
@@ -421,6 +422,9 @@ def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
             remedy = "remove it; for rollouts ahead of learning set stage2_ab.async_actor_learner.enabled"
             found = "null under" if buffer is None else "rollout reuse under"
             yield Mistake(path=path, found=f"{found} stage2_ab_training", wanted=wanted, remedy=remedy)
+    elif variant == "grpo" and config.stage2_ab is not None and buffer is not None and buffer.enabled:
+        wanted, remedy = "grpo without the section stage2_ab", "remove one of the two"
+        yield Mistake(path=path, found="rollout reuse with stage2_ab", wanted=wanted, remedy=remedy)
     elif variant == "sft" and buffer is not None and buffer.enabled:
         wanted, remedy = "trainer_variant: rollout_matching_sft", "remove it: sft has no rollouts to reuse"
         yield Mistake(path=path, found="rollout reuse under sft", wanted=wanted, remedy=remedy)
@@ -448,21 +452,23 @@ def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
 
 
 def stage2_section(config: RunConfig) -> Iterator[Mistake]:
-    """`stage2_ab_training` needs the section `stage2_ab`; the other variants refuse it (R26)."""
+    """`stage2_ab_training` needs the section `stage2_ab`, `grpo` may have it; the other variants refuse it (R26)."""
     variant, stage2 = config.custom.trainer_variant, config.stage2_ab
     if variant == "stage2_ab_training" and stage2 is None:
         remedy = "add `stage2_ab: {schedule: {b_ratio: ...}}`"
         wanted = "the share of Channel-B steps, in [0, 1]"
         yield Mistake(path="stage2_ab.schedule.b_ratio", found="nothing", wanted=wanted, remedy=remedy)
-    if variant != "stage2_ab_training" and stage2 is not None:
+    if variant not in ("stage2_ab_training", "grpo") and stage2 is not None:
         remedy = "remove the section, or set custom.trainer_variant: stage2_ab_training"
         found, wanted = f"a section that {variant} does not read", "no such section"
         yield Mistake(path="stage2_ab", found=found, wanted=wanted, remedy=remedy)
 
 
 def stage2_batch(config: RunConfig) -> Iterator[Mistake]:
-    """`stage2_ab_training` needs `training.effective_batch_size`, its rollouts per step (D8 R31)."""
-    if config.custom.trainer_variant == "stage2_ab_training" and config.training.effective_batch_size is None:
+    """The section `stage2_ab` needs `training.effective_batch_size`, its rollouts per step (D8 R31)."""
+    variant = config.custom.trainer_variant
+    schedules = variant == "stage2_ab_training" or (variant == "grpo" and config.stage2_ab is not None)
+    if schedules and config.training.effective_batch_size is None:
         wanted = "the rollouts per optimizer step, over all ranks"
         remedy = "add it (a multiple of per_device_train_batch_size x ranks)"
         yield Mistake(path="training.effective_batch_size", found="nothing", wanted=wanted, remedy=remedy)
@@ -502,6 +508,77 @@ def async_queue(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found=given(queue, "prefetch_target_packs"), wanted=wanted, remedy=remedy)
 
 
+# ---- grpo ----------------------------------------------------------------------------------------------------------
+
+
+def grpo_has_a_use(config: RunConfig) -> Iterator[Mistake]:
+    """The section `grpo` goes with `trainer_variant: grpo`, which takes no `loss.function` (R37)."""
+    variant = config.custom.trainer_variant
+    if variant != "grpo" and "grpo" in config.model_fields_set:
+        remedy = "remove the section, or set custom.trainer_variant: grpo"
+        yield Mistake(path="grpo", found=f"a section that {variant} does not read", wanted="none", remedy=remedy)
+    if variant == "grpo" and config.loss.function is not None:
+        remedy = "unset it; rewards of your own go into reward.functions"
+        wanted = "null: grpo has its own loss"
+        yield Mistake(path="loss.function", found=show(config.loss.function), wanted=wanted, remedy=remedy)
+
+
+def grpo_batches(config: RunConfig) -> Iterator[Mistake]:
+    """With `grpo`, `per_device_train_batch_size` is a multiple of `num_generations`, and so is `decode_batch_size` with
+    rollouts ahead (R37)."""
+    if config.custom.trainer_variant != "grpo":
+        return
+    size, batch = config.grpo.num_generations, config.training.per_device_train_batch_size
+    if batch % size:
+        wanted = f"a multiple of grpo.num_generations ({size}): it counts rollouts, and a group stays on one rank"
+        remedy = f"set it to {-(-batch // size) * size}, or change grpo.num_generations"
+        found = given(config.training, "per_device_train_batch_size")
+        yield Mistake(path="training.per_device_train_batch_size", found=found, wanted=wanted, remedy=remedy)
+
+
+def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo` learns the probabilities that rollouts were drawn by: temperature 1, and nothing cut off (R37)."""
+    if config.custom.trainer_variant != "grpo":
+        return
+    decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
+    wanted: tuple[tuple[str, float], ...] = (("temperature", 1.0), ("top_p", 1.0), ("repetition_penalty", 1.0))
+    for name, value in wanted:
+        if getattr(decoding, name) != value:
+            text = f"{value:g}, so that rollouts are drawn by the probabilities that are learned"
+            yield Mistake(
+                path=f"{path}.{name}", found=given(decoding, name), wanted=text, remedy=f"set it to {value:g}"
+            )
+    if decoding.top_k > 0 or decoding.mode != "sample":
+        name = "top_k" if decoding.top_k > 0 else "decode_mode"
+        text = "sampling from all tokens, so that rollouts are drawn by the probabilities that are learned"
+        found = str(getattr(decoding, name) if name == "top_k" else decoding.mode)
+        if name == "top_k" or decoding.temperature == 1.0:
+            yield Mistake(path=f"{path}.{name}", found=found, wanted=text, remedy="remove the key")
+
+
+def grpo_reference(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.kl_weight` above 0 needs an adapter, and a model that is not sharded: the reference is the model without
+    its adapter (R37)."""
+    if config.custom.trainer_variant != "grpo" or config.grpo.kl_weight == 0:
+        return
+    remedy = "add model.lora, or set grpo.kl_weight: 0"
+    if config.model.lora is None and not (Path(config.model.path) / "adapter_config.json").is_file():
+        found = f"{given(config.grpo, 'kl_weight')} without an adapter"
+        wanted = "model.lora: the reference is the model without its adapter"
+        yield Mistake(path="grpo.kl_weight", found=found, wanted=wanted, remedy=remedy)
+    elif config.model.sharding != "none":
+        found = f"{given(config.grpo, 'kl_weight')} with model.sharding: {config.model.sharding}"
+        yield Mistake(path="grpo.kl_weight", found=found, wanted="model.sharding: none", remedy="set grpo.kl_weight: 0")
+
+
+def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.sft_weight` mixes within a step; with the section `stage2_ab` Channel-A is the teacher forcing (R37)."""
+    if config.custom.trainer_variant == "grpo" and config.grpo.sft_weight and config.stage2_ab is not None:
+        remedy = "set grpo.sft_weight: 0, and lower stage2_ab.schedule.b_ratio"
+        wanted = "0 with the section stage2_ab, whose Channel-A is teacher forcing"
+        yield Mistake(path="grpo.sft_weight", found=given(config.grpo, "sft_weight"), wanted=wanted, remedy=remedy)
+
+
 RULES: tuple[Rule, ...] = (
     pixel_limits,
     prompt_has_a_use,
@@ -525,4 +602,9 @@ RULES: tuple[Rule, ...] = (
     overlap_needs_servers,
     async_needs_servers,
     async_queue,
+    grpo_has_a_use,
+    grpo_batches,
+    grpo_samples,
+    grpo_reference,
+    grpo_mix,
 )

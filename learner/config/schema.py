@@ -203,13 +203,21 @@ class TaskConfig(Section):
 
 
 class RewardConfig(Section):
-    """Scores of rollouts. They are reported as metrics, and do not change what is learned."""
+    """Scores of rollouts. They are reported as metrics. Only `grpo` learns from them."""
 
     functions: list[str] = key(
         "import paths of functions, `my_package.my_module:my_reward`. Each scores every rollout. Its mean is the "
-        "metric `reward/my_reward` of the step and of the evaluation. `reward` is the mean of their sum",
+        "metric `reward/my_reward` of the step and of the evaluation. `reward` is the mean of their weighted sum",
         [],
         req="R38",
+    )
+    weights: dict[str, float] = key(
+        "weight of each reward in the sum, by name: functions of `functions` (1 if unnamed here) and rewards of the "
+        "task. Detection has `f1` (at IoU 0.5), `f1_miou` (mean over IoU 0.50 to 0.95), `soft_iou`, `format`, `count` "
+        "and `class_only`, each from 0 to 1; every match is one-to-one, so a duplicate costs. Empty under `grpo`, "
+        "without functions: `f1: 1`",
+        {},
+        req="R37",
     )
 
 
@@ -527,7 +535,7 @@ class VllmConfig(Section):
 
 
 class RolloutBufferConfig(Section):
-    """Learn the rollouts of one accumulation window several times; `rollout_matching_sft` only."""
+    """Learn the rollouts of one accumulation window several times; `rollout_matching_sft` and `grpo` only."""
 
     enabled: bool = key("reuse rollouts", False, req="R18")
     m_steps: int = key(
@@ -579,12 +587,88 @@ class ExtraConfig(Section):
 class CustomConfig(Section):
     """What this project adds to plain supervised training."""
 
-    trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training"] = key(
+    trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training", "grpo"] = key(
         "`sft`: teacher forcing on ground truth; `rollout_matching_sft`: learning from matched rollouts; "
-        "`stage2_ab_training`: a schedule of both, channel A and channel B",
+        "`stage2_ab_training`: a schedule of both, channel A and channel B; `grpo`: policy gradients on rewards of "
+        "rollouts",
         req="R01",
     )
     extra: ExtraConfig = key("extensions", ExtraConfig())
+
+
+# ---- grpo ----------------------------------------------------------------------------------------------------------
+
+
+class GrpoConfig(Section):
+    """Policy gradients. Rollouts of one sample are a group, and a rollout is reinforced as far as its reward is above
+    the group's. All batch sizes count rollouts: `per_device_train_batch_size` is a multiple of `num_generations`."""
+
+    num_generations: int = key("rollouts of each sample: the group", 8, unit="rollouts", req="R37", ge=2)
+    advantage: Literal["group", "rloo", "batch"] = key(
+        "what a rollout's reward is compared with: the mean of its group, of the group's other rollouts, or of all "
+        "rollouts that are scored together",
+        "group",
+        req="R37",
+    )
+    normalize_std: bool = key(
+        "divide advantages by the standard deviation of the rewards that they were compared with", False, req="R37"
+    )
+    credit: Literal["sequence", "object"] = key(
+        "`sequence`: all tokens of a rollout have its advantage; `object`: the tokens of an object have what the "
+        "answer gained from that object on, compared with the group's answers at the same object, and the closing "
+        "tokens what they gave up. Needs a task that can tell (detection)",
+        "sequence",
+        req="R37",
+    )
+    loss: Literal["token", "sequence", "dr_grpo"] = key(
+        "`token`: mean over all tokens (DAPO); `sequence`: mean over rollouts of each one's mean (GRPO); `dr_grpo`: "
+        "mean over rollouts of each one's sum, divided by `max_new_tokens`",
+        "token",
+        req="R37",
+    )
+    tis_cap: float = key(
+        "largest importance weight of a token: the learner's probability before the update over the rollout's",
+        2.0,
+        req="R37",
+        ge=1.0,
+    )
+    clip_low: float = key(
+        "with a `rollout_buffer`, whose later updates learn older rollouts: a token's probability gains nothing from "
+        "falling below 1 - this of what it was before the first update",
+        0.2,
+        req="R37",
+        gt=0.0,
+        lt=1.0,
+    )
+    clip_high: float = key("likewise, from rising above 1 + this", 0.28, req="R37", gt=0.0)
+    kl_weight: float = key(
+        "weight of the divergence from the model without its adapter, per token; above 0 needs `model.lora`",
+        0.0,
+        unit="1/nats",
+        req="R37",
+        ge=0.0,
+    )
+    overlong_tokens: int = key(
+        "answers longer than `max_new_tokens` minus this lose up to `overlong_penalty` of their reward, linearly; "
+        "0: none",
+        0,
+        unit="tokens",
+        req="R37",
+        ge=0,
+    )
+    overlong_penalty: float = key("what an answer of `max_new_tokens` loses", 1.0, unit="reward", req="R37", ge=0.0)
+    skip_no_signal: bool = key(
+        "groups whose rollouts all have the same reward do not count in the mean; false: they count, with gradient 0",
+        False,
+        req="R37",
+    )
+    sft_weight: float = key(
+        "teacher forcing in the same step: the ground truth of every group, whose tokens together weigh this many "
+        "times the group's; 0: none",
+        0.0,
+        req="R37",
+        ge=0.0,
+    )
 
 
 # ---- stage2_ab -----------------------------------------------------------------------------------------------------
@@ -641,7 +725,7 @@ class AsyncActorLearnerConfig(Section):
 
 
 class Stage2Config(Section):
-    """Settings of `stage2_ab_training`, and of no other variant."""
+    """Settings of `stage2_ab_training`. With `grpo` the section is optional: Channel-B learns rewards."""
 
     schedule: ScheduleConfig = key("which steps run Channel-B", req="R26")
     async_actor_learner: AsyncActorLearnerConfig = key(
@@ -663,8 +747,9 @@ class RunConfig(Section):
     training: TrainingConfig = key("training loop")
     logging: LoggingConfig = key("logging", LoggingConfig())
     custom: CustomConfig = key("trainer variant and rollouts", req="R01")
+    grpo: GrpoConfig = key("policy gradients; only with `trainer_variant: grpo`", GrpoConfig(), req="R37")
     stage2_ab: Stage2Config | None = key(
-        "settings of `stage2_ab_training`, which requires them; refused elsewhere", None, req="R26"
+        "settings of `stage2_ab_training`, which requires them, and of `grpo`; refused elsewhere", None, req="R26"
     )
     global_max_length: int = key("longest packed row and longest segment", 4096, unit="tokens", req="R36", ge=8)
 

@@ -9,7 +9,8 @@ a resume is exact. An epoch is one shuffled order of all samples. Micro-batch m 
 samples each), and rank r the r-th n of those, so a sample's request index r*n + i, and with it its seed, is its place
 in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds what is left, shared out as evenly as it goes, in
 rank order; a rank may then get an empty share, and still takes part. Invariants: over ranks, an epoch's shares are the
-order, each sample exactly once; the order does not depend on W or n.
+order, each sample exactly once; the order does not depend on W or n. With `repeats` K (`grpo`) each sample is K
+places in a row, which are never parted: one rank has all of them, in one micro-batch.
 
 Micro-batches are handed out in order, or in the order in which `take` and `skip` are called; each of them once. The
 state says which ones are left.
@@ -56,12 +57,21 @@ class DistributedSampler:
     """`share(position)` for position 0, 1, 2, ...: the micro-batches of epoch 0, then of epoch 1, without end."""
 
     def __init__(
-        self, num_samples: int, *, num_ranks: int, rank: int, samples_per_rank: int, seed: int, shuffle: bool = True
+        self,
+        num_samples: int,
+        *,
+        num_ranks: int,
+        rank: int,
+        samples_per_rank: int,
+        seed: int,
+        shuffle: bool = True,
+        repeats: int = 1,
     ) -> None:
         assert num_samples > 0, "load_samples refuses an empty dataset"
         assert 0 <= rank < num_ranks
         assert samples_per_rank > 0
-        self.num_samples, self.num_ranks, self.rank = num_samples, num_ranks, rank
+        assert samples_per_rank % repeats == 0, "refused by learner/config/rules.py"
+        self.num_places, self.num_ranks, self.rank, self.repeats = num_samples * repeats, num_ranks, rank, repeats
         self.seed, self.shuffle = seed, shuffle
         self.global_batch = num_ranks * samples_per_rank
         self._order: tuple[int, NDArray[np.int64]] | None = None  # the last epoch asked for
@@ -69,16 +79,17 @@ class DistributedSampler:
     @property
     def per_epoch(self) -> int:
         """Micro-batches in an epoch, the last, smaller one included."""
-        return -(-self.num_samples // self.global_batch)
+        return -(-self.num_places // self.global_batch)
 
     def global_size(self, position: int) -> int:
-        """Samples of all ranks at `position`."""
-        return min(self.global_batch, self.num_samples - position % self.per_epoch * self.global_batch)
+        """Places of all ranks at `position`."""
+        return min(self.global_batch, self.num_places - position % self.per_epoch * self.global_batch)
 
     def places(self, position: int) -> range:
         """This rank's places among all ranks' samples at `position`."""
-        size = self.global_size(position)
-        return range(size * self.rank // self.num_ranks, size * (self.rank + 1) // self.num_ranks)
+        size = self.global_size(position) // self.repeats
+        first, last = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        return range(first * self.repeats, last * self.repeats)
 
     def share(self, position: int) -> Share:
         """This rank's samples at `position`, counted in micro-batches from the beginning of training."""
@@ -94,15 +105,16 @@ class DistributedSampler:
         )
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """[num_samples] all indices, in the epoch's order."""
+        """[num_places] all indices, in the epoch's order."""
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._make_order(epoch))
         return self._order[1]
 
     def _make_order(self, epoch: int) -> NDArray[np.int64]:
-        if not self.shuffle:
-            return np.arange(self.num_samples)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        order = np.arange(self.num_places // self.repeats)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        return np.repeat(order, self.repeats)
 
 
 class WindowStep(NamedTuple):
@@ -179,7 +191,7 @@ class Batches(Iterator[MicroBatch]):
 
     def shortfall_of(self, size: int, number: int) -> Shortfall | None:
         """Of a step that learns `size` samples in at most `number` micro-batches."""
-        whole = min(number * self._sampler.global_batch, self._sampler.num_samples)
+        whole = min(number * self._sampler.global_batch, self._sampler.num_places)
         return Shortfall(size=size, whole=whole) if size < whole else None
 
     def __next__(self) -> MicroBatch:
@@ -273,6 +285,7 @@ class Batches(Iterator[MicroBatch]):
         return {
             "samples": ids.hexdigest(),
             "samples_per_micro_step": self._sampler.global_batch,
+            "places_per_sample": self._sampler.repeats,
             "seed": self._sampler.seed,
             "shuffle": self._sampler.shuffle,
         }
@@ -320,6 +333,7 @@ def sampler_of(num_samples: int, *, config: RunConfig, plan: Plan, rank: int) ->
         samples_per_rank=plan.per_device_train_batch_size,
         seed=config.training.seed,
         shuffle=config.data.shuffle,
+        repeats=config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1,
     )
 
 

@@ -26,16 +26,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from learner.config.schema import ModelConfig
+from learner.config.schema import GrpoConfig, ModelConfig
 from learner.data.prompt import PromptEncoder
 from learner.extensions import LossFunction
 from learner.policy import lora
 from learner.policy.attention import use_segment_attention
 from learner.policy.compiled import compile_layers, compiling, uncompiled
 from learner.policy.lora import AdapterWeights
-from learner.policy.loss import RowLoss, check_finite, token_logprobs, weighted_loss
+from learner.policy.loss import RowLoss, check_finite, logprobs_and_entropy, token_logprobs, weighted_loss
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
+from learner.policy.policy_gradient import PREFIX, SUMS, policy_loss, write_first_logprobs
 from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.records import EncodedPrompt, PackedRow, Segment
@@ -81,10 +82,11 @@ class Policy:
         why_not_compiled: str,
         sharded: ShardedForward | None = None,
         loss: LossFunction | None = None,
+        grpo: GrpoConfig | None = None,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
-        self._sharded, self._loss = sharded, loss
+        self._sharded, self._loss, self._grpo = sharded, loss, grpo
 
     @property
     def is_sharded(self) -> bool:
@@ -107,10 +109,20 @@ class Policy:
 
         Raises LossError if a supervised token is outside the assistant span.
         """
+        loss, inputs, _ = self._forward_row(row)
+        return loss, inputs
+
+    def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
+        """Loss, inputs, and the sums of a policy gradient."""
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
+        sums: list[torch.Tensor] = []
 
         def row_loss() -> torch.Tensor:
             hidden = hidden_states(self.model, inputs)
+            if inputs.policy is not None and len(inputs.targets):
+                loss, counted = self._policy_loss(hidden, inputs, row)
+                sums.append(counted)
+                return loss
             return weighted_loss(
                 hidden,
                 self._head,
@@ -121,7 +133,24 @@ class Policy:
                 function=self._loss,
             )
 
-        return self._forward(row_loss), inputs
+        return self._forward(row_loss), inputs, sums[0] if sums else None
+
+    def _policy_loss(
+        self, hidden: torch.Tensor, inputs: PackedInputs, row: PackedRow
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert inputs.policy is not None
+        assert self._grpo is not None, "a segment has advantages, but the policy has no section grpo"
+        now, entropy = logprobs_and_entropy(hidden[inputs.predict_at], self._head, inputs.targets)
+        write_first_logprobs(row.segments, inputs.supervised, now)
+        reference = self._reference_logprobs(inputs) if self._grpo.kl_weight else None
+        return policy_loss(now, inputs.weights, inputs.policy, self._grpo, entropy=entropy, reference=reference)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
+        """[N] by the model without its adapter."""
+        assert self.adapter is not None, "refused by learner/config/rules.py"
+        with uncompiled(), self.adapter.disable_adapter():
+            return token_logprobs(hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets)
 
     def backward(self, row: PackedRow) -> RowLoss:
         """One micro-batch of learning: adds the gradient of the row's summed loss. An empty row adds zeros (D5).
@@ -131,12 +160,17 @@ class Policy:
         """
         self.model.train()
         with compiling():
-            loss, inputs = self.forward_row(row)
+            loss, inputs, sums = self._forward_row(row)
             loss_sum = loss.item()
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
                 loss.backward()  # this does not wait: the next row is packed meanwhile
-        return RowLoss(loss_sum=loss_sum, weight_sum=inputs.weight_sum, num_supervised=len(inputs.targets))
+        return RowLoss(
+            loss_sum=loss_sum,
+            weight_sum=inputs.weight_sum,
+            num_supervised=len(inputs.targets),
+            counts={} if sums is None else {PREFIX + name: v for name, v in zip(SUMS, sums.tolist(), strict=True)},
+        )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
         """Once per step, on every rank: turn summed gradients into those of the step's weighted mean loss."""
@@ -215,9 +249,11 @@ def load_policy(
     shard_over: Ranks | None = None,
     image_rules: ImageRules | None = None,
     loss: LossFunction | None = None,
+    grpo: GrpoConfig | None = None,
 ) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
-    `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own.
+    `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own,
+    `grpo` the settings of a policy gradient.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
     Raises ConfigError if the path holds no model, if its family does not work or is not tested, if packed rows or
@@ -246,6 +282,7 @@ def load_policy(
         why_not_compiled=compile_layers(model, config.compile, device, sharded=sharded is not None),
         sharded=sharded,
         loss=loss,
+        grpo=grpo,
     )
 
 

@@ -10,7 +10,8 @@ are never computed. When compiled, not even a chunk's logits exist in float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class RowLoss:
     loss_sum: float  # nats, weighted
     weight_sum: float
     num_supervised: int
+    counts: Mapping[str, float] = field(default_factory=dict)  # of a policy gradient, to be added up
 
 
 def weighted_loss(
@@ -79,18 +81,43 @@ def token_logprobs(
     hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *, compiled: bool = False
 ) -> torch.Tensor:
     """Natural log-probabilities `[N]` of `targets` after `hidden` `[N, hidden]`, by a float32 log-softmax."""
-    of_chunk = compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs
+    return _in_chunks(compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs, hidden, head, targets)
+
+
+def logprobs_and_entropy(
+    hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs` [N], and the entropy in nats [N] of each distribution, which has no gradient."""
+    both = _in_chunks(_chunk_logprobs_and_entropy, hidden, head, targets)
+    return both[0], both[1].detach()
+
+
+def _in_chunks(
+    of_chunk: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    head: torch.nn.Module,
+    targets: torch.Tensor,
+) -> torch.Tensor:
+    """`of_chunk` of at most LOGITS_CHUNK tokens at a time; they are its last dimension."""
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
     # Copies, because a program compiled for views would not fit whole tensors.
     parts = (
         (h.clone(), t.clone()) for h, t in zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
     )
-    return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts])
+    return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts], dim=-1)
 
 
 def _chunk_logprobs(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -F.cross_entropy(head(hidden).float(), targets, reduction="none")
+
+
+def _chunk_logprobs_and_entropy(head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = head(hidden).float()
+    with torch.no_grad():
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return torch.stack([-F.cross_entropy(logits, targets, reduction="none"), entropy])
 
 
 def check_finite(loss_sum: float, sample_ids: list[str]) -> None:

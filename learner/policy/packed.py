@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from learner.policy.attention import SegmentLayout, to_device
+from learner.policy.policy_gradient import PolicyInputs, gather_policy
 from learner.records import PackedRow, Segment, VisionInputs
 from learner.target.target import check_supervision
 
@@ -47,7 +48,9 @@ class PackedInputs:
     predict_at: torch.Tensor  # [N] positions in the row whose logits are used
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
-    weight_sum: float  # of `weights`, in float64
+    weight_sum: float  # of `weights` and of what counts without a token, in float64
+    supervised: tuple[np.ndarray, ...]  # per segment, the indices of its supervised tokens
+    policy: PolicyInputs | None = None  # None: every token is taught
 
 
 def pack_inputs(
@@ -78,8 +81,17 @@ def pack_inputs(
         predict_at=to_device(torch.from_numpy(predict_at), device),
         targets=to_device(_gather([s.labels for s in segments], supervised), device),
         weights=to_device(weights, device),
-        weight_sum=float(weights.double().sum()),
+        weight_sum=float(weights.double().sum()) + sum(s.extra_weight for s in segments),
+        supervised=tuple(supervised),
+        policy=_policy(segments, supervised, device),
     )
+
+
+def _policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray], device: torch.device) -> PolicyInputs | None:
+    found = gather_policy(segments, supervised)
+    if found is None:
+        return None
+    return PolicyInputs(**{name: to_device(getattr(found, name), device) for name in found.__dataclass_fields__})
 
 
 def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:

@@ -307,12 +307,15 @@ class ColocateBackend(RolloutBackend):
         *,
         run_seed: int,
         ranks: Ranks,
+        logprobs: bool = False,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         """Raises ConfigError if the engine has no room for a prompt, or does not have the decode mode."""
         self.engine, self.chunk = engine, config.decode_batch_size
         self._encoder, self._run_seed, self._ranks, self._on_call = encoder, run_seed, ranks, on_call
-        self._decoding = {greedy: request_config(config.decoding, greedy=greedy) for greedy in (False, True)}
+        self._decoding = {
+            greedy: request_config(config.decoding, greedy=greedy, logprobs=logprobs) for greedy in (False, True)
+        }
         if config.decoding.max_new_tokens >= engine.max_model_len:
             raise ConfigError(
                 f"{ROLLOUT}.decoding.max_new_tokens: no room for a prompt",
@@ -354,6 +357,8 @@ class ColocateBackend(RolloutBackend):
                 ver=ver,
                 seed=seed,
                 server_id=NAME,
+                stop_token_id=generation.stop_token_id,
+                logprobs=generation.sampled_logprobs,
             )
             for sample, seed, generation in zip(samples, seeds, generations, strict=True)
         ]

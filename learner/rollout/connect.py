@@ -70,6 +70,7 @@ def connect_backend(
         num_ranks=ranks.world_size,
         token=token,
         vocab_size=policy.model.config.get_text_config().vocab_size,
+        logprobs=config.custom.trainer_variant == "grpo",
         on_call=on_call,
     )
     backend.connect()
@@ -135,7 +136,13 @@ def _colocate(
         lora_rank=adapter.rank if adapter is not None and not adapter.obstacle else 0,
     )
     return ColocateBackend(
-        rollouts, engine, policy.encoder, run_seed=config.training.seed, ranks=ranks, on_call=on_call
+        rollouts,
+        engine,
+        policy.encoder,
+        run_seed=config.training.seed,
+        ranks=ranks,
+        logprobs=config.custom.trainer_variant == "grpo",
+        on_call=on_call,
     )
 
 

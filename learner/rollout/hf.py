@@ -138,13 +138,12 @@ def pad_left(
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], str]:
-    """A new sequence up to its first stop token, without it, and the finish reason: "stop", or "length" if there is no
-    stop token."""
+def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], int | None]:
+    """A new sequence up to its first stop token, without it, and that token; None if there is none."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     if end is None:
-        return tuple(token_ids), "length"
-    return tuple(token_ids[:end]), "stop"
+        return tuple(token_ids), None
+    return tuple(token_ids[:end]), token_ids[end]
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -243,19 +242,20 @@ class HfBackend(RolloutBackend):
                 sample=sample,
                 prompt_token_ids=prompt.token_ids,
                 response_token_ids=response,
-                finish_reason=finish_reason,
+                finish_reason="length" if stop_token_id is None else "stop",
                 ver=record.global_step,
                 seed=own_seed,
+                stop_token_id=stop_token_id,
             )
-            for sample, prompt, own_seed, (response, finish_reason) in zip(
+            for sample, prompt, own_seed, (response, stop_token_id) in zip(
                 batch.samples, prompts, batch.seeds, answers, strict=True
             )
         ]
 
     def _decode(
         self, prompts: Sequence[EncodedPrompt], seeds: Sequence[int], mode: str
-    ) -> list[tuple[tuple[int, ...], str]]:
-        """Responses and finish reasons of one batch. Raises RolloutError if memory is too small."""
+    ) -> list[tuple[tuple[int, ...], int | None]]:
+        """Responses and stop tokens of one batch. Raises RolloutError if memory is too small."""
         policy, decoding = self._policy, self.config.decoding
         pad_token_id = self._stop_ids[0]  # after an answer's end, where nothing is read
         try:

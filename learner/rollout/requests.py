@@ -14,7 +14,7 @@ from learner.config.schema import DecodingConfig
 from learner.records import Rollout, Sample
 from learner.rollout.membership import ServedWeights
 from shared.errors import ConfigError, DataError, RolloutError, ServerMismatchError
-from shared.wire import Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput
+from shared.wire import Choice, Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput
 
 DECODING = "custom.extra.rollout_matching.decoding"
 
@@ -37,8 +37,8 @@ def infer_request(sample: Sample) -> RolloutInferRequest:
     return RolloutInferRequest(messages=messages, images=list(sample.images), uuid=uuid.uuid4().hex)
 
 
-def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> RequestConfig:
-    """How to decode, without a seed; `greedy` overrides the configuration (evaluation).
+def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: bool = False) -> RequestConfig:
+    """How to decode, without a seed; `greedy` overrides the configuration (evaluation). `logprobs`: of sampled tokens.
 
     Raises ConfigError if vLLM does not have the mode.
     """
@@ -60,6 +60,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False) -> Request
         top_p=decoding.top_p,
         top_k=decoding.top_k,
         repetition_penalty=decoding.repetition_penalty,
+        logprobs=logprobs,
     )
 
 
@@ -80,7 +81,8 @@ def read_rollout(
         _check_weights(infos, served, base_url)
     if len(output.response.choices) != 1:
         raise _malformed(base_url, "response.choices", f"{len(output.response.choices)} choices", "one")
-    finish_reason = output.response.choices[0].finish_reason
+    choice = output.response.choices[0]
+    finish_reason = choice.finish_reason
     if finish_reason not in ("stop", "length"):
         raise _malformed(base_url, "response.choices.0.finish_reason", repr(finish_reason), "'stop' or 'length'")
     if not output.prompt_token_ids:
@@ -93,7 +95,21 @@ def read_rollout(
         ver=infos.ver,
         seed=seed,
         server_id=infos.server_id,
+        stop_token_id=choice.stop_token_id,
+        logprobs=_logprobs(output, choice, base_url),
     )
+
+
+def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...] | None:
+    """Of the response's tokens and of the stop token; None if they were not asked for. Raises RolloutError."""
+    if not output.rollout_logprobs:
+        return None
+    stop = () if choice.stop_logprob is None else (choice.stop_logprob,)
+    logprobs = (*output.rollout_logprobs[0], *stop)
+    wanted = len(output.response_token_ids) + (choice.stop_token_id is not None)
+    if len(logprobs) != wanted:
+        raise _malformed(base_url, "rollout_logprobs", f"{len(logprobs)} of them", f"{wanted}, one per sampled token")
+    return logprobs
 
 
 def _check_weights(infos: RolloutInfos, served: ServedWeights, base_url: str) -> None:

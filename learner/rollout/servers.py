@@ -154,6 +154,7 @@ class ServerBackend(StreamingBackend):
         num_ranks: int = 1,
         token: str | None = None,
         vocab_size: int | None = None,
+        logprobs: bool = False,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         server = config.vllm.server
@@ -178,7 +179,9 @@ class ServerBackend(StreamingBackend):
         self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
         self._clients: dict[str, ServerClient] = {}
         self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
-        self._decoding = {greedy: request_config(config.decoding, greedy=greedy) for greedy in (False, True)}
+        self._decoding = {
+            greedy: request_config(config.decoding, greedy=greedy, logprobs=logprobs) for greedy in (False, True)
+        }
 
     def connect(self) -> tuple[ServerStatus, ...]:
         """Wait until every server is healthy (at most `timeout_s`), check it, and ask its world size.

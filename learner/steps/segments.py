@@ -131,6 +131,16 @@ class RolloutSource(SegmentSource, StreamingSource):
         first_req_idx: int,
         clock: PhaseClock,
     ) -> list[Segment]:
+        rollouts = self._rollouts(
+            samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
+        )
+        with clock.phase("target"):
+            return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+
+    def _rollouts(
+        self, samples: Sequence[Sample], *, global_step: int, micro_step_idx: int, first_req_idx: int, clock: PhaseClock
+    ) -> list[Rollout]:
+        """Those of the window, or made now."""
         rollouts = self._made.pop((global_step, micro_step_idx), None)
         if rollouts is None:
             with clock.phase("rollout"):
@@ -138,8 +148,7 @@ class RolloutSource(SegmentSource, StreamingSource):
                     samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx
                 )
         assert [rollout.sample for rollout in rollouts] == list(samples), "the window was of other samples"
-        with clock.phase("target"):
-            return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+        return rollouts
 
     def stream(
         self,
@@ -153,7 +162,10 @@ class RolloutSource(SegmentSource, StreamingSource):
         backend = self._backend
         assert isinstance(backend, StreamingBackend), "only servers hand on rollouts as they end"
         step = MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)
-        return _Segments(self, backend.stream([step], global_step=global_step), prompts)
+        return self._stream_of(backend.stream([step], global_step=global_step), prompts)
+
+    def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
+        return _Segments(self, rollouts, prompts)
 
     def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
         """Of one rollout. Raises PromptMismatchError if the server's prompt is another one, RewardError if a reward

@@ -1,7 +1,7 @@
-"""The user's reward functions (`reward.functions`), called for each rollout.
+"""Rewards of rollouts: the user's functions (`reward.functions`), the task's own, and their weighted sum.
 
-In: a rollout, and what the task made of it. Out: each function's number by its name. Today they are metrics only. A
-step reports the mean of each over its rollouts, an evaluation over its samples. Several threads may call.
+In: a rollout, and what the task made of it. Out: each reward's number by its name. A step reports the mean of each over
+its rollouts, an evaluation over its samples. `grpo` learns the weighted sum. Several threads may call.
 """
 
 from __future__ import annotations
@@ -11,32 +11,57 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from learner.extensions import Answer, Reward, where_raised
+from learner.extensions import Answer, PrefixRewards, Reward, Task, where_raised
 from learner.records import Rollout
 from learner.tasks.task import Tokenizer
 from shared.errors import RewardError
 
 SCORED = "scored"  # how many rollouts have rewards: the count that sums of rewards are divided by
+TOTAL = "rewarded"  # the sum of their weighted sums
 PREFIX = "reward/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """`functions` by name; none: no rewards."""
+    """`functions` by name; `weights` by name, of functions (1 if not named) and of rewards of `task`."""
 
     tokenizer: Tokenizer
     functions: Mapping[str, Reward] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    task: Task | None = None
+
+    def parts(self, rollout: Rollout, assignment: Any) -> dict[str, float]:
+        """Each reward of one rollout, by name. Raises RewardError."""
+        own = [name for name in self.weights if name not in self.functions]
+        found = dict(self.task.rewards(assignment, own)) if self.task is not None and own else {}
+        if self.functions:
+            text = self.tokenizer.decode(list(rollout.response_token_ids), skip_special_tokens=True)
+            answer = Answer(sample=rollout.sample, rollout=rollout, text=text, assignment=assignment)
+            found |= {name: _score(name, function, answer) for name, function in self.functions.items()}
+        return found
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The weighted sum of `parts`."""
+        return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
+
+    def by_object(self, assignment: Any) -> PrefixRewards | None:
+        """The part of the total that objects earn one by one; None: the task cannot tell."""
+        weights = {name: weight for name, weight in self.weights.items() if name not in self.functions}
+        return self.task.prefix_rewards(assignment, weights) if self.task is not None else None
 
     def sums(self, rollout: Rollout, assignment: Any) -> dict[str, float]:
-        """`reward/NAME` of one rollout and `scored` 1, to be added up; {} without functions. Raises RewardError."""
-        if not self.functions:
+        """`counts` of one rollout; {} without rewards. Raises RewardError."""
+        return self.counts(self.parts(rollout, assignment))
+
+    def counts(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """`parts` as `reward/NAME`, with `scored` 1 and the total: to be added up over rollouts."""
+        if not parts:
             return {}
-        text = self.tokenizer.decode(list(rollout.response_token_ids), skip_special_tokens=True)
-        answer = Answer(sample=rollout.sample, rollout=rollout, text=text, assignment=assignment)
-        return {SCORED: 1.0, **{PREFIX + name: _score(name, f, answer) for name, f in self.functions.items()}}
+        return {SCORED: 1.0, TOTAL: self.total(parts), **{PREFIX + name: value for name, value in parts.items()}}
 
     def means(self, rollouts: Sequence[Rollout], assignments: Sequence[Any]) -> dict[str, float]:
-        """The mean of each function over some rollouts, and `reward`, the mean of their sum. Raises RewardError."""
+        """The mean of each reward over some rollouts, and `reward`, the mean of their weighted sum. Raises
+        RewardError."""
         totals: dict[str, float] = {}
         for rollout, assignment in zip(rollouts, assignments, strict=True):
             for name, value in self.sums(rollout, assignment).items():
@@ -47,8 +72,10 @@ class Rewards:
 def mean_rewards(counts: Mapping[str, float]) -> dict[str, float]:
     """Sums over rollouts as means: `reward/NAME`, and `reward` for all together; {} if nothing was scored."""
     scored = counts.get(SCORED, 0.0)
-    means = {name: value / scored for name, value in counts.items() if name.startswith(PREFIX) and scored}
-    return {"reward": sum(means.values()), **means} if means else {}
+    if not scored:
+        return {}
+    means = {name: value / scored for name, value in counts.items() if name.startswith(PREFIX)}
+    return {"reward": counts[TOTAL] / scored, **means}
 
 
 def _score(name: str, function: Reward, answer: Answer) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from learner.config.schema import LossConfig, TaskConfig
-from learner.extensions import Task
+from learner.extensions import PrefixRewards, Task
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample, Target
 from learner.target.target import build_target, ground_truth_target
 from learner.tasks.detection.bins import canonical_key
@@ -17,6 +17,7 @@ from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
+from learner.tasks.detection.rewards import answer_rewards, prefix_rewards
 from learner.tasks.detection.write import escaped, object_fault, serialize_objects, validate_sample
 from learner.tasks.task import SerializedTail, Tokenizer
 from learner.tasks.tokens import pieces_of
@@ -80,6 +81,12 @@ class DetectionTask(Task):
             "unusable": float(not parsed.usable),
             **{f"drop/{reason}": float(count) for reason, count in parsed.drops.items()},
         }
+
+    def rewards(self, assignment: Assignment, names: Collection[str]) -> dict[str, float]:
+        return answer_rewards(assignment.parsed, names)
+
+    def prefix_rewards(self, assignment: Assignment, weights: Mapping[str, float]) -> PrefixRewards:
+        return prefix_rewards(assignment, weights)
 
     def scene(self, assignment: Assignment) -> dict[str, Any]:
         """Truth and predictions in bins, pairs and drops: what the report draws."""

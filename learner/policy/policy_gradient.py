@@ -1,0 +1,114 @@
+"""The loss of a policy gradient, per token (`grpo`, R37).
+
+Three log-probabilities of a token that was drawn: `rollout`, by the weights that drew it; `first`, by the learner
+before its first update on the rollout; `now`, with gradient.
+
+    importance  w = min(exp(first - rollout), tis_cap)     the rollout's weights were others, or computed otherwise
+    ratio       r = exp(now - first)                       1 in the first update
+    surrogate   w x min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+    loss        weight x (-surrogate + kl_weight x k3)               k3 = exp(ref - now) - (ref - now) - 1
+
+In the first update the gradient is exactly -weight x w x A x grad(now). Tokens that are taught (`is_policy` false) keep
+their cross-entropy. k3 (Schulman 2020) estimates the divergence from the reference `ref`; it is never negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from learner.config.schema import GrpoConfig
+from learner.records import Segment
+
+SUMS = ("tokens", "entropy", "importance", "truncated", "ratio", "clipped", "gap", "drawn_elsewhere", "kl")
+PREFIX = "grpo/"
+_PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyInputs:
+    """Of a row's N supervised tokens, each [N]; NaN where nothing is known."""
+
+    is_policy: torch.Tensor  # bool
+    advantages: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    first_logprobs: torch.Tensor
+
+
+def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray]) -> PolicyInputs | None:
+    """On the CPU; None if no segment is to be reinforced. `supervised`: indices of each segment's tokens."""
+    if all(segment.policy is None for segment in segments):
+        return None
+    parts: list[list[np.ndarray]] = [[], [], [], []]
+    for segment, at in zip(segments, supervised, strict=True):
+        policy = segment.policy
+        parts[0].append(np.full(len(at), policy is not None))
+        for part, name in zip(parts[1:], ("advantages", "rollout_logprobs", "first_logprobs"), strict=True):
+            part.append(np.full(len(at), np.nan, np.float32) if policy is None else getattr(policy, name)[at])
+    is_policy, advantages, rollout, first = (torch.from_numpy(np.concatenate(part)) for part in parts)
+    return PolicyInputs(is_policy=is_policy, advantages=advantages, rollout_logprobs=rollout, first_logprobs=first)
+
+
+def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.ndarray], logprobs: torch.Tensor) -> None:
+    """Keep the first pass's log-probabilities [N] with the segments, where they have none."""
+    values, start = logprobs.detach().float().cpu().numpy(), 0
+    for segment, at in zip(segments, supervised, strict=False):  # a blank image may follow
+        if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
+            segment.policy.first_logprobs[at] = values[start : start + len(at)]
+        start += len(at)
+
+
+def policy_loss(
+    now: torch.Tensor,  # [N] nats, with gradient
+    weights: torch.Tensor,  # [N]
+    policy: PolicyInputs,
+    config: GrpoConfig,
+    *,
+    entropy: torch.Tensor,  # [N] nats
+    reference: torch.Tensor | None = None,  # [N] nats
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The summed loss (scalar), and the sums of SUMS over the policy's tokens [len(SUMS)], without gradient."""
+    held, ours = now.detach(), policy.is_policy
+    first = torch.where(policy.first_logprobs.isnan(), held, policy.first_logprobs)
+    drawn_elsewhere = ours & ~policy.rollout_logprobs.isnan()
+    gap = torch.where(drawn_elsewhere, first - policy.rollout_logprobs, 0.0)
+    importance = gap.exp()
+    advantages = torch.where(ours, policy.advantages, 0.0)
+    ratio = (now - first).exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    surrogate = importance.clamp(max=config.tis_cap) * torch.minimum(ratio * advantages, clipped * advantages)
+    loss = torch.where(ours, -surrogate, -now)
+    kl = torch.zeros_like(held)
+    if reference is not None:
+        kl = (reference - now).exp() - (reference - now) - 1
+        loss = loss + config.kl_weight * torch.where(ours, kl, 0.0)
+    with torch.no_grad():
+        lost = (ratio * advantages > clipped * advantages) & ours
+        sums = (
+            torch.ones_like(held),
+            entropy,
+            importance,
+            importance > config.tis_cap,
+            ratio,
+            lost,
+            gap.abs(),
+            drawn_elsewhere,
+            kl,
+        )
+        counted = torch.stack([torch.where(ours, part.float(), 0.0).sum() for part in sums])
+    return (loss * weights).sum(), counted
+
+
+def policy_metrics(counts: Mapping[str, float]) -> dict[str, float]:
+    """Sums over tokens and groups as means, under the same names; {} where nothing was reinforced."""
+    tokens, groups = counts.get(f"{PREFIX}tokens", 0.0), counts.get(f"{PREFIX}groups", 0.0)
+    if not groups:
+        return {}
+    found = {f"{PREFIX}{name}": counts.get(f"{PREFIX}{name}", 0.0) / max(1.0, tokens) for name in _PER_TOKEN}
+    found |= {f"{PREFIX}{name}": counts.get(f"{PREFIX}{name}", 0.0) / groups for name in ("no_signal", "reward_std")}
+    elsewhere = counts.get(f"{PREFIX}drawn_elsewhere", 0.0)
+    found[f"{PREFIX}gap"] = counts.get(f"{PREFIX}gap", 0.0) / max(1.0, elsewhere)
+    return found

@@ -1,0 +1,241 @@
+"""Policy gradients on the line of rollout matching (`grpo`, R37): groups of rollouts to segments.
+
+    Sample x K -> Rollout x K -> rewards -> advantages -> Segment x K
+
+A sample comes K = `num_generations` times in a row (`data.batches`), and the K places are its group. Everything else
+is as for other rollouts: servers, sync, packing, ranks, rollouts in step or ahead. A segment is the prompt and the
+rollout's own tokens, the stop token included. Its labels are those tokens, and each has an advantage
+(`target.advantages`) and the log-probability with which it was drawn. The loss is `policy.policy_gradient`.
+
+Invariants: one segment per place, in order. A group is scored when all of its rollouts are there, so a stream hands on
+its segments together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.config.schema import GrpoConfig, LossConfig
+from learner.data.prompt import check_prompt_prefix
+from learner.extensions import PrefixRewards, Task
+from learner.records import EncodedPrompt, PolicyTokens, Rollout, Sample, Segment, Target
+from learner.rollout.backend import RolloutBackend, RolloutStream
+from learner.run.log import PhaseClock
+from learner.steps.segments import RolloutSource, SegmentStream
+from learner.target.advantages import object_advantages, overlong_penalty, sequence_advantages
+from learner.target.target import IGNORED, build_segment
+from learner.tasks.rewards import Rewards
+from shared.errors import ConfigError
+
+GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
+
+
+class _Scored:
+    """One rollout with its rewards."""
+
+    def __init__(self, rollout: Rollout, prompt: EncodedPrompt, source: GroupSource) -> None:
+        tokenizer, settings = source.rewards.tokenizer, source.grpo
+        check_prompt_prefix(
+            prompt.token_ids, rollout.prompt_token_ids, rollout.sample.sample_id, decode=tokenizer.decode
+        )
+        self.rollout, self.prompt = rollout, prompt
+        self.assignment = source.task.match(source.task.parse(rollout))
+        self.parts = source.rewards.parts(rollout, self.assignment)
+        stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
+        self.token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
+        penalty = overlong_penalty(
+            len(rollout.response_token_ids),
+            most=source.max_new_tokens,
+            buffer=settings.overlong_tokens,
+            penalty=settings.overlong_penalty,
+        )
+        self.reward = source.rewards.total(self.parts) - penalty
+        self.by_object: PrefixRewards | None = None
+        if settings.credit == "object":
+            self.by_object = source.rewards.by_object(self.assignment)
+            if self.by_object is None:
+                raise ConfigError(
+                    "grpo.credit: object: the task cannot tell what each object earns",
+                    found=type(source.task).__name__,
+                    wanted="a task with prefix_rewards, such as detection",
+                    remedy="set grpo.credit: sequence",
+                )
+
+
+class GroupSource(RolloutSource):
+    """`max_new_tokens` is the longest answer that is asked for."""
+
+    def __init__(
+        self,
+        backend: RolloutBackend,
+        task: Task,
+        rewards: Rewards,
+        *,
+        grpo: GrpoConfig,
+        max_new_tokens: int,
+        loss: LossConfig,
+        on_answer: Callable[[Any, Target], None] | None = None,
+    ) -> None:
+        super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer)
+        self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
+
+    def _segments(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+        scored = [_Scored(rollout, prompt, self) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+        size = self.grpo.num_generations
+        groups = [scored[i : i + size] for i in range(0, len(scored), size)]
+        if not groups:
+            return []
+        assert all(len({one.rollout.sample.sample_id for one in group}) == 1 for group in groups), "a group is torn"
+        rewards = np.array([[one.reward for one in group] for group in groups])
+        advantages = self._advantages(groups, rewards)
+        found: list[Segment] = []
+        for group, own, per_token in zip(groups, rewards, advantages, strict=True):
+            segments = [self._segment(one, tokens) for one, tokens in zip(group, per_token, strict=True)]
+            has_signal = any(tokens.any() for tokens in per_token)
+            counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: float(own.std())}
+            segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
+            found += segments if has_signal or not self.grpo.skip_no_signal else map(_silent, segments)
+        return found
+
+    def _advantages(
+        self, groups: Sequence[Sequence[_Scored]], rewards: NDArray[np.float64]
+    ) -> list[list[NDArray[np.float64]]]:
+        """Per group, per rollout: of each token [T]."""
+        settings = self.grpo
+        objects = [[one.by_object for one in group] for group in groups]
+        # What objects earn one by one is compared object by object, and only the rest rollout by rollout.
+        rest = rewards - np.array([[one.values[-1] if one else 0.0 for one in group] for group in objects])
+        whole = sequence_advantages(rest, settings.advantage, normalize_std=False)
+        found = []
+        for group, by_object, own, base in zip(groups, objects, rewards, whole, strict=True):
+            scale = 1.0
+            if settings.normalize_std:
+                scale = 1.0 / ((rewards if settings.advantage == "batch" else own).std() + 1e-6)
+            tokens = [np.full(len(one.token_ids), advantage) for one, advantage in zip(group, base, strict=True)]
+            if settings.credit == "object":
+                parts = [one for one in by_object if one is not None]
+                steps = object_advantages([part.values for part in parts])
+                for token, part, step in zip(tokens, parts, steps, strict=True):
+                    token += step[np.searchsorted(part.ends, np.arange(len(token)), side="right")]
+            found.append([token * scale for token in tokens])
+        return found
+
+    def _segment(self, one: _Scored, advantages: NDArray[np.float64]) -> Segment:
+        rollout, length = one.rollout, len(one.token_ids)
+        weight, extra = self._weights(length)
+        target = Target(
+            token_ids=one.token_ids,
+            labels=one.token_ids.copy(),
+            loss_weights=np.full(length, weight, dtype=np.float32),
+            prefix_length=length,
+        )
+        if self._on_answer is not None:
+            self._on_answer(one.assignment, target)
+        stats = {
+            **self.task.stats(one.assignment),
+            "rollout_tokens": float(len(rollout.response_token_ids)),
+            **self.rewards.counts(one.parts),
+        }
+        segment = build_segment(one.prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
+        return replace(segment, policy=_policy_tokens(segment, advantages, rollout.logprobs), extra_weight=extra)
+
+    def _weights(self, length: int) -> tuple[float, float]:
+        """The weight of each token, and the weight that is no token's. A step's loss is divided by all of them."""
+        if self.grpo.loss == "token":
+            return 1.0, 0.0
+        if self.grpo.loss == "sequence":
+            return 1.0 / max(1, length), 0.0
+        longest = self.max_new_tokens + 1  # the stop token
+        return 1.0 / longest, 1.0 - length / longest
+
+    # ---- as the step sources ask -----------------------------------------------------------------------------------
+
+    def segments(
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[EncodedPrompt],
+        *,
+        global_step: int,
+        micro_step_idx: int,
+        first_req_idx: int,
+        clock: PhaseClock,
+    ) -> list[Segment]:
+        """Of each rollout, in order; with `sft_weight` the ground truth of each group behind them."""
+        rollouts = self._rollouts(
+            samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
+        )
+        with clock.phase("target"):
+            segments = self._segments(rollouts, prompts)
+            if self.grpo.sft_weight:
+                segments += self._taught(samples, prompts, segments)
+            return segments
+
+    def _taught(
+        self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], segments: Sequence[Segment]
+    ) -> list[Segment]:
+        size, found = self.grpo.num_generations, []
+        for start in range(0, len(samples), size):
+            group = segments[start : start + size]
+            weight = sum(float(one.loss_weights.sum()) + one.extra_weight for one in group)
+            target = self.task.ground_truth(samples[start], self._loss)
+            segment = build_segment(prompts[start], target, sample_id=samples[start].sample_id)
+            scale = self.grpo.sft_weight * weight / max(float(segment.loss_weights.sum()), 1e-6)
+            if scale > 0:
+                found.append(replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32)))
+        return found
+
+    def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
+        together = len(prompts) if self.grpo.advantage == "batch" else self.grpo.num_generations
+        return _GroupStream(self._segments, rollouts, prompts, together)
+
+
+class _GroupStream(SegmentStream):
+    """The segments of `together` places in a row, when the last rollout of them has ended."""
+
+    def __init__(
+        self,
+        segments: Callable[[Sequence[Rollout], Sequence[EncodedPrompt]], list[Segment]],
+        rollouts: RolloutStream,
+        prompts: Sequence[EncodedPrompt],
+        together: int,
+    ) -> None:
+        self._segments, self._rollouts, self._prompts, self._together = segments, rollouts, prompts, together
+
+    def __iter__(self) -> Iterator[tuple[int, Segment]]:
+        ended: dict[int, dict[int, Rollout]] = {}
+        for place, rollout in self._rollouts:
+            first = place - place % self._together
+            group = ended.setdefault(first, {})
+            group[place] = rollout
+            places = range(first, min(first + self._together, len(self._prompts)))
+            if len(group) == len(places):
+                made = self._segments([group[i] for i in places], [self._prompts[i] for i in places])
+                del ended[first]
+                yield from zip(places, made, strict=True)
+
+    def close(self) -> None:
+        self._rollouts.close()
+
+
+def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: Sequence[float] | None) -> PolicyTokens:
+    start = segment.prompt_length
+    aligned = [np.full(len(segment), fill, dtype=np.float32) for fill in (0.0, np.nan, np.nan)]
+    aligned[0][start:] = advantages
+    if logprobs is not None:
+        aligned[1][start:] = logprobs
+    return PolicyTokens(advantages=aligned[0], rollout_logprobs=aligned[1], first_logprobs=aligned[2])
+
+
+def _silent(segment: Segment) -> Segment:
+    """Without loss and without weight: only its counts remain."""
+    return replace(
+        segment,
+        labels=np.full_like(segment.labels, IGNORED),
+        loss_weights=np.zeros_like(segment.loss_weights),
+        extra_weight=0.0,
+    )

@@ -1,0 +1,116 @@
+"""Rewards of detection answers, and what each object adds to them (`reward.weights`, `grpo.credit: object`).
+
+In: an assignment, of which only the parsed answer is used, because each reward has a one-to-one matching of its own.
+Out: numbers from 0 to 1 by name, larger for better answers.
+
+    f1          F1 at IoU 0.5 of objects with the same description
+    f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, likewise
+    soft_iou    2 x the largest total IoU of one-to-one pairs with the same description / (predictions + truth)
+    count       1 - |predictions - truth| / the larger of the two
+    class_only  F1 of the descriptions alone, boxes aside
+    format      1 if the answer is one closed container without a dropped object, else 0
+
+Every match is one-to-one, so a duplicate is a false prediction. Predictions in ignore regions that match nothing do not
+count. An empty answer to a scene without objects is right: 1. Formulas are those of `metrics.py`, for one sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from learner.extensions import PrefixRewards
+from learner.records import Assignment, ParsedRollout
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.match import assign
+from learner.tasks.detection.metrics import THRESHOLDS, ignored_shares
+
+BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # what each object adds to can be told
+NAMES = (*BY_OBJECT, "format")
+
+
+def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, float]:
+    """Those of `names` that are in NAMES."""
+    view = _View.of(parsed)
+    found = {name: view.reward(name, len(parsed.objects)) for name in BY_OBJECT if name in names}
+    if "format" in names:
+        whole = parsed.usable and parsed.closed and not parsed.truncated and not any(parsed.drops.values())
+        found["format"] = float(whole)
+    return found
+
+
+def prefix_rewards(assignment: Assignment, weights: Mapping[str, float]) -> PrefixRewards:
+    """The weighted sum of the rewards in BY_OBJECT after each object, and where the objects end."""
+    parsed = assignment.parsed
+    view, numbers = _View.of(parsed), range(len(parsed.objects) + 1)
+    values = np.zeros(len(numbers))
+    for name in BY_OBJECT:
+        if weight := weights.get(name, 0.0):
+            values += weight * np.array([view.reward(name, number) for number in numbers])
+    ends = [int(parsed.slots.end[prediction.slots[-1]]) for prediction in parsed.objects]
+    return PrefixRewards(values=values, ends=np.array(ends, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """An answer of P predictions beside G true objects, as the rewards see it."""
+
+    iou: NDArray[np.float64]  # [P, G]
+    same: NDArray[np.bool_]  # [P, G] descriptions
+    ignored: NDArray[np.float64]  # [P] largest share in an ignore region of the class
+    ignored_any: NDArray[np.float64]  # [P] likewise, of any class
+    predicted: tuple[str, ...]
+    true: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parsed: ParsedRollout) -> _View:
+        sample, predictions = parsed.rollout.sample, [p.object for p in parsed.objects]
+        predicted, true = (tuple(obj.desc for obj in objects) for objects in (predictions, sample.objects))
+        ignored, ignored_any = ignored_shares(predictions, sample.ignored)
+        same = np.array([[p == t for t in true] for p in predicted], dtype=bool).reshape(len(predicted), len(true))
+        iou = np.asarray(iou_matrix(predictions, sample.objects)).reshape(same.shape)
+        return cls(iou, same, ignored, ignored_any, predicted, true)
+
+    def reward(self, name: str, number: int) -> float:
+        """Of the first `number` predictions."""
+        if name == "f1":
+            return self._f1(number, THRESHOLDS[0])
+        if name == "f1_miou":
+            return float(np.mean([self._f1(number, threshold) for threshold in THRESHOLDS]))
+        return {"soft_iou": self._soft_iou, "count": self._count, "class_only": self._class_only}[name](number)
+
+    def _f1(self, number: int, threshold: float) -> float:
+        iou = self.iou[:number]
+        pairs = assign(iou, (iou >= threshold) & self.same[:number])
+        matched = [row for row, *_ in pairs]
+        counted = number - int(np.count_nonzero(np.delete(self.ignored[:number] >= threshold, matched)))
+        return _ratio(2 * len(pairs), counted + len(self.true))
+
+    def _soft_iou(self, number: int) -> float:
+        value = np.where(self.same[:number], self.iou[:number], 0.0)
+        rows, columns = linear_sum_assignment(value, maximize=True)
+        overlaps = value[rows, columns]
+        matched = rows[overlaps > 0]
+        counted = number - int(np.count_nonzero(np.delete(self.ignored[:number] >= THRESHOLDS[0], matched)))
+        return _ratio(2 * float(overlaps.sum()), counted + len(self.true))
+
+    def _count(self, number: int) -> float:
+        inside = (self.ignored_any[:number] >= THRESHOLDS[0]) & ~(self.iou[:number] > 0).any(axis=1)
+        found, wanted = number - int(np.count_nonzero(inside)), len(self.true)
+        return 1.0 - abs(found - wanted) / max(found, wanted, 1)
+
+    def _class_only(self, number: int) -> float:
+        inside = (self.ignored[:number] >= THRESHOLDS[0]) & ~(self.iou[:number] > 0).any(axis=1)
+        names = [name for name, skipped in zip(self.predicted, inside, strict=False) if not skipped]
+        common = Counter(names) & Counter(self.true)
+        return _ratio(2 * common.total(), len(names) + len(self.true))
+
+
+def _ratio(above: float, below: float) -> float:
+    """1 where nothing was to be found and nothing was predicted."""
+    return above / below if below else 1.0
