@@ -37,7 +37,7 @@ from learner.run.pictures import draw_scenes
 from learner.run.stopping import Stopped, StopRequest
 from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.sync.sync import Sync
-from learner.tasks.rewards import Rewards, mean_rewards
+from learner.tasks.rewards import TOTAL, Rewards, mean_rewards
 from shared.errors import CheckpointError, OutOfMemoryError
 
 # Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
@@ -111,6 +111,7 @@ class StepTotals:
         metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
         metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
         metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
+        metrics.pop(TOTAL, None)
         metrics.update(mean_rewards(counts))
         metrics.update(policy_metrics(counts))
         if "matched" in counts:

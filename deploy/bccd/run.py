@@ -66,6 +66,8 @@ KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
 IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
 AHEAD: Mapping[str, Any] = {**IN_STEP, "async_actor_learner": {"enabled": True}}
 COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "recall")
+GROUP = 8  # rollouts of a photograph, in `grpo`
+GRPO_RATE = 0.5  # its learning rate, over that of the other methods
 PROBE_STEPS = 60
 EVALUATIONS, EVALUATION_S = 4, 10.0  # in stage 1: how many, and what one takes at most
 REPORT_S = 8.0  # for stopping what runs, and for the report
@@ -76,6 +78,7 @@ class Method:
     variant: str = "rollout_matching_sft"
     loss: Mapping[str, Any] = field(default_factory=dict)
     stage2_ab: Mapping[str, Any] | None = None
+    grpo: Mapping[str, Any] | None = None
 
 
 METHODS: Mapping[str, Method] = {
@@ -84,6 +87,9 @@ METHODS: Mapping[str, Method] = {
     "keep_unmatched": Method(loss=KEPT),
     "stage2_ab_training": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),
     "stage2_ab_training, ahead": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=AHEAD),
+    "grpo": Method(variant="grpo", grpo={}),
+    "grpo, object credit": Method(variant="grpo", grpo={"credit": "object"}),
+    "grpo and sft": Method(variant="grpo", grpo={"sft_weight": 1.0}),
 }
 
 
@@ -368,25 +374,28 @@ def _compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
 
 
 def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
-    method = METHODS[run.method]
+    method, is_grpo = METHODS[run.method], METHODS[run.method].grpo is not None
+    # A batch of grpo counts rollouts: half as many photographs, with a group of each.
+    batch_size = plan.batch_size // 2 * GROUP if is_grpo else plan.batch_size
     train = "train.jsonl" if run.labels == "published" else "train_missing.jsonl"
     return learner_config(
         plan.base,
         plan.work / train,
         plan.work / "runs" / run.name,
         steps=plan.steps,
-        batch_size=plan.batch_size,
+        batch_size=batch_size,
         variant=method.variant,
-        matching=_matching(plan, slot.vllm() if slot.server else {}),
+        matching=_matching(plan, slot.vllm() if slot.server else {}, samples=is_grpo),
         model={"dtype": "float32"},
         data={"test": str(plan.work / "test.jsonl"), "num_workers": _workers(all_cores=False)},
         task={"iou_threshold": 0.3},
         loss=method.loss,
         stage2_ab=method.stage2_ab,
+        grpo={"num_generations": GROUP, **method.grpo} if method.grpo is not None else None,
         training={
             "seed": run.seed,
             "packing_buffer": max(64, plan.batch_size),
-            "learning_rate": plan.learning_rate,
+            "learning_rate": plan.learning_rate * (GRPO_RATE if is_grpo else 1.0),
             "lr_scheduler_type": "cosine",
             "warmup_steps": plan.steps // 10,
             # Packed Channel-B learns while it rolls out, which needs a server.
@@ -395,15 +404,15 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
             "eval_on_end": True,
         },
         logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, 900 * plan.batch_size),  # a whole batch fits one row: nothing is carried over
+        global_max_length=max(4096, 900 * plan.batch_size),  # without groups a whole batch fits one row
     )
 
 
-def _matching(plan: Plan, served: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `rollout_matching`. `served`: `vllm` with a server."""
+def _matching(plan: Plan, served: Mapping[str, Any], *, samples: bool = False) -> dict[str, Any]:
+    """The section `rollout_matching`. `served`: `vllm` with a server. `samples`: rollouts are drawn, not greedy."""
     matching: dict[str, Any] = {
         "decode_batch_size": 128,
-        "decoding": {"temperature": 0.0, "max_new_tokens": plan.max_new_tokens},
+        "decoding": {"temperature": float(samples), "max_new_tokens": plan.max_new_tokens},
     }
     if served:
         return {**matching, "vllm": dict(served)}

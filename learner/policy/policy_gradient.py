@@ -107,8 +107,8 @@ def policy_metrics(counts: Mapping[str, float]) -> dict[str, float]:
     tokens, groups = counts.get(f"{PREFIX}tokens", 0.0), counts.get(f"{PREFIX}groups", 0.0)
     if not groups:
         return {}
+    elsewhere = counts.get(f"{PREFIX}drawn_elsewhere", 0.0)
     found = {f"{PREFIX}{name}": counts.get(f"{PREFIX}{name}", 0.0) / max(1.0, tokens) for name in _PER_TOKEN}
     found |= {f"{PREFIX}{name}": counts.get(f"{PREFIX}{name}", 0.0) / groups for name in ("no_signal", "reward_std")}
-    elsewhere = counts.get(f"{PREFIX}drawn_elsewhere", 0.0)
     found[f"{PREFIX}gap"] = counts.get(f"{PREFIX}gap", 0.0) / max(1.0, elsewhere)
     return found

@@ -81,7 +81,8 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces) -> dict[
 
 def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
     """The answer's tokens, and then the tail's."""
-    parsed, num_kept = assignment.parsed, target.prefix_length
+    parsed = assignment.parsed
+    num_kept = min(target.prefix_length, len(parsed.token_ids))  # the stop token is no part of the answer
     texts = _texts(parsed.token_ids, pieces)
     tokens = [[text, "kept" if i < num_kept else "cut", ""] for i, text in enumerate(texts)]
     for reason, begin, end in parsed.dropped:

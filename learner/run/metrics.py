@@ -67,11 +67,26 @@ ROLLOUTS = (
     Metric("drop/REASON", "objects", "predicted objects that were dropped, by reason (list below)"),
 )
 
-# Runs with `reward.functions`: of a step's rollouts, and of an evaluation's.
+# Runs with rewards: of a step's rollouts, and of an evaluation's.
 REWARDS = (
-    Metric("reward", "", "sum of all reward functions; mean over rollouts"),
-    Metric("reward/NAME", "", "one reward function; mean over rollouts"),
+    Metric("reward", "", "weighted sum of all rewards; mean over rollouts"),
+    Metric("reward/NAME", "", "one reward; mean over rollouts"),
     Metric("scored", "rollouts", "of a step: how many have rewards; sum over ranks"),
+)
+
+# Steps of `grpo`. Means are over the tokens that were reinforced.
+GRPO = (
+    Metric("grpo/reward_std", "", "standard deviation of the rewards in a group; mean over groups"),
+    Metric("grpo/no_signal", "share", "groups without signal: no token has an advantage"),
+    Metric("grpo/groups", "groups", "groups that were learned; sum over ranks"),
+    Metric("grpo/tokens", "tokens", "tokens that were reinforced; sum over ranks"),
+    Metric("grpo/entropy", "nats", "entropy of the policy at a token; mean"),
+    Metric("grpo/gap", "nats", "|log-probability by the learner - by the engine| before the update; mean"),
+    Metric("grpo/importance", "", "probability by the learner over that of the rollout, not truncated; mean"),
+    Metric("grpo/truncated", "share", "tokens whose importance exceeds `tis_cap`"),
+    Metric("grpo/ratio", "", "probability now over that before the first update on the rollout; mean"),
+    Metric("grpo/clipped", "share", "tokens that `clip_low` or `clip_high` keeps from being learned further"),
+    Metric("grpo/kl", "nats", "divergence from the model without its adapter; mean; 0 without `kl_weight`"),
 )
 
 # Steps with `rollout_buffer`.
@@ -194,7 +209,8 @@ GROUPS: tuple[tuple[str, str, tuple[Metric, ...]], ...] = (
     ("Where its time went", "Under `metrics` of `step`, of rank 0. In TensorBoard: `step/metrics/NAME`.", SECONDS),
     ("What was learned", "Under `metrics` of `step`.", LEARNING),
     ("Rollouts", "Under `metrics` of a `step` that learned rollouts. Sums over ranks.", ROLLOUTS),
-    ("Rewards", "Under `metrics` of `step` and `eval`, with `reward.functions`.", REWARDS),
+    ("Rewards", "Under `metrics` of `step` and `eval`, with `reward.functions` or `reward.weights`.", REWARDS),
+    ("Policy gradients", "Under `metrics` of `step`, with `grpo`.", GRPO),
     ("Buffered rollouts", "Under `metrics` of `step`, with `rollout_buffer`.", BUFFER),
     ("Stage 2", "Under `metrics` of `step`, with `stage2_ab_training`. `async/`: with `async_actor_learner`.", STAGE2),
     ("A sync", "Fields of the event `sync`. In TensorBoard: `sync/NAME`.", SYNC),

@@ -132,7 +132,7 @@ class GroupSource(RolloutSource):
             token_ids=one.token_ids,
             labels=one.token_ids.copy(),
             loss_weights=np.full(length, weight, dtype=np.float32),
-            prefix_length=length,
+            prefix_length=len(rollout.response_token_ids),
         )
         if self._on_answer is not None:
             self._on_answer(one.assignment, target)
