@@ -8,11 +8,15 @@ until vLLM's own notification wakes it.
 `end_with_server`, the orphan guard: vLLM's processes notice a dead parent late or never. So each worker watches the
 server. When the server is gone, even by SIGKILL, the worker ends everything that descended from it: engine cores, the
 data-parallel coordinator, other workers, itself.
+
+`give_memory_back`: glibc keeps what is freed for later, tensors of up to 32 MiB too. Batches have ever new sizes, so
+what is kept has gaps, and a server without a GPU grows with each batch that is larger than all before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -20,6 +24,19 @@ import threading
 from pathlib import Path
 
 SPIN_S = 0.005  # longer than the engine's work between two decoding steps
+
+KEEP_BELOW_BYTES = 1 << 20
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+def give_memory_back(above_bytes: int) -> None:
+    """Freed blocks above this size go back to the kernel, in this process and those forked from it (glibc only).
+
+    Processes that it starts otherwise take the same number from the variable MALLOC_MMAP_THRESHOLD_.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, above_bytes)
 
 
 def sleep_when_idle() -> None:

@@ -19,6 +19,7 @@ from shared.config.model import ConfigErrors, Mistake, dotted
 from shared.config.parse import dump_yaml, load_yaml, parse, write_yaml
 from shared.packages import INSTALL
 from tests.examples import examples
+from tests.forked import RANK_OF_A_TEST, finish
 from tests.unit.shared.config.strategies import refused, sections
 
 
@@ -215,16 +216,10 @@ def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_a_missing_vllm_is_named_with_its_install_line(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['vllm'] = None\n"
-        "sys.argv = ['rollout-server', '--config', sys.argv[1], f'port={sys.argv[2]}']\n"
-        "from rollout_server.__main__ import main\n"
-        "main()\n"
-    )
     model = Path(__file__).parents[3] / "deploy/demo/checkpoint"
-    argv = [sys.executable, "-c", code, str(write(tmp_path, f"model: {model}\n")), str(free_port())]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    arguments = ["--config", str(write(tmp_path, f"model: {model}\n")), f"port={free_port()}"]
+    program = "tests.unit.rollout_server.without_vllm"
+    (done,) = finish(RANK_OF_A_TEST, program, arguments, envs=[os.environ], timeout_s=120.0)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert INSTALL["vllm"] in done.stderr
