@@ -21,7 +21,7 @@ from typing import Annotated, Any, NoReturn, TextIO
 import typer
 
 from rollout_server.config import ServerConfig, load_server_config
-from rollout_server.processes import KEEP_BELOW_BYTES, SERVER_PID_VARIABLE, give_memory_back
+from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.errors import ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.wire import SERVER_ID_VARIABLE, TOKEN_VARIABLE
@@ -137,14 +137,12 @@ def _prepare_environment(config: ServerConfig) -> None:
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
         # Without a GPU oneDNN keeps what it has compiled for 1,024 shapes. Images have new ones again and again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
-        "MALLOC_MMAP_THRESHOLD_": str(KEEP_BELOW_BYTES),
     }
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
-    give_memory_back(int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
