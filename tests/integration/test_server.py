@@ -193,7 +193,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
         "max_body_bytes": 8 << 20,
         "max_model_len": 512,
     }
-    with running_server(config, folder) as running:
+    with running_server(config, folder, new_python=True) as running:
         yield running
 
 
