@@ -33,7 +33,7 @@ from typing import Annotated, Literal
 import typer
 
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
-from shared.errors import CollectiveError, ConfigError, ProjectError
+from shared.errors import CollectiveError, ProjectError
 from shared.packages import missing_package
 from shared.processes import end_with_parent
 
@@ -218,7 +218,7 @@ def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_po
 def bench(
     arguments: Annotated[list[str] | None, typer.Argument(help="Those of bench.run, such as --part.")] = None,
 ) -> None:
-    """Measure speed and memory on this machine. Needs a clone.
+    """Measure speed and memory on this machine.
 
     `rollout-learner bench -- --help` lists the parts.
     """
@@ -227,13 +227,6 @@ def bench(
 
 def _bench(arguments: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[1]
-    if not (root / "bench" / "run.py").is_file():
-        raise ConfigError(
-            "the benchmarks are not installed",
-            found=f"no folder bench in {root}",
-            wanted="a clone of the repository, because the package holds the programs only",
-            remedy="in a clone: make bench, or .venv/bin/rollout-learner bench",
-        )
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     argv = [sys.executable, "-m", "bench.run", *arguments]
     return subprocess.run(argv, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}).returncode
