@@ -131,10 +131,9 @@ def test_the_report_finds_its_templates(installed: Installed) -> None:
 
 
 def test_the_benchmarks_are_those_of_the_wheel(installed: Installed) -> None:
-    done = installed.run("rollout-learner", "bench", "--part", "stages", "--set", "no_such=1")
-    assert "working directory was imported" not in done.stderr
-    assert "--set no_such" in done.stderr
-    assert "logs are in" in done.stderr, "the measurement's own process was started"
+    done = installed.run("rollout-learner", "bench", "--", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--part" in done.stdout
 
 
 def test_images_are_decoded_by_the_installed_server(installed: Installed) -> None:
