@@ -23,7 +23,7 @@ def main(base_url: str, image: str) -> None:
     assert first == second
     trainers = VLLMClient(base_urls=[base_url], connection_timeout=10.0)
     (again,) = trainers.infer([by_list], RequestConfig(max_tokens=12, temperature=0.0))
-    assert again.response_token_ids == first
+    assert again.response_token_ids == [first]
     try:
         trainers.init_communicator(device="cpu")
     except Exception as error:  # their class: a bare Exception with the server's answer
