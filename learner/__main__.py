@@ -33,7 +33,7 @@ from typing import Annotated, Literal
 import typer
 
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
-from shared.errors import CollectiveError, ProjectError
+from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import end_with_parent
 
@@ -227,6 +227,13 @@ def bench(
 
 def _bench(arguments: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[1]
+    if not (root / "bench").is_dir():  # the container images go without
+        raise ConfigError(
+            "the benchmarks are not here",
+            found=f"no folder bench in {root}",
+            wanted="an installed wheel, or a clone",
+            remedy="pip install CLONE, or make bench in a clone",
+        )
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     argv = [sys.executable, "-m", "bench.run", *arguments]
     return subprocess.run(argv, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}).returncode
