@@ -12,6 +12,11 @@ if [ "$device" = auto ]; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
 fi
 
+case "$device" in
+  cpu|cuda) ;;
+  *) echo "usage: deploy/setup.sh [cpu|cuda]; found $device. Default: cuda where nvidia-smi finds a GPU, else cpu" >&2; exit 2 ;;
+esac
+
 want="$device $(cat pyproject.toml deploy/constraints-cpu.txt deploy/setup.sh deploy/cpu_torchvision.py | sha256sum | cut -c1-16)"
 if [ "$(cat .venv/.ready 2>/dev/null || true)" = "$want" ]; then exit 0; fi
 
