@@ -103,7 +103,9 @@ class TensorEngine:
     def text_of(self, token_ids: list[int]) -> str:
         return str(token_ids)
 
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores:
         prompt = self._answer(request, 0, 0).prompt_token_ids
         return Scores(prompt_token_ids=prompt, logprobs=logprobs(self.tensors, response_token_ids))
 

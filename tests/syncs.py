@@ -11,11 +11,12 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import Canary, CanaryItem, Logprobs, Scorer
+from learner.sync.canary import Canary, CanaryItem, Scorer
 from learner.sync.groups import StartJoin
 from learner.sync.servers import ServerDelivery
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource
 from learner.sync.sync import Sync
+from shared.canary import Logprobs
 from shared.sync.group import start_join
 
 ONE_RANK = Ranks()

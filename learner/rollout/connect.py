@@ -90,7 +90,12 @@ def connect_sync(
     items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
     is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
-    canary = Canary(items=items, scorer=CanaryScorer(policy, answers), tolerance=vllm.sync.canary_tolerance)
+    canary = Canary(
+        items=items,
+        scorer=CanaryScorer(policy, answers),
+        tolerance=vllm.sync.canary_tolerance,
+        dtype=computes_in(policy),
+    )
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)
     delivery: Delivery
@@ -128,7 +133,7 @@ def _colocate(
     engine = ColocatedEngine(
         rollouts,
         model=base_model_path(config.model) or config.model.path,
-        dtype=torch.bfloat16 if policy.bf16 else policy.model.dtype,  # what training computes in
+        dtype=computes_in(policy),
         ranks=ranks,
         tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
         offload=make_offload(rollouts.offload, policy, optimizer),
@@ -137,6 +142,11 @@ def _colocate(
     return ColocateBackend(
         rollouts, engine, policy.encoder, run_seed=config.training.seed, ranks=ranks, on_call=on_call
     )
+
+
+def computes_in(policy: Policy) -> torch.dtype:
+    """The type of training's and scoring's computations."""
+    return torch.bfloat16 if policy.bf16 else policy.model.dtype
 
 
 def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:

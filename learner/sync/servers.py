@@ -34,7 +34,7 @@ from learner.rollout.client import LAST_LOOK_S, REPLY_GRACE_S, ServerClient
 from learner.rollout.control import ServerControl
 from learner.rollout.membership import Member, Membership, ServedWeights, ServerChange
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import Canary, CanaryGap, CanaryItem, score_items, worst_gap
+from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
 from learner.sync.groups import (
     Post,
     Posts,
@@ -52,6 +52,7 @@ from learner.sync.returning import ReturnWatch
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
 from shared.aio import gather
+from shared.canary import CanaryGap
 from shared.checkpoint import differences
 from shared.errors import (
     NotFiniteError,
@@ -314,7 +315,7 @@ class ServerDelivery:
 
     def _gap(self, learner: CanaryScores, reply: UpdateWeightsReply, base_url: str) -> CanaryGap:
         try:
-            return self._canary.compare(learner.logprobs, reply.scores, base_url)
+            return self._canary.compare(learner.logprobs, reply.scores, base_url, self._dtype)
         except ProjectError as error:
             self._accused = {base_url: error}
             raise
@@ -341,7 +342,7 @@ class ServerDelivery:
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
                 check_sent(call.buckets, sums, learner.checksums)
-                expected = self._canary.expected(call.incarnation, ver, learner.logprobs)
+                expected = self._canary.expected(call.incarnation, ver, learner.logprobs, self._dtype)
                 told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
             await_all(under_way, [*posts, *told])
         except BaseException:
