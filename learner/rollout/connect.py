@@ -27,6 +27,7 @@ from learner.records import Sample
 from learner.rollout.backend import RolloutCallLog
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.control import ServerControl
+from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.run.log import MetricsLog, Timeline
@@ -119,6 +120,7 @@ def connect_sync(
             device=ranks.device,
             check=check,
             control=ServerControl(Path(config.training.output_dir)) if ranks.is_main else None,
+            discovery=Discovery(vllm.server.discovery) if vllm.server.discovery and ranks.is_main else None,
         )
     sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=vllm.sync.fallback_to_full)
     sync.connect()

@@ -22,10 +22,12 @@ import pytest
 
 from bench import chaos_server
 from bench.chaos_server import fingerprint, logprobs
+from learner.config.schema import DiscoveryConfig
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt
 from learner.rollout.backend import MicroStep
 from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
+from learner.rollout.discovery import Discovery
 from learner.rollout.membership import ServerChange
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
@@ -92,6 +94,7 @@ class Learner:
         ranks: Ranks = ONE_RANK,
         min_servers: int | str = 1,
         control: ServerControl | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
         self.weights = Weights()
         limits = {"timeout_s": 10.0, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": min_servers}
@@ -119,6 +122,7 @@ class Learner:
             config=vllm,
             ranks=ranks,
             control=control,
+            discovery=discovery,
         )
 
     def synced(self) -> int:
@@ -274,6 +278,39 @@ def test_servers_are_added_and_removed(servers: list[Server], tmp_path: Path) ->
             (urls[1], "serving"),
             (urls[2], "serving"),
         ]
+
+
+def test_servers_appear_in_a_list_and_disappear_from_it(servers: list[Server], tmp_path: Path) -> None:
+    """R40: as if a user had added and removed them. Those that the list never named stay."""
+    urls, listed = [server.url for server in servers], tmp_path / "servers"
+    listed.write_text(f"{urls[1]}\n{urls[2]} {servers[2].group_port}\n")
+    discovery = Discovery(DiscoveryConfig(file=str(listed), every_s=0.01))
+    with closing(Learner(servers[:2], discovery=discovery)) as learner:
+        learner.synced()
+        wait_until(lambda: learner.changes() == [(urls[2], "added")])
+        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery._members()])
+        learner.synced()
+        learner.roll_out(6)
+        assert learner.serving == urls
+        listed.write_text(f"{urls[2]} {servers[2].group_port}  # the other one is drained\n")
+        told: list[tuple[str, str]] = []
+        wait_until(lambda: (told.extend(learner.changes()), (urls[1], "removed") in told)[1])
+        learner.synced()
+        learner.roll_out(6, step=1)
+        assert learner.serving == [urls[0], urls[2]]
+
+
+def test_a_server_under_a_second_url_does_not_join_twice(servers: list[Server], tmp_path: Path) -> None:
+    alias = servers[1].url.replace("127.0.0.1", "localhost")
+    with closing(Learner(servers[:2], control=ServerControl(tmp_path))) as learner:
+        learner.synced()
+        ask(tmp_path, ServerRequest(action="add", base_url=alias, group_port=servers[1].group_port))
+        assert learner.changes() == [(alias, "added")]
+        wait_until(lambda: alias in [member.base_url for member in learner.sync._delivery._members()])
+        learner.synced()
+        learner.roll_out(6)
+        assert learner.serving == [server.url for server in servers[:2]]
+        assert "already" in learner.backend.membership.out[0].because
 
 
 @pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), (3, ServerError)])
