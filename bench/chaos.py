@@ -4,13 +4,14 @@ A real learner on two ranks trains on the rollouts of four servers, while faults
 servers are real above the engine (`bench.chaos_server`); HTTP goes through a proxy that can break it. Faults: `kill`,
 `freeze` (SIGSTOP), `delay`, `reset`, `half-open` (connections stay and nothing passes), `truncate` (an answer ends
 early), `corrupt` (an answer's bytes are overwritten), `flip` (a bit of a bucket), `partition` (in the middle of a
-bucket), `second learner` (opens its own group at a server).
+bucket), `second learner` (opens its own group at a server). The last one is `disk full`: no file of the learner can
+grow, which ends the run.
 
 Checked at the end (exit code 1 if one does not hold):
 - every answer that was accepted came from exactly the weights that the sync of its version sent, as a whole;
 - every sample was learned once per epoch;
 - no call lasted longer than its deadline, the last look at the server and one second;
-- the run ended with a checkpoint that loads, and no process is left.
+- the run ended with a named error (`OutputError`) and a checkpoint that loads, and no process is left.
 
 Per fault: how many, how many were noticed within eight seconds and before the next one on that server, seconds until
 the first failed call of rank 0 or the server's loss (median, p99), and seconds until the end of the first step that
@@ -29,6 +30,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import signal
 import statistics
 import sys
@@ -59,9 +61,11 @@ from shared.wire import RolloutInferRequest
 
 NUM_SERVERS, NUM_RANKS = 4, 2
 NUM_SAMPLES, BATCH = 24, 8
+SAVE_STEPS = 50
 INFER_TIMEOUT_S, TIMEOUT_S = 1.5, 6.0
 LAST_LOOK_S = 3.0
 FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt", "flip", "partition", "second learner")
+DISK_FULL = "disk full"
 LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0}
 NOTICED_WITHIN_S = 8.0
 RUNNING = get_context("forkserver")
@@ -70,7 +74,7 @@ RUNNING = get_context("forkserver")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    url: str
+    url: str  # of the server; "": the learner
     at_s: float  # Unix seconds
 
 
@@ -265,7 +269,8 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
     )
 
     def note(**values: Any) -> None:
-        notes.write(json.dumps(values) + "\n")
+        with contextlib.suppress(OSError):  # a full disk
+            notes.write(json.dumps(values) + "\n")
 
     def accepted(output: Any, **place: Any) -> Any:
         rollout = read_rollout(output, **place)
@@ -330,6 +335,8 @@ def learner_config(model: Path, folder: Path, servers: list[Server]) -> dict[str
         "per_device_train_batch_size": BATCH // NUM_RANKS,
         "packing": False,
         "learning_rate": 1e-4,
+        "save_steps": SAVE_STEPS,
+        "save_total_limit": 2,
         "collective_timeout_s": 120.0,
         "stop_timeout_s": 20.0,
     }
@@ -373,7 +380,7 @@ class Campaign:
         for rank in self.ranks:
             rank.start()
 
-    def run(self, seconds: float, pause_s: float) -> None:
+    def run(self, seconds: float, pause_s: float, *, fills_disk: bool) -> None:
         say("waiting for the first steps")
         _wait(lambda: len(self._steps()) >= 3 or not self._alive(), 120.0, "step 3")
         self.began_s, end = time.time(), time.monotonic() + seconds
@@ -388,13 +395,26 @@ class Campaign:
             self.faults.append(Fault(kind, server.url, time.time()))
             server.hit(kind, self.rng)
         time.sleep(6.0)  # the last faults end
-        self.died_early = not self._alive()
+        self.died_early, self.disk_is_full = not self._alive(), fills_disk
+        if fills_disk:
+            self.faults.append(Fault(DISK_FULL, "", time.time()))
+            self._fill_disk()
+        else:
+            for rank in self.ranks:
+                if rank.is_alive():
+                    assert rank.pid is not None
+                    os.kill(rank.pid, signal.SIGINT)
+        for rank in self.ranks:
+            rank.join(40)
+        self.ended_s = time.time()
+
+    def _fill_disk(self) -> None:
+        """No file of the ranks grows beyond what the metrics have now. Python ignores the signal, so writes fail."""
+        num_bytes = (self.folder / "run" / "metrics.jsonl").stat().st_size + 10
         for rank in self.ranks:
             if rank.is_alive():
                 assert rank.pid is not None
-                os.kill(rank.pid, signal.SIGINT)
-        for rank in self.ranks:
-            rank.join(40)
+                resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
     def close(self) -> list[str]:
         """End everything; what did not end by itself."""
@@ -448,8 +468,11 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
     if late:
         found.append(f"{len(late)} of {len(calls)} calls took longer than {limit_s:g} s: up to {max(late):.1f} s")
     codes = [rank.exitcode for rank in campaign.ranks]
-    if campaign.died_early or codes != [130] * NUM_RANKS:
-        found.append(f"the run ended early: exit codes {codes}")
+    ended_well = codes == [130] * NUM_RANKS
+    if campaign.disk_is_full:
+        ended_well = 0 not in codes and "OutputError" in (campaign.folder / "learner0.log").read_text()
+    if campaign.died_early or not ended_well:
+        found.append(f"the run ended early, or not with a named error: exit codes {codes}")
     checkpoints = list((campaign.folder / "run").glob("checkpoint-*"))
     for path in checkpoints:
         verify(path)
@@ -506,6 +529,9 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
             "detection_s": _spread(detections),
             "recovery_s": _spread(recoveries),
         }
+    if campaign.disk_is_full:
+        ended = [campaign.ended_s - campaign.faults[-1].at_s]
+        rows[DISK_FULL] = {"number": 1, "noticed": 1, "detection_s": _spread(ended), "recovery_s": None}
     gaps = [b - a for a, b in pairwise(step_ends)]
     return {
         "faults": len(campaign.faults),
@@ -542,11 +568,13 @@ def _wait(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(0.1)
 
 
-def chaos(folder: Path, *, seconds: float, pause_s: float, seed: int) -> tuple[Campaign, list[str]]:
-    """Run the campaign; what did not hold."""
+def chaos(
+    folder: Path, *, seconds: float, pause_s: float, seed: int, fills_disk: bool = True
+) -> tuple[Campaign, list[str]]:
+    """Run the campaign; what did not hold. Without `fills_disk` the run is ended by SIGINT."""
     campaign = Campaign(folder, seed)
     try:
-        campaign.run(seconds, pause_s)
+        campaign.run(seconds, pause_s, fills_disk=fills_disk)
     finally:
         left = campaign.close()
     return campaign, broken_invariants(campaign, left)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 def test_nothing_is_lost_under_faults(tmp_path: Path) -> None:
     """D15, R40. The check itself is shown to find what is wrong in the same run's notes."""
-    campaign, broken = chaos(tmp_path, seconds=5.0, pause_s=0.4, seed=1)
+    campaign, broken = chaos(tmp_path, seconds=5.0, pause_s=0.4, seed=1, fills_disk=False)
     assert broken == []
     assert len(campaign.faults) >= 3
     notes = tmp_path / "notes1.jsonl"
