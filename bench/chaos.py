@@ -38,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
@@ -362,13 +362,13 @@ def learner_config(model: Path, folder: Path, servers: list[Server], *, ahead: b
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int, *, ahead: bool) -> None:
+    def __init__(self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str]) -> None:
         from bench.models import text_model
         from learner.config.load import config_of
 
         RUNNING.set_forkserver_preload(["bench.chaos", "learner.build", "learner.sync.servers"])
         self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
-        self.ahead = ahead
+        self.ahead, self._kinds = ahead, kinds
         model, table = text_model(folder, "tiny"), folder / "table"
         write_samples(folder / "train.jsonl")
         say("starting servers")
@@ -400,7 +400,7 @@ class Campaign:
             serving = [server for server in quiet if server.url in self._serving()]
             if len(serving) < 2:  # one must be left: losing all would end the run, and rightly so
                 continue
-            server, kind = self.rng.choice(quiet), self.rng.choice(FAULTS)
+            server, kind = self.rng.choice(quiet), self.rng.choice(self._kinds)
             if kind == "flip" and any((other.folder / "flip").exists() for other in self.servers):
                 continue  # a sync is repeated once because of a damaged bucket: a second one rightly ends the run
             self.faults.append(Fault(kind, server.url, time.time()))
@@ -587,11 +587,18 @@ def _wait(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 def chaos(
-    folder: Path, *, seconds: float, pause_s: float, seed: int, fills_disk: bool = True, ahead: bool = False
+    folder: Path,
+    *,
+    seconds: float,
+    pause_s: float,
+    seed: int,
+    fills_disk: bool = True,
+    ahead: bool = False,
+    kinds: Sequence[str] = FAULTS,
 ) -> tuple[Campaign, list[str]]:
     """Run the campaign; what did not hold. Without `fills_disk` the run is ended by SIGINT. `ahead`: rollouts are made
     ahead of learning."""
-    campaign = Campaign(folder, seed, ahead=ahead)
+    campaign = Campaign(folder, seed, ahead=ahead, kinds=kinds)
     try:
         campaign.run(seconds, pause_s, fills_disk=fills_disk)
     finally:
