@@ -3,8 +3,8 @@
     with running_server({"model": str(folder)}, tmp_path) as server:
         httpx.get(f"{server.base_url}/status/")
 
-They are forked from a process that has imported vLLM (`tests.forked`); `new_python=True` starts `python -m
-rollout_server` as a user does.
+Without a GPU they are forked from a process that has imported vLLM (`tests.forked`). `new_python=True` starts one
+as a user does, with `python -m rollout_server`.
 
 No process outlives the block: the server gets SIGTERM and a deadline, then its whole session gets SIGKILL.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import httpx
+import torch
 import yaml
 
 from shared.addresses import free_port
@@ -81,7 +82,7 @@ def running_server(
 def _start(
     arguments: list[str], environment: dict[str, str], out: BinaryIO, *, new_python: bool
 ) -> subprocess.Popen[bytes] | forked.Forked:
-    if not new_python:
+    if not new_python and not torch.cuda.is_available():
         return forked.start(forked.SERVER, "rollout_server", arguments, env=environment, stdout=out, stderr=out)
     argv = [sys.executable, "-m", "rollout_server", *arguments]
     return subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
