@@ -148,9 +148,10 @@ def check(world: World) -> None:
 
 def explore(start: World, depth: int) -> tuple[int, int]:
     """States and how many of them have a server whose answers count. Fails with the way to a state that is wrong."""
-    seen, frontier, usable = {start.key}, [(start, ())], 0
+    seen, usable = {start.key}, 0
+    frontier: list[tuple[World, tuple[str, ...]]] = [(start, ())]
     for _ in range(depth):
-        following = []
+        following: list[tuple[World, tuple[str, ...]]] = []
         for world, way in frontier:
             for name, found in successors(world):
                 if found.key in seen:
