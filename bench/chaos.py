@@ -13,8 +13,8 @@ Checked at the end (exit code 1 if one does not hold):
 - no call lasted longer than its deadline, the last look at the server and one second;
 - the run ended with a named error (`OutputError`) and a checkpoint that loads, and no process is left.
 
-Faults may meet in one sync so that it fails twice, which ends a run with a named error and a checkpoint. Then the run
-is resumed and the campaign goes on; `resumed` counts that.
+Faults may meet: one sync fails twice, or no server is left. That ends a run with a named error and a checkpoint. Then
+the run is resumed and the campaign goes on; `resumed` counts that.
 
 Per fault: how many, how many were noticed within eight seconds and before the next one on that server, seconds until
 the first failed call of rank 0 or the server's loss (median, p99), and seconds until the end of the first step that
