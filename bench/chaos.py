@@ -45,7 +45,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -496,9 +496,13 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
 
     found = [f"{name} did not end" for name in left]
     notes = [list(campaign.notes(rank)) for rank in range(NUM_RANKS)]
-    sent = {note["ver"]: note["sent"] for note in notes[0] if "sent" in note}
+    for part in notes:  # a resumed run counts its versions from what the servers have seen, so they may come again
+        starts = accumulate("start" in note for note in part)
+        for note, run in zip(part, starts, strict=True):
+            note["run"] = run
+    sent = {(note["run"], note["ver"]): note["sent"] for note in notes[0] if "sent" in note}
     accepted = [note for part in notes for note in part if "accepted" in note]
-    wrong = [note for note in accepted if sent.get(note["ver"]) != note["accepted"]]
+    wrong = [note for note in accepted if sent.get((note["run"], note["ver"])) != note["accepted"]]
     if wrong or not accepted:
         found.append(f"{len(wrong)} of {len(accepted)} accepted answers by other weights, such as {wrong[:1]}")
     found += _wrong_counts(notes) if campaign.ahead else _wrong_epochs(notes)
