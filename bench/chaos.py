@@ -13,6 +13,9 @@ Checked at the end (exit code 1 if one does not hold):
 - no call lasted longer than its deadline, the last look at the server and one second;
 - the run ended with a named error (`OutputError`) and a checkpoint that loads, and no process is left.
 
+Faults may meet: one sync fails twice, or no server is left. That ends a run with a named error and a checkpoint. Then
+the run is resumed and the campaign goes on; `resumed` counts that.
+
 Per fault: how many, how many were noticed within eight seconds and before the next one on that server, seconds until
 the first failed call of rank 0 or the server's loss (median, p99), and seconds until the end of the first step that
 began after it. On two cores a step itself takes part of that. A fault on a connection is noticed only where something
@@ -30,6 +33,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import statistics
@@ -41,7 +45,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -290,6 +294,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
         note(step=True)
         return update(self, *args, **settings)
 
+    note(start=True)
     servers.read_rollout, ServerDelivery.deliver = accepted, delivered  # type: ignore[method-assign]
     Policy.backward, Optimizer.update = learned, updated  # type: ignore[method-assign]
     os._exit(main(["train", "--config", str(config)]))
@@ -384,16 +389,40 @@ class Campaign:
             _wait(partial(_answers, server.url), 60.0, "a server")
         self.config = folder / "run.yaml"
         write_yaml(self.config, learner_config(model, folder, self.servers, ahead=ahead))
+        self.num_resumed = 0
+        self._start_run()
+
+    def _start_run(self) -> None:
         (port,) = free_ports(1)
-        self.ranks = [RUNNING.Process(target=learn, args=(self.config, r, port, folder)) for r in range(NUM_RANKS)]
+        places = [(self.config, rank, port, self.folder) for rank in range(NUM_RANKS)]
+        self.ranks = [RUNNING.Process(target=learn, args=place) for place in places]
         for rank in self.ranks:
             rank.start()
+
+    def _resumed(self) -> bool:
+        """After the run has ended: whether that was with a named error and a checkpoint, and it goes on from there."""
+        for rank in self.ranks:
+            rank.join(40)
+        said = (self.folder / "learner0.log").read_text().rpartition("resume_from_checkpoint: latest goes on")[2]
+        if self._alive() or not re.search(r"^error .*\w+Error: ", said, re.M):
+            return False
+        time.sleep(3.0)  # the last faults end, because all servers must answer at the start
+        for server in self.servers:
+            _wait(partial(_answers, server.url), 60.0, "a server")
+        values = learner_config(self.folder / "text-model-tiny", self.folder, self.servers, ahead=self.ahead)
+        values["training"]["resume_from_checkpoint"] = "latest"
+        write_yaml(self.config, values)
+        number = len(self._steps())
+        self._start_run()
+        _wait(lambda: len(self._steps()) > number or not self._alive(), 120.0, "step after a resume")
+        self.num_resumed += 1
+        return self._alive()
 
     def run(self, seconds: float, pause_s: float, *, fills_disk: bool) -> None:
         say("waiting for the first steps")
         _wait(lambda: len(self._steps()) >= 3 or not self._alive(), 120.0, "step 3")
         self.began_s, end = time.time(), time.monotonic() + seconds
-        while time.monotonic() < end and self._alive():
+        while time.monotonic() < end and (self._alive() or self._resumed()):
             time.sleep(self.rng.expovariate(1.0 / pause_s))
             now = time.monotonic()
             quiet = [server for server in self.servers if server.busy_until < now]
@@ -467,9 +496,13 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
 
     found = [f"{name} did not end" for name in left]
     notes = [list(campaign.notes(rank)) for rank in range(NUM_RANKS)]
-    sent = {note["ver"]: note["sent"] for note in notes[0] if "sent" in note}
+    for part in notes:  # a resumed run counts its versions from what the servers have seen, so they may come again
+        starts = accumulate("start" in note for note in part)
+        for note, run in zip(part, starts, strict=True):
+            note["run"] = run
+    sent = {(note["run"], note["ver"]): note["sent"] for note in notes[0] if "sent" in note}
     accepted = [note for part in notes for note in part if "accepted" in note]
-    wrong = [note for note in accepted if sent.get(note["ver"]) != note["accepted"]]
+    wrong = [note for note in accepted if sent.get((note["run"], note["ver"])) != note["accepted"]]
     if wrong or not accepted:
         found.append(f"{len(wrong)} of {len(accepted)} accepted answers by other weights, such as {wrong[:1]}")
     found += _wrong_counts(notes) if campaign.ahead else _wrong_epochs(notes)
@@ -498,6 +531,8 @@ def _wrong_epochs(notes: list[list[dict[str, Any]]]) -> list[str]:
     for part in notes:
         steps: list[list[str]] = [[]]
         for note in part:
+            if "start" in note:
+                steps[-1] = []  # the run before it ended in the middle of a step
             steps[-1] += note.get("learned", [])
             if "step" in note:
                 steps.append([])
@@ -553,6 +588,7 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
     gaps = [b - a for a, b in pairwise(step_ends)]
     return {
         "faults": len(campaign.faults),
+        "resumed": campaign.num_resumed,
         "seconds": round(step_ends[-1] - campaign.began_s, 1) if step_ends else 0.0,
         "steps": len(step_ends),
         "step_s": _spread(gaps),
