@@ -4,13 +4,14 @@ A real learner on two ranks trains on the rollouts of four servers, while faults
 servers are real above the engine (`bench.chaos_server`); HTTP goes through a proxy that can break it. Faults: `kill`,
 `freeze` (SIGSTOP), `delay`, `reset`, `half-open` (connections stay and nothing passes), `truncate` (an answer ends
 early), `corrupt` (an answer's bytes are overwritten), `flip` (a bit of a bucket), `partition` (in the middle of a
-bucket), `second learner` (opens its own group at a server).
+bucket), `second learner` (opens its own group at a server). The last one is `disk full`: no file of the learner can
+grow, which ends the run.
 
 Checked at the end (exit code 1 if one does not hold):
 - every answer that was accepted came from exactly the weights that the sync of its version sent, as a whole;
 - every sample was learned once per epoch;
 - no call lasted longer than its deadline, the last look at the server and one second;
-- the run ended with a checkpoint that loads, and no process is left.
+- the run ended with a named error (`OutputError`) and a checkpoint that loads, and no process is left.
 
 Per fault: how many, how many were noticed within eight seconds and before the next one on that server, seconds until
 the first failed call of rank 0 or the server's loss (median, p99), and seconds until the end of the first step that
@@ -29,6 +30,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import signal
 import statistics
 import sys
@@ -36,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
@@ -59,9 +61,11 @@ from shared.wire import RolloutInferRequest
 
 NUM_SERVERS, NUM_RANKS = 4, 2
 NUM_SAMPLES, BATCH = 24, 8
+SAVE_STEPS = 50
 INFER_TIMEOUT_S, TIMEOUT_S = 1.5, 6.0
 LAST_LOOK_S = 3.0
 FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt", "flip", "partition", "second learner")
+DISK_FULL = "disk full"
 LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0}
 NOTICED_WITHIN_S = 8.0
 RUNNING = get_context("forkserver")
@@ -70,7 +74,7 @@ RUNNING = get_context("forkserver")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    url: str
+    url: str  # of the server; "": the learner
     at_s: float  # Unix seconds
 
 
@@ -265,7 +269,8 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
     )
 
     def note(**values: Any) -> None:
-        notes.write(json.dumps(values) + "\n")
+        with contextlib.suppress(OSError):  # a full disk
+            notes.write(json.dumps(values) + "\n")
 
     def accepted(output: Any, **place: Any) -> Any:
         rollout = read_rollout(output, **place)
@@ -318,7 +323,7 @@ def write_samples(path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def learner_config(model: Path, folder: Path, servers: list[Server]) -> dict[str, Any]:
+def learner_config(model: Path, folder: Path, servers: list[Server], *, ahead: bool = False) -> dict[str, Any]:
     entries = [{"base_url": server.url, "group_port": server.group_port} for server in servers]
     server = {"servers": entries, "timeout_s": TIMEOUT_S, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": 1}
     sync = {"canary_samples": 1, "canary_tolerance": 1e9, "bucket_bytes": 200_000}
@@ -330,10 +335,12 @@ def learner_config(model: Path, folder: Path, servers: list[Server]) -> dict[str
         "per_device_train_batch_size": BATCH // NUM_RANKS,
         "packing": False,
         "learning_rate": 1e-4,
+        "save_steps": SAVE_STEPS,
+        "save_total_limit": 2,
         "collective_timeout_s": 120.0,
         "stop_timeout_s": 20.0,
     }
-    return {
+    config: dict[str, Any] = {
         "model": {"path": str(model)},
         "data": {"train": str(folder / "train.jsonl")},
         "training": training,
@@ -341,18 +348,27 @@ def learner_config(model: Path, folder: Path, servers: list[Server]) -> dict[str
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "global_max_length": 512,
     }
+    if ahead:
+        training |= {"packing": True, "effective_batch_size": BATCH, "per_device_train_batch_size": 2}
+        config["custom"]["trainer_variant"] = "stage2_ab_training"
+        config["stage2_ab"] = {
+            "schedule": {"b_ratio": 1.0},
+            "async_actor_learner": {"enabled": True, "max_starved_steps": 10_000},
+        }
+    return config
 
 
 # ---- the campaign --------------------------------------------------------------------------------------------------
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str]) -> None:
         from bench.models import text_model
         from learner.config.load import config_of
 
         RUNNING.set_forkserver_preload(["bench.chaos", "learner.build", "learner.sync.servers"])
         self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
+        self.ahead, self._kinds = ahead, kinds
         model, table = text_model(folder, "tiny"), folder / "table"
         write_samples(folder / "train.jsonl")
         say("starting servers")
@@ -367,13 +383,13 @@ class Campaign:
         for server in self.servers:
             _wait(partial(_answers, server.url), 60.0, "a server")
         self.config = folder / "run.yaml"
-        write_yaml(self.config, learner_config(model, folder, self.servers))
+        write_yaml(self.config, learner_config(model, folder, self.servers, ahead=ahead))
         (port,) = free_ports(1)
         self.ranks = [RUNNING.Process(target=learn, args=(self.config, r, port, folder)) for r in range(NUM_RANKS)]
         for rank in self.ranks:
             rank.start()
 
-    def run(self, seconds: float, pause_s: float) -> None:
+    def run(self, seconds: float, pause_s: float, *, fills_disk: bool) -> None:
         say("waiting for the first steps")
         _wait(lambda: len(self._steps()) >= 3 or not self._alive(), 120.0, "step 3")
         self.began_s, end = time.time(), time.monotonic() + seconds
@@ -384,17 +400,32 @@ class Campaign:
             serving = [server for server in quiet if server.url in self._serving()]
             if len(serving) < 2:  # one must be left: losing all would end the run, and rightly so
                 continue
-            server, kind = self.rng.choice(quiet), self.rng.choice(FAULTS)
+            server, kind = self.rng.choice(quiet), self.rng.choice(self._kinds)
+            if kind == "flip" and any((other.folder / "flip").exists() for other in self.servers):
+                continue  # a sync is repeated once because of a damaged bucket: a second one rightly ends the run
             self.faults.append(Fault(kind, server.url, time.time()))
             server.hit(kind, self.rng)
         time.sleep(6.0)  # the last faults end
-        self.died_early = not self._alive()
+        self.died_early, self.disk_is_full = not self._alive(), fills_disk
+        if fills_disk:
+            self.faults.append(Fault(DISK_FULL, "", time.time()))
+            self._fill_disk()
+        else:
+            for rank in self.ranks:
+                if rank.is_alive():
+                    assert rank.pid is not None
+                    os.kill(rank.pid, signal.SIGINT)
+        for rank in self.ranks:
+            rank.join(40)
+        self.ended_s = time.time()
+
+    def _fill_disk(self) -> None:
+        """No file of the ranks grows beyond what the metrics have now. Python ignores the signal, so writes fail."""
+        num_bytes = (self.folder / "run" / "metrics.jsonl").stat().st_size + 10
         for rank in self.ranks:
             if rank.is_alive():
                 assert rank.pid is not None
-                os.kill(rank.pid, signal.SIGINT)
-        for rank in self.ranks:
-            rank.join(40)
+                resource.prlimit(rank.pid, resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
     def close(self) -> list[str]:
         """End everything; what did not end by itself."""
@@ -441,15 +472,18 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
     wrong = [note for note in accepted if sent.get(note["ver"]) != note["accepted"]]
     if wrong or not accepted:
         found.append(f"{len(wrong)} of {len(accepted)} accepted answers by other weights, such as {wrong[:1]}")
-    found += _wrong_epochs(notes)
+    found += _wrong_counts(notes) if campaign.ahead else _wrong_epochs(notes)
     calls = [call for event in campaign.events() if event["event"] == "rollout_call" for call in event["calls"]]
     limit_s = INFER_TIMEOUT_S + LAST_LOOK_S + 1.0
     late = [call["seconds"] for call in calls if call["seconds"] > limit_s]
     if late:
         found.append(f"{len(late)} of {len(calls)} calls took longer than {limit_s:g} s: up to {max(late):.1f} s")
     codes = [rank.exitcode for rank in campaign.ranks]
-    if campaign.died_early or codes != [130] * NUM_RANKS:
-        found.append(f"the run ended early: exit codes {codes}")
+    ended_well = codes == [130] * NUM_RANKS
+    if campaign.disk_is_full:
+        ended_well = 0 not in codes and "OutputError" in (campaign.folder / "learner0.log").read_text()
+    if campaign.died_early or not ended_well:
+        found.append(f"the run ended early, or not with a named error: exit codes {codes}")
     checkpoints = list((campaign.folder / "run").glob("checkpoint-*"))
     for path in checkpoints:
         verify(path)
@@ -474,6 +508,13 @@ def _wrong_epochs(notes: list[list[dict[str, Any]]]) -> list[str]:
     epochs = [list(chain(*whole[i : i + per_epoch])) for i in range(0, len(whole) - per_epoch + 1, per_epoch)]
     wrong = [i for i, epoch in enumerate(epochs) if Counter(epoch) != wanted]
     return [f"epochs {wrong[:5]} of {len(epochs)} did not learn each sample once"] if wrong or not epochs else []
+
+
+def _wrong_counts(notes: list[list[dict[str, Any]]]) -> list[str]:
+    """Of a run ahead, whose steps begin before the last ones have ended: no sample falls behind."""
+    learned = Counter(chain(*(note.get("learned", []) for part in notes for note in part)))
+    counts = [learned[f"s{i}"] for i in range(NUM_SAMPLES)]
+    return [f"samples were learned {min(counts)} to {max(counts)} times"] if max(counts) - min(counts) > 2 else []
 
 
 def figures_of(campaign: Campaign) -> dict[str, Any]:
@@ -506,6 +547,9 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
             "detection_s": _spread(detections),
             "recovery_s": _spread(recoveries),
         }
+    if campaign.disk_is_full:
+        ended = [campaign.ended_s - campaign.faults[-1].at_s]
+        rows[DISK_FULL] = {"number": 1, "noticed": 1, "detection_s": _spread(ended), "recovery_s": None}
     gaps = [b - a for a, b in pairwise(step_ends)]
     return {
         "faults": len(campaign.faults),
@@ -542,11 +586,21 @@ def _wait(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(0.1)
 
 
-def chaos(folder: Path, *, seconds: float, pause_s: float, seed: int) -> tuple[Campaign, list[str]]:
-    """Run the campaign; what did not hold."""
-    campaign = Campaign(folder, seed)
+def chaos(
+    folder: Path,
+    *,
+    seconds: float,
+    pause_s: float,
+    seed: int,
+    fills_disk: bool = True,
+    ahead: bool = False,
+    kinds: Sequence[str] = FAULTS,
+) -> tuple[Campaign, list[str]]:
+    """Run the campaign; what did not hold. Without `fills_disk` the run is ended by SIGINT. `ahead`: rollouts are made
+    ahead of learning."""
+    campaign = Campaign(folder, seed, ahead=ahead, kinds=kinds)
     try:
-        campaign.run(seconds, pause_s)
+        campaign.run(seconds, pause_s, fills_disk=fills_disk)
     finally:
         left = campaign.close()
     return campaign, broken_invariants(campaign, left)
@@ -557,14 +611,16 @@ def main(
     pause_s: Annotated[float, typer.Option(help="Mean pause between two faults.")] = 0.3,
     seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
+    ahead: Annotated[bool, typer.Option(help="Make rollouts ahead of learning (async_actor_learner).")] = False,
     keep: Annotated[Path | None, typer.Option(help="A folder for logs and the run; default: a temporary one.")] = None,
 ) -> None:
     """Inject faults into the servers of a real run, and check what must hold."""
     from bench import figures
 
     with tempfile.TemporaryDirectory() as temporary:
-        campaign, broken = chaos((keep or Path(temporary)).resolve(), seconds=seconds, pause_s=pause_s, seed=seed)
-        result = {**figures.circumstances(), "seed": seed, **figures_of(campaign), "broken": broken}
+        folder = (keep or Path(temporary)).resolve()
+        campaign, broken = chaos(folder, seconds=seconds, pause_s=pause_s, seed=seed, ahead=ahead)
+        result = {**figures.circumstances(), "seed": seed, "ahead": ahead, **figures_of(campaign), "broken": broken}
     text = json.dumps(result, indent=1)
     if out is not None:
         out.write_text(text + "\n")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import sys
 import time
 import zlib
@@ -26,7 +27,7 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import WorkerReply
 from rollout_server.openai_api import OpenAICall
 from shared.errors import CommunicatorError, DigestError
-from shared.generation import Generation, Scores
+from shared.generation import Generation, Scores, checked_scores
 from shared.sync.buckets import SEAL_BYTES, is_sealed, unpack
 from shared.sync.calls import Operation
 from shared.sync.group import Communicator, start_join
@@ -50,10 +51,13 @@ def fingerprint(tensors: Tensors) -> int:
     return found & 0x7FFFFFFF
 
 
+NAN_TOKEN = 999  # as if the weights gave it no number
+
+
 def logprobs(tensors: Tensors, token_ids: list[int]) -> list[float]:
     """What these weights give to an answer's tokens: some function of all of them."""
     total = sum(float(tensor.double().sum()) for tensor in tensors.values())
-    return [-abs(total) - 0.01 * token_id for token_id in token_ids]
+    return [math.nan if token_id == NAN_TOKEN else -abs(total) - 0.01 * token_id for token_id in token_ids]
 
 
 Answer = Callable[[RolloutInferRequest, int, int], Generation]  # of a request, its seed and the weights' fingerprint
@@ -103,9 +107,11 @@ class TensorEngine:
     def text_of(self, token_ids: list[int]) -> str:
         return str(token_ids)
 
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores:
         prompt = self._answer(request, 0, 0).prompt_token_ids
-        return Scores(prompt_token_ids=prompt, logprobs=logprobs(self.tensors, response_token_ids))
+        return checked_scores(prompt, logprobs(self.tensors, response_token_ids))
 
     async def models(self) -> bytes:
         return b"{}"

@@ -80,7 +80,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     """What was compared. Raises what differs."""
     model = folder / "model"
     ALL[name](model)
-    policy = load_policy(ModelConfig(path=str(model)), device=CPU)
+    policy = load_policy(ModelConfig(path=str(model), allow_untested_family=True), device=CPU)
     samples = make_samples(folder, with_images=policy.encoder.processor is not None)
     config = RolloutMatchingConfig.model_validate(SETTINGS)
     with colocated_engine(config, model) as engine:
@@ -104,7 +104,8 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
 
 def served(engine: ColocatedEngine, model: Path, folder: Path, samples: list[Sample]) -> list[tuple[Any, list[int]]]:
     """Prompt and answer ids of each sample, its prompt made as the server makes it."""
-    renderer = Renderer(str(model), ServerConfig(model=str(model), allowed_image_roots=[folder]))
+    config = ServerConfig(model=str(model), allowed_image_roots=[folder], allow_untested_family=True)
+    renderer = Renderer(str(model), config)
     with contextlib.closing(renderer.decoders.share()) as share:
         prompts = [renderer.render(infer_request(sample), share) for sample in samples]
     renderer.decoders.close()

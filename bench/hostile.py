@@ -440,7 +440,9 @@ class EchoEngine:
     def text_of(self, token_ids: list[int]) -> str:
         return str(token_ids)
 
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores:
         return Scores(prompt_token_ids=[1], logprobs=[-0.5] * len(response_token_ids))
 
     async def models(self) -> bytes:

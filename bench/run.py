@@ -1,7 +1,8 @@
 """Every benchmark, on CPU and GPU: `python -m bench.run --name NAME [--part PART] [--device cpu|cuda]`.
 
-Prints a table, and writes `bench/results/NAME.json`. The exit code is 1 if a figure misses its bound or a part
-failed. Figures of one run belong together: ratios compare numbers measured side by side.
+Prints a table, and writes `bench/results/NAME.json`; outside a clone `bench-results/NAME.json`. The exit code is 1 if a
+figure misses its bound or a part failed. Figures of one run belong together: ratios compare numbers measured side by
+side.
 
 PARTS says what is measured on which device. Each measurement is a separate process, because CUDA and vLLM do not give
 back all memory. Models and scenes are built when needed, in a temporary folder that the measurements of a run share.
@@ -31,6 +32,7 @@ from bench.figures import RESULTS, Figure, read, save, show, write
 from bench.runs import say
 from deploy.launch import Process, supervised
 from shared.errors import ConfigError, ProjectError
+from shared.packages import missing_package
 
 Device = Literal["cpu", "cuda"]
 Part = Literal[
@@ -210,6 +212,11 @@ def work() -> None:
     except ProjectError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ImportError as error:
+        if (known := missing_package(error)) is None:
+            raise
+        print(f"error: {known}", file=sys.stderr)
+        sys.exit(known.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -62,18 +62,23 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 METRICS_INTRO = """\
 # Every metric
 
-A run writes one JSON object per line into `metrics.jsonl` in its directory. The field `event` says what it is:
-`step`, `sync`, `eval`, `rollout_call`, `timeline`, `plan`, `model`, `data`, `note`. The numbers of `step`, `sync` and
-`eval` are in TensorBoard too (`logging.tensorboard`). A server has Prometheus metrics at `/metrics/`.
+A run writes one JSON object per line into `metrics.jsonl` in its directory. The numbers of `step`, `sync`, `eval` and
+`server` go to the [trackers](../trackers.md) too, by default to TensorBoard. A server has Prometheus metrics at
+`/metrics/`.
 
 ```bash
 tensorboard --logdir runs/mine/tensorboard
 ```
+
+## Events
+
+Every line has `event`, `time` (Unix seconds), and `global_step` if it belongs to a step.
+
 """
 
 
 def metrics_page() -> str:
-    parts = [METRICS_INTRO]
+    parts = [METRICS_INTRO + table(("event", "what it says"), [(f"`{e}`", text) for e, text in metrics.EVENTS.items()])]
     for title, where, group in metrics.GROUPS:
         rows = [(f"`{m.name}`", m.unit, m.meaning) for m in group]
         parts.append(f"## {title}\n\n{where}\n\n{table(('metric', 'unit', 'meaning'), rows)}")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make .venv ready to serve, learn and test: `deploy/setup.sh [cpu|cuda]` (default: cuda where nvidia-smi finds a GPU).
+# Make .venv ready to serve, learn and test: `deploy/setup.sh [cpu|cuda]` (default: cuda if nvidia-smi finds a GPU).
 #   PYTHON=python3.12      another interpreter (3.11 or 3.12)
-#   TORCH_INDEX_URL=...    where pip gets torch from; set it to PyTorch's CPU wheel index to spare the CUDA build on a CPU machine
-# Versions on CPU are pinned by deploy/constraints-cpu.txt. Does nothing when it has run for the same files before.
+#   TORCH_INDEX_URL=...    where pip gets torch from; PyTorch's CPU wheel index avoids the large CUDA build on a machine without a GPU
+# deploy/constraints-cpu.txt pins the versions for CPU. Does nothing if .venv was already made from the same files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,6 +12,11 @@ if [ "$device" = auto ]; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
 fi
 
+case "$device" in
+  cpu|cuda) ;;
+  *) echo "usage: deploy/setup.sh [cpu|cuda]; found $device. Default: cuda where nvidia-smi finds a GPU, else cpu" >&2; exit 2 ;;
+esac
+
 want="$device $(cat pyproject.toml deploy/constraints-cpu.txt deploy/setup.sh deploy/cpu_torchvision.py | sha256sum | cut -c1-16)"
 if [ "$(cat .venv/.ready 2>/dev/null || true)" = "$want" ]; then exit 0; fi
 
@@ -20,7 +25,7 @@ python=${PYTHON:-python3}
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 case "$version" in
   3.11|3.12) ;;
-  *) echo "[setup] $python is Python $version; wanted 3.11 or 3.12; name one with PYTHON=python3.11 make setup" >&2; exit 2 ;;
+  *) echo "[setup] $python is Python $version; wanted 3.11 or 3.12; choose one with PYTHON=python3.11 make setup" >&2; exit 2 ;;
 esac
 
 started=$SECONDS
@@ -31,14 +36,14 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 if [ "$device" = cpu ]; then
   say "1/3 torch for CPU"
   pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -c deploy/constraints-cpu.txt torch
-  say "2/3 vLLM for CPU, transformers and what tests and demo need"
+  say "2/3 vLLM for CPU, transformers, and what the tests and the demo need"
   pip install -c deploy/constraints-cpu.txt -e '.[cpu,demo,dev]'
-  say "3/3 torchvision beside CPU torch; torchaudio and torchcodec go (only CUDA builds exist, and their import fails)"
+  say "3/3 torchvision for CPU torch; torchaudio and torchcodec are removed (only CUDA builds exist, and importing them fails)"
   pip install --no-deps -c deploy/constraints-cpu.txt torchvision
   pip uninstall -y torchaudio torchcodec
   .venv/bin/python deploy/cpu_torchvision.py install
 else
-  say "1/1 vLLM for CUDA, transformers and what tests and demo need"
+  say "1/1 vLLM for CUDA, transformers, and what the tests and the demo need"
   pip install -e '.[cuda,demo,dev]'
 fi
 echo "$want" > .venv/.ready

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
@@ -186,7 +187,9 @@ class _Process:
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
             env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            # It imports from where this process does; `-m` alone would look into the working directory first.
+            folders = os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)
+            env |= {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}
             self._popen = subprocess.Popen(
                 argv,
                 pass_fds=[theirs.fileno()],

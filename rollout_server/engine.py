@@ -18,6 +18,7 @@ import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,8 @@ from shared.generation import (
     Generation,
     Prompt,
     Scores,
+    cached_scoring,
+    read_cached_score,
     read_generation,
     read_scores,
     sampling_params,
@@ -77,7 +80,9 @@ class Engine(Protocol):
         self, request: RolloutInferRequest, config: RequestConfig, seed: int | None
     ) -> list[Generation]: ...
     def text_of(self, token_ids: list[int]) -> str: ...
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores: ...
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores: ...
     async def models(self) -> bytes: ...
     async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]: ...
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
@@ -88,17 +93,19 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
-async def score(engine: Engine, items: Sequence[ScoreItem], ver: int) -> ScoreReply:
-    """Log-probabilities of given answers, for `/score/` and the canary. Raises what `Engine.score` raises."""
+async def score(engine: Engine, items: Sequence[ScoreItem], ver: int, *, through_cache: bool = False) -> ScoreReply:
+    """Log-probabilities of given answers, for `/score/` and the canary, `through_cache` too. Raises what `Engine.score`
+    raises."""
 
     async def one(i: int, item: ScoreItem) -> Scores:
         with named(f"items.{i}"):
-            return await engine.score(item.request, item.response_token_ids)
+            return await engine.score(item.request, item.response_token_ids, through_cache=through_cache)
 
     scores = await gather(one(i, item) for i, item in enumerate(items))
     return ScoreReply(
         ver=ver,
         logprobs=[one.logprobs for one in scores],
+        cached_logprobs=[one.cached_logprobs for one in scores] if all(one.cached_logprobs for one in scores) else [],
         prompt_token_ids=[one.prompt_token_ids for one in scores],
     )
 
@@ -176,6 +183,7 @@ class VllmEngine:
         self.gpus = _gpus(config.world_size)
         self.vocab_size = int(model_config.get_vocab_size())
         self.max_model_len = int(model_config.max_model_len)
+        self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
         self._adapter: Any = None  # a LoRARequest
@@ -207,14 +215,22 @@ class VllmEngine:
         """What the tokens say, special ones included."""
         return self._renderer.text_of(token_ids)
 
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
-        """Natural log-probabilities of the response after the prompt. Raises what `generate` raises."""
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores:
+        """Natural log-probabilities of the response after the prompt. `through_cache`: also those that the prefix cache
+        gives, if there is one. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
+            reads = cached_scoring(prompt, response_token_ids) if through_cache and self._caches_prefixes else []
             with self._vllm_errors():
-                output = await self._run(*scoring(prompt, response_token_ids))
-        return read_scores(output, len(response_token_ids))
+                output, *cached = await gather(
+                    self._run(*asked) for asked in [scoring(prompt, response_token_ids), *reads]
+                )
+        return replace(
+            read_scores(output, len(response_token_ids)), cached_logprobs=[read_cached_score(one) for one in cached]
+        )
 
     async def models(self) -> bytes:
         """The body of `/v1/models`."""

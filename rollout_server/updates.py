@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -29,8 +28,8 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import WaitingGate
 from shared.aio import gather
+from shared.canary import compare, shape_error
 from shared.errors import (
-    CanaryError,
     CommunicatorError,
     DeadlineError,
     NotFiniteError,
@@ -271,10 +270,10 @@ async def update_weights(
 async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
     """The canary's scores. Raises NotFiniteError if it is the weights that are not finite."""
     try:
-        return await score(engine, call.canary, call.ver)
+        return await score(engine, call.canary, call.ver, through_cache=True)
     except NotFiniteError:
         await gather([engine.on_workers("sync_clear_cache"), engine.reset_caches()])
-        return await score(engine, call.canary, call.ver)
+        return await score(engine, call.canary, call.ver, through_cache=True)
 
 
 async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
@@ -317,27 +316,21 @@ def _check_sizes(call: UpdateWeightsCall) -> None:
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:
-    """Raises CanaryError if the mean gap is above the tolerance, SyncError if the two do not fit together."""
-    wanted, found = [len(one) for one in expected.logprobs], [len(one) for one in scores.logprobs]
-    if wanted != found:
+    """Raises CanaryError if a gap is above the tolerance, SyncError if the two do not fit together."""
+    if wrong := shape_error(expected.logprobs, scores):
         raise SyncError(
             "the expected scores do not fit the canary",
-            found=f"{wanted} log-probabilities",
-            wanted=f"{found}, one per token of each answer",
+            found=wrong,
+            wanted="one log-probability per token of each answer",
             remedy="run the same version of this project on both sides",
         )
-    places = [(i, j) for i, length in enumerate(found) for j in range(length)]
-    gaps = {(i, j): abs(scores.logprobs[i][j] - expected.logprobs[i][j]) for i, j in places}
-    mean = math.fsum(gaps.values()) / len(gaps)
-    if not mean <= expected.tolerance:  # also if it is NaN
-        i, j = max(gaps, key=gaps.__getitem__)
-        raise CanaryError(
-            f"with the weights of version {expected.ver} the served model is not the learner's",
-            found=f"mean gap {mean:.4f} nats per token over {len(gaps)} tokens; worst at token {j} of item {i}: "
-            f"learner {expected.logprobs[i][j]:.4f}, server {scores.logprobs[i][j]:.4f}",
-            wanted=f"at most {expected.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
-            remedy=CanaryError.LIKELY_CAUSES,
-        )
+    compare(
+        expected.logprobs,
+        scores,
+        tolerance=expected.tolerance,
+        what=f"with the weights of version {expected.ver} the served model is not the learner's",
+        name_of=lambda i: f"item {i}",
+    )
 
 
 def _all_done(replies: list[WorkerReply]) -> bool:

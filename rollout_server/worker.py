@@ -35,7 +35,7 @@ from shared.sync.meeting import num_strangers
 from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, UpdateWeightsCall
 
 P = ParamSpec("P")
-AHEAD = 2  # buckets that travel while another one is loaded
+BUCKETS_AHEAD = 2  # buckets that travel while another one is loaded
 
 # At import: the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
@@ -235,9 +235,9 @@ class Receiving:
         self._load.close()
 
     def _receive(self) -> None:
-        """Ask for more buckets, up to AHEAD of the one that is loaded."""
+        """Ask for more buckets, up to BUCKETS_AHEAD of the one that is loaded."""
         buckets, src = self._update.buckets, self._communicator.world_size - 1
-        while self._num_asked < min(len(buckets), self._num_loaded + 1 + AHEAD):
+        while self._num_asked < min(len(buckets), self._num_loaded + 1 + BUCKETS_AHEAD):
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(

@@ -152,6 +152,10 @@ class CanaryError(SyncError):
         "processor): serve the folder of model.path; 3. vLLM loads this architecture wrongly: report it. If the gap is "
         "as large at every sync and below twice the tolerance, kernels differ: raise canary_tolerance"
     )
+    STALE_CACHE = (
+        "the same tokens passed without the prefix cache, so it still has keys and values of earlier weights: report "
+        "it with the version of vLLM; enable_prefix_caching: false in the server's engine_args works around it"
+    )
 
 
 class PromptMismatchError(ProjectError):

@@ -19,6 +19,8 @@ TESTED: Mapping[str, str] = {
     "qwen2_5_vl": "images and text",
     "qwen2_vl": "images and text",
     "qwen3": "text",
+    "qwen2": "text",
+    "llama": "text",
 }
 
 _NO_GRID = "its processor gives no image_grid_thw, which packed rows are made from"

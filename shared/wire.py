@@ -273,10 +273,14 @@ class ScoreCall(WireModel):
 
 
 class ScoreReply(WireModel):
-    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it."""
+    """`logprobs[i][j]`: natural log-probability of `items[i].response_token_ids[j]` given all before it.
+
+    `cached_logprobs`: of an update's canary, some tokens of each answer again (`shared.canary.cached_positions`), each
+    by a request that reads the prefix cache; [] if the engine has none."""
 
     ver: int
     logprobs: list[list[float]]
+    cached_logprobs: list[list[float]] = []
     prompt_token_ids: list[list[int]]
 
 

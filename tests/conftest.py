@@ -9,11 +9,14 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile(
     "repeatable",
+    max_examples=examples(100),
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

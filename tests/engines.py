@@ -21,6 +21,7 @@ from learner.policy.lora import AdapterWeights
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.rollout.colocate import ColocatedEngine
+from learner.rollout.connect import computes_in
 from learner.run.environment import prepare_for_vllm
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
@@ -79,6 +80,7 @@ def colocate_sync(
         items=[item],
         scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)]),
         tolerance=config.vllm.sync.canary_tolerance,
+        dtype=computes_in(policy),
     )
     delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks)
     return Sync(delivery, policy, adapter=adapter, fallback_to_full=config.vllm.sync.fallback_to_full)

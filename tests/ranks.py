@@ -1,65 +1,52 @@
-"""A test module run once per rank, as torchrun would run it.
-
-The ranks are forked from one process that has imported what they need: new ones spend most of a test on that.
-"""
+"""A program run once per rank, as torchrun would run it: a test module, or the learner; forked (`tests.forked`)."""
 
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Mapping
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from shared.addresses import free_port
-
-_IMPORTED = ("learner.run.checkpoint", "learner.policy.optim", "learner.policy.load", "learner.sync", "pytest", "respx")
+from tests import forked
+from tests.forked import ROOT
 
 
 def launch(
-    module: str, world_size: int, *arguments: str, timeout_s: float = 120.0
+    module: str,
+    world_size: int,
+    *arguments: str,
+    timeout_s: float = 120.0,
+    loaded: tuple[str, ...] = forked.RANK_OF_A_TEST,
 ) -> list[subprocess.CompletedProcess[str]]:
     """`python -m module arguments` as every rank of a group on this machine; what each printed, in rank order."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__, *_IMPORTED])
+    return forked.finish(loaded, module, arguments, envs=list(_environments(world_size)), timeout_s=timeout_s)
+
+
+def learner(
+    config: Path, *, nproc: int = 1, torchrun: bool = False, timeout_s: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """The learner on `nproc` ranks, to its end: forked ones, or with `torchrun` as `make learn` starts them.
+
+    What all ranks printed, in rank order, and the worst exit code.
+    """
+    if torchrun:
+        command = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--", "-m", "learner"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": timeout_s}
+        return subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, **settings)
+    ended = launch("learner", nproc, "--config", str(config), timeout_s=timeout_s, loaded=forked.LEARNER)
+    return subprocess.CompletedProcess(
+        ended[0].args,
+        max((one.returncode for one in ended), key=abs),
+        "".join(one.stdout for one in ended),
+        "".join(one.stderr for one in ended),
+    )
+
+
+def _environments(world_size: int) -> Iterator[dict[str, str]]:
     group = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(world_size)]
-        processes = [
-            context.Process(target=_run, args=(module, arguments, group, rank, *outputs[rank]))
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-            codes = [process.exitcode for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        said = [[path.read_text() for path in paths] for paths in outputs]
-    if None in codes:
-        raise subprocess.TimeoutExpired(module, timeout_s, *map(str, said[codes.index(None)]))
-    return [
-        subprocess.CompletedProcess([module, *arguments], code or 0, *texts)
-        for code, texts in zip(codes, said, strict=True)
-    ]
-
-
-def _run(module: str, arguments: tuple[str, ...], group: Mapping[str, str], rank: int, out: Path, err: Path) -> None:
-    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), stream.fileno())
-    os.environ.update(group, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    for rank in range(world_size):
+        yield {**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}

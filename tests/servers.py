@@ -3,6 +3,9 @@
     with running_server({"model": str(folder)}, tmp_path) as server:
         httpx.get(f"{server.base_url}/status/")
 
+They are forked from a process that has imported vLLM (`tests.forked`); `new_python=True` starts `python -m
+rollout_server` as a user does.
+
 No process outlives the block: the server gets SIGTERM and a deadline, then its whole session gets SIGKILL.
 """
 
@@ -17,12 +20,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import yaml
 
 from shared.addresses import free_port
+from tests import forked
 
 # Small and quick: what a test does not say. One thread, for the machine is shared.
 DEFAULTS: Mapping[str, Any] = {
@@ -39,7 +43,7 @@ _STOP_TIMEOUT_S = 20.0
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
     base_url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | forked.Forked
     log: Path
 
     def family(self) -> list[int]:
@@ -49,7 +53,12 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running_server(
-    config: Mapping[str, Any], folder: Path, *, env: Mapping[str, str] | None = None, start_timeout_s: float = 240.0
+    config: Mapping[str, Any],
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    start_timeout_s: float = 240.0,
+    new_python: bool = False,
 ) -> Iterator[RunningServer]:
     """A ready server with `config` over DEFAULTS; its files go into `folder`. Raises AssertionError with the end of
     the log where it does not become ready."""
@@ -58,14 +67,9 @@ def running_server(
     path.write_text(yaml.safe_dump({**DEFAULTS, "port": port, **config}))
     log = folder / f"server-{port}.log"
     prefix = config.get("url_prefix", "")
+    environment = {**os.environ, **(env or {})}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_server", "--config", str(path)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-            start_new_session=True,
-        )
+        process = _start(["--config", str(path)], environment, out, new_python=new_python)
     server = RunningServer(base_url=f"http://127.0.0.1:{port}{prefix}", process=process, log=log)
     try:
         _wait_ready(server, start_timeout_s)
@@ -74,7 +78,16 @@ def running_server(
         stop(process)
 
 
-def stop(process: subprocess.Popen[bytes], timeout_s: float = _STOP_TIMEOUT_S) -> int:
+def _start(
+    arguments: list[str], environment: dict[str, str], out: BinaryIO, *, new_python: bool
+) -> subprocess.Popen[bytes] | forked.Forked:
+    if not new_python:
+        return forked.start(forked.SERVER, "rollout_server", arguments, env=environment, stdout=out, stderr=out)
+    argv = [sys.executable, "-m", "rollout_server", *arguments]
+    return subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def stop(process: subprocess.Popen[bytes] | forked.Forked, timeout_s: float = _STOP_TIMEOUT_S) -> int:
     """SIGTERM, then SIGKILL to its session after the deadline; the exit code."""
     family = [process.pid, *descendants(process.pid)]
     if process.poll() is None:
@@ -129,6 +142,6 @@ def _wait_ready(server: RunningServer, timeout_s: float) -> None:
     raise AssertionError(f"no server after {timeout_s:g} s (exit code {server.process.poll()}):\n{words}")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> int:
+def _kill(process: subprocess.Popen[bytes] | forked.Forked) -> int:
     os.killpg(process.pid, signal.SIGKILL)
     return process.wait(10)

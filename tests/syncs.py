@@ -10,12 +10,14 @@ from learner.config.schema import VllmConfig
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl
+from learner.rollout.discovery import Discovery
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import Canary, CanaryItem, Logprobs, Scorer
+from learner.sync.canary import Canary, CanaryItem, Scorer
 from learner.sync.groups import StartJoin
 from learner.sync.servers import ServerDelivery
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource
 from learner.sync.sync import Sync
+from shared.canary import Logprobs
 from shared.sync.group import start_join
 
 ONE_RANK = Ranks()
@@ -42,12 +44,20 @@ def server_sync(
     device: torch.device = CPU,
     start_join: StartJoin = start_join,
     control: ServerControl | None = None,
+    discovery: Discovery | None = None,
 ) -> Sync:
     """`config`: the backend's, unless told otherwise. `scorer`: instead of `learner_logprobs`."""
     config = config or backend.config.vllm
     scorer = scorer or scorer_of(learner_logprobs)
     checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance)
     delivery = ServerDelivery(
-        backend, config, canary=checked, ranks=ranks, device=device, start_join=start_join, control=control
+        backend,
+        config,
+        canary=checked,
+        ranks=ranks,
+        device=device,
+        start_join=start_join,
+        control=control,
+        discovery=discovery,
     )
     return Sync(delivery, weights, adapter=adapter, fallback_to_full=config.sync.fallback_to_full)

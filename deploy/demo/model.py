@@ -3,7 +3,6 @@
 In: a size ("tiny" for tests, "demo" for the digit demo, "0.5B" for measurements) and a seed. Out: what a downloaded
 checkpoint would have: `config.json`, `model.safetensors` (bfloat16), tokenizer, image and video processor, chat
 template, generation config. transformers and vLLM load it like any other Qwen3-VL. Same size and seed, same bytes.
-Called by the demo, by benchmarks and by tests.
 
 The tokenizer is byte-level BPE made by hand: 256 bytes, the merges that PIECES need, `<|coord_0|>`..`<|coord_999|>`,
 and Qwen's chat tokens. Coordinate tokens are ordinary added tokens, so that decoding with `skip_special_tokens` keeps

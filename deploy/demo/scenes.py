@@ -2,7 +2,7 @@
 
 In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of what people wrote), a random generator and a
 `Style`: the demo's few digits side by side, or many that overlap among shapes that are none. Out: a `Scene`: pixels and
-objects. Called by `build_data.py`.
+objects.
 
 Invariants: the same generator state and style give the same scene; train, val and test never share a digit image,
 whatever the seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps others by at most the

@@ -50,6 +50,7 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
     """What is wrong with a section in use: none, both or half a form, wrong pairing, bad URLs, ports that clash (R05,
     R16)."""
+    yield from _discovery_mistakes(server)
     form = list(_form_mistakes(server))
     yield from form
     if form:
@@ -111,6 +112,15 @@ def _form_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
         yield Mistake(path=f"{SERVER}.base_url", found="nothing", wanted="a URL, or a list of URLs", remedy=remedy)
     else:
         yield from _pairing_mistakes(url, port)
+
+
+def _discovery_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
+    discovery = server.discovery
+    if discovery is None or (discovery.file is None) != (discovery.command is None):
+        return
+    found = "neither" if discovery.file is None else "both"
+    wanted, remedy = "either file or command", "name the one that lists the servers, or set discovery: null"
+    yield Mistake(path=f"{SERVER}.discovery", found=found, wanted=wanted, remedy=remedy)
 
 
 def _pairing_mistakes(url: str | list[str], port: int | list[int]) -> Iterator[Mistake]:

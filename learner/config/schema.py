@@ -442,6 +442,18 @@ class ServerEntry(Section):
     )
 
 
+class DiscoveryConfig(Section):
+    """Where the list of servers comes from while the run goes on: either `file` or `command`."""
+
+    file: str | None = key("a file that lists them", None, req="R40", min_length=1)
+    command: list[str] | None = key(
+        "a program and its arguments; its output lists them. No shell is used", None, req="R40", min_length=1
+    )
+    group_port: Port = key("TCP port of the weight sync of a server whose line names none", 51216, req="R40")
+    every_s: float = key("time between two looks at the list", 15.0, unit="s", req="R40", gt=0.0)
+    timeout_s: float = key("deadline of the command; no step waits for it", 10.0, unit="s", req="R40", gt=0.0)
+
+
 class ServerClientConfig(Section):
     """The rollout servers: either `servers`, or `base_url` with `group_port`. Loading turns the second form into the
     first."""
@@ -474,6 +486,12 @@ class ServerClientConfig(Section):
         unit="servers",
         req="D15 R40",
     )
+    discovery: DiscoveryConfig | None = key(
+        "a list of servers that is read while the run goes on, one a line: URL and, if it differs, group port. A "
+        "server that appears in it joins, one that disappears from it is removed; null: none",
+        None,
+        req="R40",
+    )
 
 
 class SyncConfig(Section):
@@ -494,9 +512,10 @@ class SyncConfig(Section):
         "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
     canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
-    canary_tolerance: float = key(
-        "largest mean difference between the learner's and the server's scores",
-        0.1,
+    canary_tolerance: float | None = key(
+        "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
+        "float32, otherwise 0.1",
+        None,
         unit="nats per token",
         req="R09",
         gt=0.0,

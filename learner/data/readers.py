@@ -794,8 +794,8 @@ def _open_dataset(name: str, split: str) -> Any:
         raise DataError(
             f"{name}: data.format: datasets needs the package `datasets`",
             found="it is not installed",
-            wanted="the extra `datasets` of this project",
-            remedy="pip install 'rollout-matching[datasets]' (or: pip install datasets)",
+            wanted="the package, which the extra `datasets` of this project brings",
+            remedy="pip install 'datasets>=3'",
         ) from error
     folder = Path(name)
     try:

@@ -35,9 +35,10 @@ from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
 from learner.report.training import AHEAD, training
+from learner.rollout.control import read_state
 from learner.run.answers import NAME as ANSWERS
 from shared.addresses import is_loopback
-from shared.errors import DataError, ServerError
+from shared.errors import ConfigError, DataError, ServerError
 from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0
@@ -123,23 +124,38 @@ class LiveView:
         )
 
     def _servers(self, run: Run) -> Table | None:
-        entries = run.setting("custom", "extra", "rollout_matching", "vllm", "server", "servers") or ()
-        urls = [str(entry["base_url"]) for entry in entries if isinstance(entry, Mapping) and "base_url" in entry]
-        rows = list(self._threads.map(self._server, urls))
-        return Table(["Server", "Gate", "Version", "In flight", "Waiting"], rows) if rows else None
+        rows: list[list[str | tuple[str, str]]] = [[url, place] for url, place in members(self._run_dir, run)]
+        told = self._threads.map(self._server, [url for url, _ in rows])
+        head = ["Server", "In the run", "Gate", "Version", "In flight", "Waiting"]
+        return Table(head, [[*row, *status] for row, status in zip(rows, told, strict=True)]) if rows else None
 
     def _server(self, url: str) -> list[str]:
+        """Gate, version, calls in flight and waiting."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
             with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host), timeout=ASK_S) as client:
                 answer = client.get(f"{url}/status/", headers=headers)
             if answer.status_code == httpx.codes.UNAUTHORIZED:
-                return [url, f"unknown: {TOKEN_VARIABLE} is not set here", "–", "–", "–"]
+                return [f"unknown: {TOKEN_VARIABLE} is not set here", "–", "–", "–"]
             status = ServerStatus.model_validate_json(answer.content)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            return [url, f"no answer ({type(error).__name__})", "–", "–", "–"]
+            return [f"no answer ({type(error).__name__})", "–", "–", "–"]
         gate = f"poisoned: {status.poisoned_because[:80]}" if status.gate == "poisoned" else status.gate
-        return [url, gate, str(status.ver), str(status.in_flight), str(status.waiting)]
+        return [gate, str(status.ver), str(status.in_flight), str(status.waiting)]
+
+
+def members(run_dir: Path, run: Run) -> list[tuple[str, str | tuple[str, str]]]:
+    """URL and place of each server, as the run wrote it last; those of its configuration if it has written nothing."""
+    try:
+        return [
+            (str(server["base_url"]), (str(server["state"]), str(server["because"])))
+            for server in read_state(run_dir)["servers"]
+        ]
+    except (ConfigError, KeyError, TypeError):
+        entries = run.setting("custom", "extra", "rollout_matching", "vllm", "server", "servers") or ()
+        return [
+            (str(entry["base_url"]), "–") for entry in entries if isinstance(entry, Mapping) and "base_url" in entry
+        ]
 
 
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:

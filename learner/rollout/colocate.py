@@ -24,6 +24,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,8 @@ from shared.generation import (
     Generation,
     Prompt,
     Scores,
+    cached_scoring,
+    read_cached_score,
     read_generation,
     read_scores,
     sampling_params,
@@ -99,6 +102,7 @@ class ColocatedEngine:
             self._sleep()
         model_config = self._llm.llm_engine.model_config
         self.max_model_len = int(model_config.max_model_len)
+        self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
         self._adapter: Any = None  # what requests are answered with: a LoRARequest
         self._adapter_numbers = itertools.count(1)
@@ -136,10 +140,17 @@ class ColocatedEngine:
         return [read_generation(output, self._stop_token_ids) for output in outputs]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
-        """Natural log-probabilities of each response after its prompt. Raises as `generate` does."""
-        asked = [scoring(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
-        outputs = self._run([whole for whole, _ in asked], [params for _, params in asked])
-        return [read_scores(output, len(ids)) for output, ids in zip(outputs, responses, strict=True)]
+        """Natural log-probabilities of each response after its prompt, those through the prefix cache too. Raises as
+        `generate` does."""
+        pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+        reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
+        asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
+        outputs = iter(self._run([whole for whole, _ in asked], [params for _, params in asked]))
+        scores = [read_scores(next(outputs), len(ids)) for _, ids in pairs]
+        return [
+            replace(score, cached_logprobs=[read_cached_score(next(outputs)) for _ in several])
+            for score, several in zip(scores, reads, strict=True)
+        ]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.

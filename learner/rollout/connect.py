@@ -27,6 +27,7 @@ from learner.records import Sample
 from learner.rollout.backend import RolloutCallLog
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.control import ServerControl
+from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.run.log import MetricsLog, Timeline
@@ -91,7 +92,12 @@ def connect_sync(
     items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
     is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
-    canary = Canary(items=items, scorer=CanaryScorer(policy, answers), tolerance=vllm.sync.canary_tolerance)
+    canary = Canary(
+        items=items,
+        scorer=CanaryScorer(policy, answers),
+        tolerance=vllm.sync.canary_tolerance,
+        dtype=computes_in(policy),
+    )
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)
     delivery: Delivery
@@ -115,6 +121,7 @@ def connect_sync(
             device=ranks.device,
             check=check,
             control=ServerControl(Path(config.training.output_dir)) if ranks.is_main else None,
+            discovery=Discovery(vllm.server.discovery) if vllm.server.discovery and ranks.is_main else None,
         )
     sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=vllm.sync.fallback_to_full)
     sync.connect()
@@ -129,7 +136,7 @@ def _colocate(
     engine = ColocatedEngine(
         rollouts,
         model=base_model_path(config.model) or config.model.path,
-        dtype=torch.bfloat16 if policy.bf16 else policy.model.dtype,  # what training computes in
+        dtype=computes_in(policy),
         ranks=ranks,
         tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
         offload=make_offload(rollouts.offload, policy, optimizer),
@@ -144,6 +151,11 @@ def _colocate(
         logprobs=config.custom.trainer_variant == "grpo",
         on_call=on_call,
     )
+
+
+def computes_in(policy: Policy) -> torch.dtype:
+    """The type of training's and scoring's computations."""
+    return torch.bfloat16 if policy.bf16 else policy.model.dtype
 
 
 def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:

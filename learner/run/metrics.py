@@ -204,6 +204,21 @@ DROPS: dict[DropReason, str] = {
 }
 assert set(DROPS) == set(get_args(DropReason))
 
+# Every event of metrics.jsonl, and its fields where no list above has them.
+EVENTS: dict[str, str] = {
+    "plan": "once: the derived sizes of the run, its servers and seeds, as `rollout-learner check` prints them",
+    "model": "once: `compiled`, and `why_not`",
+    "data": "once: the numbers of samples to train on (`train`) and to evaluate, and `bad_records` by kind",
+    "step": "an optimizer step",
+    "timeline": "a step's spans, [lane, name, begin, end] in seconds after `origin`, of all ranks and servers",
+    "rollout_call": "a generation call of rank 0: its step, `num_requests`, `ver`, `seconds`, and `calls` to servers",
+    "sync": "a weight sync",
+    "eval": "an evaluation",
+    "server": "a server was `lost`, `joined`, `added` or `removed` (`what`), `because`, and how many are `serving`",
+    "note": "once, at the end: samples that were carried over and not learned",
+    "trackers": "once, at the end: calls that did not reach a tracker (`failed`, `dropped`, `unfinished`), if any",
+}
+
 GROUPS: tuple[tuple[str, str, tuple[Metric, ...]], ...] = (
     ("A step", "Fields of the event `step`. In TensorBoard: `step/NAME`.", STEP_FIELDS),
     ("Where its time went", "Under `metrics` of `step`, of rank 0. In TensorBoard: `step/metrics/NAME`.", SECONDS),

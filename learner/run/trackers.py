@@ -242,11 +242,10 @@ class Kind:
     install: str
 
 
-_EXTRA = "pip install 'rollout-matching[trackers]'"
 KINDS: Mapping[str, Kind] = {
     "tensorboard": Kind(make=TensorBoard, module="tensorboard", install="pip install tensorboard"),
-    "wandb": Kind(make=Wandb, module="wandb", install=f"{_EXTRA} (or: pip install wandb)"),
-    "mlflow": Kind(make=MLflow, module="mlflow", install=f"{_EXTRA} (or: pip install mlflow-skinny)"),
+    "wandb": Kind(make=Wandb, module="wandb", install="pip install 'wandb>=0.19'"),
+    "mlflow": Kind(make=MLflow, module="mlflow", install="pip install 'mlflow-skinny>=3'"),
     "trackio": Kind(make=Trackio, module="trackio", install="pip install trackio"),
 }
 

@@ -17,10 +17,11 @@ from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import CanaryScores
 from learner.records import EncodedPrompt, Sample
 from learner.rollout.requests import infer_request
-from shared.errors import CanaryError, NotFiniteError, RolloutError
+from shared.canary import CanaryGap, Logprobs, compare, shape_error
+from shared.errors import NotFiniteError, RolloutError
 from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 
-Logprobs = Sequence[Sequence[float]]  # natural, one sequence per answer
+EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in float32; any other
 # The answers' scores under the weights as they travel: in this dtype (None: as trained), merged or not.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
@@ -35,27 +36,27 @@ class CanaryItem:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CanaryGap:
-    """|learner log-probability - served log-probability| over all tokens of all items, nats."""
-
-    mean: float
-    max: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
     """`scorer` scores the answers under the learner's weights as they are sent now (D14). `tolerance`: the largest mean
-    gap, nats per token."""
+    gap, nats per token; None: by the types in which both sides compute, and `dtype` is the learner's."""
 
     items: Sequence[CanaryItem]
     scorer: Scorer
-    tolerance: float
+    tolerance: float | None = None
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         assert self.items, "a sync without a canary is not checked"
 
-    def expected(self, incarnation: str, ver: int, learner: Logprobs) -> ExpectScoresCall:
-        """What a server must find for update `ver`. Raises NotFiniteError if the learner's scores are not."""
+    def tolerance_with(self, served: torch.dtype | None) -> float:
+        """Of generators that compute in `served` (None: not known)."""
+        if self.tolerance is not None:
+            return self.tolerance
+        return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
+
+    def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:
+        """What a server that computes in `served` must find for update `ver`. Raises NotFiniteError if the learner's
+        scores are not."""
         if not np.isfinite(np.concatenate(learner)).all():
             raise NotFiniteError(
                 "the learner's own log-probabilities of the canary are not finite",
@@ -64,42 +65,31 @@ class Canary:
                 remedy="look at the loss and the learning rate, and resume from an earlier checkpoint",
             )
         logprobs = [list(one) for one in learner]
-        return ExpectScoresCall(incarnation=incarnation, ver=ver, logprobs=logprobs, tolerance=self.tolerance)
+        tolerance = self.tolerance_with(served)
+        return ExpectScoresCall(incarnation=incarnation, ver=ver, logprobs=logprobs, tolerance=tolerance)
 
-    def compare(self, learner: Logprobs, reply: ScoreReply, who: str) -> CanaryGap:
-        """The gap between both sides; `who` is the generator that gave `reply`.
+    def compare(self, learner: Logprobs, reply: ScoreReply, who: str, served: torch.dtype | None = None) -> CanaryGap:
+        """The gap between both sides; `who` is the generator that gave `reply`, and computes in `served`.
 
         Raises CanaryError if the gap is above the tolerance or not a number, PromptMismatchError if the prompts differ,
         RolloutError if the reply has another shape.
         """
-        wanted = [len(item.response_token_ids) for item in self.items]
-        found = [len(logprobs) for logprobs in reply.logprobs]
-        if found != wanted or len(reply.prompt_token_ids) != len(self.items):
+        wrong = shape_error([item.response_token_ids for item in self.items], reply)
+        if wrong or len(reply.prompt_token_ids) != len(self.items):
             raise RolloutError(
                 f"{who}: malformed answer at /score/: logprobs",
-                found=f"lengths {found} and {len(reply.prompt_token_ids)} prompts",
-                wanted=f"lengths {wanted}",
+                found=f"{wrong or 'all log-probabilities'}, and {len(reply.prompt_token_ids)} prompts",
+                wanted=f"one per token of {len(self.items)} answers, and a prompt each",
                 remedy="run the same version of this project on both sides",
             )
         for item, served_ids in zip(self.items, reply.prompt_token_ids, strict=True):
             check_prompt_prefix(item.prompt.token_ids, served_ids, item.sample.sample_id)
-        gaps = np.abs(np.concatenate(learner) - np.concatenate(reply.logprobs))
-        gap = CanaryGap(mean=float(gaps.mean()), max=float(gaps.max()))
-        if not gap.mean <= self.tolerance:  # also if it is nan
-            raise self._error(learner, reply, gaps, who)
-        return gap
-
-    def _error(self, learner: Logprobs, reply: ScoreReply, gaps: np.ndarray, who: str) -> CanaryError:
-        worst = int(np.argmax(np.nan_to_num(gaps, nan=np.inf)))
-        owner = [(item.sample.sample_id, j) for item in self.items for j in range(len(item.response_token_ids))]
-        sample_id, position = owner[worst]
-        here, there = np.concatenate(learner)[worst], np.concatenate(reply.logprobs)[worst]
-        return CanaryError(
-            f"{who}: after the sync to ver {reply.ver} the served model is not the learner's",
-            found=f"mean gap {gaps.mean():.4f} nats per token over {len(gaps)} tokens; worst at token {position} of "
-            f"sample {sample_id!r}: learner {here:.4f}, server {there:.4f}",
-            wanted=f"at most {self.tolerance:g} (custom.extra.rollout_matching.vllm.sync.canary_tolerance)",
-            remedy=CanaryError.LIKELY_CAUSES,
+        return compare(
+            learner,
+            reply,
+            tolerance=self.tolerance_with(served),
+            what=f"{who}: after the sync to ver {reply.ver} the served model is not the learner's",
+            name_of=lambda i: f"sample {self.items[i].sample.sample_id!r}",
         )
 
 

@@ -23,9 +23,10 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.colocate import ColocatedEngine
 from learner.rollout.membership import ServerChange
-from learner.sync.canary import Canary, CanaryGap, Logprobs, worst_gap
+from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode
+from shared.canary import CanaryGap, Logprobs
 from shared.errors import DigestError, ProjectError, SyncError
 from shared.sync.digest import digest
 from shared.wire import ScoreReply
@@ -127,9 +128,10 @@ class EngineDelivery:
         reply = ScoreReply(
             ver=ver,
             logprobs=[score.logprobs for score in scores],
+            cached_logprobs=[score.cached_logprobs for score in scores if score.cached_logprobs],
             prompt_token_ids=[score.prompt_token_ids for score in scores],
         )
-        return self._canary.compare(learner, reply, NAME)
+        return self._canary.compare(learner, reply, NAME, self._engine.dtype)
 
 
 class _Counted:

@@ -31,10 +31,11 @@ from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import Checksums, checksum
 from learner.rollout.client import LAST_LOOK_S, REPLY_GRACE_S, ServerClient
-from learner.rollout.control import ServerControl
+from learner.rollout.control import ServerControl, ServerRequest
+from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member, Membership, ServedWeights, ServerChange
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import Canary, CanaryGap, CanaryItem, score_items, worst_gap
+from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
 from learner.sync.groups import (
     Post,
     Posts,
@@ -52,6 +53,7 @@ from learner.sync.returning import ReturnWatch
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
 from shared.aio import gather
+from shared.canary import CanaryGap
 from shared.checkpoint import differences
 from shared.errors import (
     NotFiniteError,
@@ -77,7 +79,7 @@ NO_SCORES = CanaryScores(logprobs=[], merge_gap=0.0)
 
 class ServerDelivery:
     """`canary` is used on rank 0 only; `device` is where the weights are. `check` is asked about each server process
-    that was not there at the start; `control` brings what the user asks for."""
+    that was not there at the start; `control` brings what the user asks for, `discovery` what a cluster has."""
 
     def __init__(
         self,
@@ -90,10 +92,11 @@ class ServerDelivery:
         start_join: StartJoin = start_join,
         check: CheckServer | None = None,
         control: ServerControl | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
         self._backend, self._config, self._canary, self._ranks = backend, config, canary, ranks
         self._device, self._start_join = device, start_join
-        self._check, self._control = check, control
+        self._check, self._control, self._discovery = check, control, discovery
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # by URL, when they were joined
         self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
@@ -134,7 +137,7 @@ class ServerDelivery:
         for report in reports:
             for base_url, because in report.items():
                 membership = membership.leave_out(base_url, because, now_s=now_s)
-        for request in self._control.take() if self._control else ():
+        for request in self._requests(membership):
             if request.action == "add":
                 membership = membership.add(request.base_url, request.group_port, now_s=now_s)
             else:
@@ -145,6 +148,10 @@ class ServerDelivery:
                 membership = smaller
         self._change_to(membership)
         return membership
+
+    def _requests(self, membership: Membership) -> list[ServerRequest]:
+        asked = self._control.take() if self._control else []
+        return asked + (self._discovery.take(membership) if self._discovery else [])
 
     def _change_to(self, membership: Membership) -> None:
         """On rank 0."""
@@ -257,11 +264,12 @@ class ServerDelivery:
             statuses = backend.statuses()
             return list(zip(members, statuses, strict=True))
         looks = [_look(backend, backend.client(member.base_url)) for member in members]
-        reached = []
+        reached: list[tuple[Member, ServerStatus]] = []
         for member, found in zip(members, backend.loop.run(_all_outcomes(looks)), strict=True):
             try:
                 if isinstance(found, ProjectError):
                     raise found
+                _check_new(member, found, reached)
                 if self._check is not None and found.server_id not in self._known:
                     self._check(backend.client(member.base_url), found)
             except ProjectError as error:
@@ -314,7 +322,7 @@ class ServerDelivery:
 
     def _gap(self, learner: CanaryScores, reply: UpdateWeightsReply, base_url: str) -> CanaryGap:
         try:
-            return self._canary.compare(learner.logprobs, reply.scores, base_url)
+            return self._canary.compare(learner.logprobs, reply.scores, base_url, self._dtype)
         except ProjectError as error:
             self._accused = {base_url: error}
             raise
@@ -341,7 +349,7 @@ class ServerDelivery:
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
                 check_sent(call.buckets, sums, learner.checksums)
-                expected = self._canary.expected(call.incarnation, ver, learner.logprobs)
+                expected = self._canary.expected(call.incarnation, ver, learner.logprobs, self._dtype)
                 told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
             await_all(under_way, [*posts, *told])
         except BaseException:
@@ -382,6 +390,18 @@ class ServerDelivery:
             parts = plan_buckets(source.weight_specs(self._dtype), self._config.sync.bucket_bytes)
             self._plans[source] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
         return self._plans[source]
+
+
+def _check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Member, ServerStatus]]) -> None:
+    """Raises ServerMismatchError if an added server is one of the others, under another URL."""
+    for other, known in others:
+        if member.is_new and known.server_id == status.server_id:
+            raise ServerMismatchError(
+                f"{member.base_url}: this server is in the run already",
+                found=f"the server of {other.base_url}, {status.server_id!r}",
+                wanted="each server once",
+                remedy="name it by one URL only",
+            )
 
 
 async def _look(backend: ServerBackend, client: ServerClient) -> ServerStatus:

@@ -24,8 +24,8 @@ from typing import Literal, Protocol, TypeVar
 
 from learner.records import SyncReceipt
 from learner.rollout.membership import ServerChange
-from learner.sync.canary import CanaryGap
 from learner.sync.source import AdapterSource, WeightSource, check_specs
+from shared.canary import CanaryGap
 from shared.errors import ProjectError, SyncError
 
 T = TypeVar("T")

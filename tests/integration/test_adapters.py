@@ -309,7 +309,7 @@ def configured(place: Place, name: str, targets: str, *, fallback_to_full: bool 
 def test_a_run_on_adapters(place: Place, nproc: int) -> None:
     """R08, R24: `sync.mode: auto` on one rank and on two; each step's rollouts are of its own version."""
     config = configured(place, f"run{nproc}", LANGUAGE, per_device_train_batch_size=2, max_steps=3, eval_on_end=True)
-    run = learn(config, "deploy.torchrun", "--nproc", str(nproc), "--")
+    run = learn(config, nproc=nproc)
     assert run.exit_code == 0, run.err[-3000:] + run.out[-2000:]
     syncs = run.events("sync")
     first = syncs[0]["ver"]

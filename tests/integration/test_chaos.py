@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 def test_nothing_is_lost_under_faults(tmp_path: Path) -> None:
     """D15, R40. The check itself is shown to find what is wrong in the same run's notes."""
-    campaign, broken = chaos(tmp_path, seconds=5.0, pause_s=0.4, seed=1)
+    campaign, broken = chaos(tmp_path, seconds=5.0, pause_s=0.4, seed=1, fills_disk=False)
     assert broken == []
     assert len(campaign.faults) >= 3
     notes = tmp_path / "notes1.jsonl"
@@ -23,3 +23,12 @@ def test_nothing_is_lost_under_faults(tmp_path: Path) -> None:
     notes.write_text("\n".join([*whole, '{"accepted": "1", "ver": 2}']))
     assert any("other weights" in found for found in broken_invariants(campaign, []))
     assert any("rank 1" in found for found in broken_invariants(campaign, ["rank 1"]))
+
+
+def test_a_run_ahead_goes_on_under_faults(tmp_path: Path) -> None:
+    """D15, R40, with `async_actor_learner`: rollouts of the next steps are under way when a server fails."""
+    kinds = ("kill", "freeze")
+    campaign, broken = chaos(tmp_path, seconds=4.0, pause_s=0.4, seed=2, fills_disk=False, ahead=True, kinds=kinds)
+    assert broken == []
+    assert len(campaign.faults) >= 3
+    assert any(event["event"] == "server" and event["what"] == "lost" for event in campaign.events())

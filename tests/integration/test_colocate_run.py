@@ -1,15 +1,13 @@
-"""Whole runs of the learner under torchrun with vLLM in the same processes: no server, one rank and two (R02, R04).
+"""Whole runs of the learner with vLLM in the same processes: no server, one rank and two (R02, R04).
 
+One engine over two ranks, and one that does not start, run under torchrun; the other ranks are forked.
 Each run learns two steps and evaluates. What it learns does not depend on how many ranks there are, nor on how many of
 them share an engine.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from deploy.demo import build_data
 from deploy.demo.model import build
 from shared.seeds import request_seed
 from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS
+from tests.ranks import learner
 from tests.runs import events
 
 pytestmark = pytest.mark.integration
@@ -46,8 +45,10 @@ class Run:
         return load_file(self.folder / "checkpoint-2" / "model.safetensors")
 
 
-def learn(folder: Path, name: str, *, nproc: int, lora: dict[str, Any] | None = None, **vllm: Any) -> Run:
-    """Two steps of four samples, over `nproc` ranks."""
+def learn(
+    folder: Path, name: str, *, nproc: int, torchrun: bool = False, lora: dict[str, Any] | None = None, **vllm: Any
+) -> Run:
+    """Two steps of four samples, over `nproc` ranks: forked ones, or with `torchrun` as `make learn` starts them."""
     settings = {"seed": SEED, "effective_batch_size": 4, "per_device_train_batch_size": 4 // nproc, "max_steps": 2}
     rollouts = {
         "decode_batch_size": 8,
@@ -65,17 +66,8 @@ def learn(folder: Path, name: str, *, nproc: int, lora: dict[str, Any] | None = 
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--", "-m", "learner"]
-    done = subprocess.run(
-        [*command, "--config", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-    return Run(folder / name, done.returncode, done.stdout)
+    done = learner(path, nproc=nproc, torchrun=torchrun, timeout_s=TIMEOUT_S)
+    return Run(folder / name, done.returncode, done.stdout + done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +114,7 @@ def test_the_console_is_the_runs_own(alone: Run) -> None:
 def test_two_ranks_learn_what_one_would(folder: Path, alone: Run, tensor_parallel_size: int) -> None:
     """R04, R11, R24: with an engine each, and with one engine over both."""
     name = f"two-{tensor_parallel_size}"
-    run = learn(folder, name, nproc=2, tensor_parallel_size=tensor_parallel_size)
+    run = learn(folder, name, nproc=2, torchrun=tensor_parallel_size == 2, tensor_parallel_size=tensor_parallel_size)
     assert run.exit_code == 0, run.printed[-3000:]
     assert all(0 < sync["canary_gap"] < 1e-4 for sync in run.events("sync"))
     for mine, wanted in zip(run.events("step"), alone.events("step"), strict=True):
@@ -159,7 +151,7 @@ def test_two_ranks_sync_their_adapter_alone(folder: Path) -> None:
 
 def test_an_engine_that_does_not_start_is_a_message(folder: Path) -> None:
     """R16: exit code 2 through torchrun, with the keys that help."""
-    run = learn(folder, "full", nproc=1, cpu_kv_cache_gib=1_000_000)
+    run = learn(folder, "full", nproc=1, torchrun=True, cpu_kv_cache_gib=1_000_000)
     assert run.exit_code == 2, run.printed
     assert "Traceback" not in run.printed
     assert "the colocated engine does not start" in run.printed

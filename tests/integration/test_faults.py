@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from deploy.demo.model import build
 from learner.run.checkpoint import verify
 from shared.addresses import free_ports
 from tests import runs
+from tests.forked import LEARNER, Forked, start
 from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration
@@ -39,8 +38,9 @@ START_TIMEOUT_S = 200.0  # imports take a minute on a busy machine
 class Learner:
     """A learner process and its run directory."""
 
-    process: subprocess.Popen[str]
+    process: Forked
     run_dir: Path
+    log: Path
 
     def steps(self) -> list[int]:
         return runs.steps(self.run_dir)
@@ -48,14 +48,14 @@ class Learner:
     def wait_for_step(self, step: int) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while step not in self.steps():
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, f"no step {step}, only {self.steps()}"
             time.sleep(0.05)
 
     def end(self, timeout_s: float) -> tuple[int, str]:
         """Exit code, and all that it printed."""
-        printed, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, printed
+        code = self.process.wait(timeout_s)
+        return code, self.log.read_text()
 
     def checkpoints(self) -> list[int]:
         """Steps with a whole checkpoint."""
@@ -71,7 +71,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.folder, self.model, self.images = folder, folder / "model", folder / "images"
         self.group_ports = free_ports(2)
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Forked] = []
         build(self.model, "tiny", seed=0)
         self.images.mkdir()
         rng = np.random.default_rng(0)
@@ -117,17 +117,14 @@ class Setup:
             "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollout}},
             "global_max_length": 1024,
         }
-        path = self.folder / f"{name}.yaml"
+        path, log = self.folder / f"{name}.yaml", self.folder / f"{name}-{len(self._started)}.log"
         path.write_text(yaml.safe_dump(config))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "learner", "--config", str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with log.open("wb") as out:
+            arguments = ["--config", str(path)]
+            process = start(LEARNER, "learner", arguments, env=environment, stdout=out, stderr=out)
         self._started.append(process)
-        return Learner(process=process, run_dir=self.folder / name)
+        return Learner(process=process, run_dir=self.folder / name, log=log)
 
     def close(self) -> None:
         for process in self._started:

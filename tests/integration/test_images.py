@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from shared.addresses import free_port
 from shared.config.parse import dump_yaml
 from shared.wire import RolloutInferRequest
 from tests.models import build_qwen3_vl
+from tests.ranks import learner
 from tests.runs import events, steps
 from tests.servers import RunningServer, running_server
 
@@ -110,8 +109,7 @@ def test_other_limits_on_the_two_sides_are_found_before_the_first_step(server: R
         "global_max_length": 1024,
     }
     (folder / "run.yaml").write_text(dump_yaml(config))
-    command = [sys.executable, "-m", "learner", "--config", str(folder / "run.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = learner(folder / "run.yaml", timeout_s=240.0)
     assert done.returncode != 0
     assert "PromptMismatchError" in done.stderr
     assert "model.max_pixels" in done.stderr

@@ -23,6 +23,7 @@ import yaml
 from deploy.demo import build_data
 from deploy.demo.model import build
 from tests import runs
+from tests.forked import SERVER, Forked, start
 from tests.namespaces import Node, network
 from tests.servers import DEFAULTS, stop
 
@@ -107,6 +108,25 @@ class World:
     nodes: dict[str, Node]
     stack: contextlib.ExitStack
 
+    def serve(self, name: str) -> Forked:
+        """A server, forked (`tests.forked`)."""
+        path, node = self.folder / f"{name}.yaml", self.nodes[name]
+        config = {"model": str(self.folder / "model"), "host": node.address, "port": PORT}
+        path.write_text(yaml.safe_dump({**DEFAULTS, **config, "allowed_image_roots": [str(self.folder)]}))
+        environment = {**os.environ, "ROLLOUT_SERVER_TOKEN": TOKEN, "NO_PROXY": "*"}
+        with self.path(name).open("wb") as out:
+            process = start(
+                SERVER,
+                "rollout_server",
+                ["--config", str(path)],
+                env=environment,
+                stdout=out,
+                stderr=out,
+                node=node.pid,
+            )
+        self.stack.callback(stop, process)
+        return process
+
     def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "ROLLOUT_SERVER_TOKEN": TOKEN, "NO_PROXY": "*", "PYTHONPATH": str(ROOT)}
         environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -147,7 +167,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         world = World(folder, nodes, stack)
         build(folder / "model", "tiny", seed=0)
         build_data.build(build_data.Build(train=NUM_STEPS * ROLLOUTS_PER_STEP, val=0, test=1), folder)
-        servers = [world.start(name, serve(folder, name, nodes[name])) for name in SERVERS]
+        servers = [world.serve(name) for name in SERVERS]
         config = str(learner_config(folder, [f"http://{nodes[name].address}:{PORT}" for name in SERVERS]))
         wait = ["-m", "deploy.wait_ready", "--config", config, "--timeout-s", str(READY_S)]
         world.finish({"learner-0": world.start("learner-0", wait)}, READY_S + 30.0)
@@ -159,13 +179,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         for server in servers:  # both at once; each is waited for when the stack closes
             server.terminate()
         yield Run(folder, nodes, traffic, refusal)
-
-
-def serve(folder: Path, name: str, node: Node) -> list[str]:
-    path = folder / f"{name}.yaml"
-    config = {"model": str(folder / "model"), "host": node.address, "port": PORT, "allowed_image_roots": [str(folder)]}
-    path.write_text(yaml.safe_dump({**DEFAULTS, **config}))
-    return ["-m", "rollout_server", "--config", str(path)]
 
 
 def ask_without_token(node: Node, server: Node) -> str:

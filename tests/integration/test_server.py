@@ -193,7 +193,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
         "max_body_bytes": 8 << 20,
         "max_model_len": 512,
     }
-    with running_server(config, folder) as running:
+    with running_server(config, folder, new_python=True) as running:
         yield running
 
 
@@ -335,7 +335,8 @@ def test_openai_calls_obey_the_image_rules(openai_client: openai.OpenAI, folder:
 
 
 def test_ms_swifts_own_client_is_answered(learner: Learner, server: RunningServer, folder: Path) -> None:
-    """R13: `VLLMInferClient` in an environment of its own, if MS_SWIFT_PYTHON names its interpreter."""
+    """R13: its clients in an environment of their own, if MS_SWIFT_PYTHON names its interpreter. A weight sync by its
+    trainer's client is refused, and leaves the server as it was."""
     python = os.environ.get("MS_SWIFT_PYTHON")
     if python is None:
         pytest.skip("MS_SWIFT_PYTHON: the interpreter of an environment with ms-swift and vLLM")
@@ -346,6 +347,8 @@ def test_ms_swifts_own_client_is_answered(learner: Learner, server: RunningServe
     answers = json.loads(ran.stdout.splitlines()[-1])
     assert answers["greedy"] == learner.ids(PICTURE, [source])
     assert [len(ids) for ids in answers["logprobs"]] == [len(ids) for ids in answers["sampled"]]
+    assert "RequestError" in answers["refused"]
+    assert learner.http.get("/status/").json()["gate"] == "open"
 
 
 def test_streamed_answers_come_as_they_end_and_are_the_same(learner: Learner, folder: Path) -> None:

@@ -6,9 +6,6 @@ One server and two learner runs of a few seconds; every test looks at another si
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from learner.report.page import render
 from learner.report.read import read_runs
 from shared.addresses import free_port
 from shared.seeds import request_seed
+from tests.ranks import learner
 from tests.runs import events
 from tests.servers import running_server
 
@@ -89,18 +87,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 def learn(folder: Path, name: str, config: dict[str, Any]) -> Run:
-    """One learner on two ranks, to its end."""
+    """One learner on two ranks, to its end: `within` under torchrun, the others forked."""
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "learner", "--config", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240.0,
-    )
+    done = learner(path, nproc=2, torchrun=name == "within", timeout_s=240.0)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-2000:]
     return Run(Path(config["training"]["output_dir"]), done.stdout)
 

@@ -1,4 +1,5 @@
-"""Whole runs of the learner under torchrun against one real server: rollouts, syncs, evaluation, resume, ranks, LoRA.
+"""Whole runs of the learner against one real server: rollouts, syncs, evaluation, resume, ranks, LoRA. The ranks
+are forked (`tests.forked`); a user's mistake is told through torchrun too.
 
 Every run is another learner incarnation on the same running server, which is never restarted.
 """
@@ -6,10 +7,7 @@ Every run is another learner incarnation on the same running server, which is ne
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from deploy.demo.model import build
 from learner.data.batches import DistributedSampler
 from shared.addresses import free_port
 from shared.seeds import request_seed
+from tests.ranks import learner
 from tests.runs import events
 from tests.servers import running_server
 
@@ -100,17 +99,15 @@ class World:
         return path
 
     def run(self, name: str, variant: str, *, nproc: int = 1, **changes: Any) -> Run:
-        """Train under the launcher of `make learn`; the run must succeed."""
-        run = learn(self.config(name, variant, **changes), "deploy.torchrun", "--nproc", str(nproc), "--")
+        """The run must succeed."""
+        run = learn(self.config(name, variant, **changes), nproc=nproc)
         assert run.exit_code == 0, run.err[-3000:] + run.out[-2000:]
         return run
 
 
-def learn(config: Path, *launcher: str) -> Run:
-    command = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "learner", "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def learn(config: Path, *, nproc: int = 1, torchrun: bool = False) -> Run:
     began = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = learner(config, nproc=nproc, torchrun=torchrun, timeout_s=TIMEOUT_S)
     folder = Path(yaml.safe_load(config.read_text())["training"]["output_dir"])
     return Run(folder, done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
@@ -288,6 +285,6 @@ def test_a_server_that_is_down_is_a_message_in_time(world: World) -> None:
     path = world.config("down", ROLLOUTS, max_steps=1, per_device_train_batch_size=4)
     text = path.read_text().replace(world.base_url, f"http://127.0.0.1:{nobody}").replace("60.0", "3.0")
     path.write_text(text)
-    run = learn(path, "deploy.torchrun", "--nproc", "1", "--")
+    run = learn(path, torchrun=True)
     told(run, f"127.0.0.1:{nobody}", r"vllm\.server", "colocate", "torchrun: rank 0 ended with exit code 2")
     assert run.seconds < 90

@@ -23,7 +23,7 @@ from tests.unit.learner.config.examples import minimal
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shared", "rollout_server", "learner", "deploy")
+PACKAGES = ("shared", "rollout_server", "learner", "deploy", "bench")
 PROGRAMS = ("rollout-server", "rollout-learner", "rollout-launch")
 MAX_BYTES = 2 << 20
 
@@ -75,10 +75,10 @@ def test_the_wheel_holds_the_programs_and_is_small(installed: Installed) -> None
         str(file.relative_to(ROOT))
         for package in PACKAGES
         for file in (ROOT / package).rglob("*.py")
-        if package != "deploy" or file.parent == ROOT / package
+        if package != "deploy" or file.parent in (ROOT / "deploy", ROOT / "deploy" / "demo")
     }
     assert {name for name in names if name.endswith(".py")} == tracked
-    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert {f"{package}/py.typed" for package in PACKAGES if package != "bench"} <= names
     templates = {f"learner/report/templates/{file.name}" for file in (ROOT / "learner/report/templates").iterdir()}
     assert templates <= names
     assert {"cpu", "cuda", "datasets"} <= set(metadata.get_all("Provides-Extra", []))
@@ -130,11 +130,28 @@ def test_the_report_finds_its_templates(installed: Installed) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_needs_a_clone_says_so(installed: Installed) -> None:
-    done = installed.run("rollout-learner", "bench", "--part", "stages")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "wanted a clone" in done.stderr
+def test_the_benchmarks_are_those_of_the_wheel(installed: Installed) -> None:
+    done = installed.run("rollout-learner", "bench", "--", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--part" in done.stdout
+
+
+def test_images_are_decoded_by_the_installed_server(installed: Installed) -> None:
+    """In processes of their own, which `-m` alone would start from the working directory."""
+    code = (
+        "import base64, io\n"
+        "from PIL import Image\n"
+        "from rollout_server.config import ServerConfig\n"
+        "from rollout_server.decoding import Decoders\n"
+        "data = io.BytesIO()\n"
+        "Image.new('RGB', (4, 4)).save(data, 'PNG')\n"
+        "decoders = Decoders(ServerConfig(model='m'))\n"
+        "(image,) = decoders.load([base64.b64encode(data.getvalue()).decode()], decoders.share())\n"
+        "decoders.close()\n"
+        "assert image.size == (4, 4)\n"
+    )
+    done = installed.run(sys.executable, "-P", "-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torchrun_starts_the_program(installed: Installed) -> None:

@@ -26,3 +26,10 @@ def test_help_starts_nothing(module: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage:" in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("word", ["--help", "gpu"])
+def test_set_up_takes_two_devices_and_installs_nothing_else(word: str) -> None:
+    done = subprocess.run(["bash", ROOT / "deploy" / "setup.sh", word], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cpu|cuda" in done.stderr

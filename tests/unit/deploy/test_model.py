@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedT
 
 from deploy.demo.model import NUM_COORDS, PIECES, SPECIAL_TOKENS, build, build_tokenizer, count_parameters
 from deploy.demo.scenes import DIGIT_WORDS
+from tests.examples import examples
 
 ANSWER = (
     '{"object_1": {"desc": "seven", "bbox_2d": [<|coord_1|>, <|coord_20|>, <|coord_300|>, <|coord_999|>]}, '
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_text_survives_the_tokenizer(text: str) -> None:
     tokenizer = build_tokenizer()
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deploy.demo import scenes
 from deploy.demo.scenes import DEMO, DIGIT_WORDS, INK, SPLITS, STYLES, StyleName, draw_scene, iou, load_bank
+from tests.examples import examples
 
 
 def test_splits_are_disjoint_complete_and_stratified() -> None:
@@ -20,7 +21,7 @@ def test_splits_are_disjoint_complete_and_stratified() -> None:
 
 
 @given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(STYLES)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_boxes_lie_on_the_canvas_and_overlap_as_the_style_says(seed: int, name: StyleName) -> None:
     style = STYLES[name]
     scene = draw_scene(np.random.default_rng(seed), load_bank("train"), style)
@@ -56,7 +57,7 @@ def test_distractors_are_no_glyph_of_the_bank() -> None:
 
 
 @given(which=st.integers(0, 1000), height=st.floats(20, 48), stretch=st.floats(0.85, 1.2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_stamps_are_tight_around_the_ink(which: int, height: float, stretch: float) -> None:
     stamp = scenes._stamp(load_bank("train").opacity[which], height=height, stretch=stretch)
     for border in (stamp[0], stamp[-1], stamp[:, 0], stamp[:, -1]):

@@ -175,6 +175,7 @@ def test_install_lines_have_the_ranges_of_the_project() -> None:
     wanted = {
         "vllm": [*extras["cuda"], *extras["cpu"]],
         "torchvision": [line for line in project["dependencies"] if line.startswith("torchvision")],
+        "sklearn": extras["bench"],
     }
     assert set(wanted) == set(INSTALL)
     for package, requirements in wanted.items():

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,11 +22,13 @@ import httpx
 import pytest
 
 from bench import chaos_server
-from bench.chaos_server import fingerprint, logprobs
+from bench.chaos_server import NAN_TOKEN, fingerprint, logprobs
+from learner.config.schema import DiscoveryConfig
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt
 from learner.rollout.backend import MicroStep
 from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
+from learner.rollout.discovery import Discovery
 from learner.rollout.membership import ServerChange
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
@@ -92,6 +95,7 @@ class Learner:
         ranks: Ranks = ONE_RANK,
         min_servers: int | str = 1,
         control: ServerControl | None = None,
+        discovery: Discovery | None = None,
     ) -> None:
         self.weights = Weights()
         limits = {"timeout_s": 10.0, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": min_servers}
@@ -119,6 +123,7 @@ class Learner:
             config=vllm,
             ranks=ranks,
             control=control,
+            discovery=discovery,
         )
 
     def synced(self) -> int:
@@ -236,6 +241,65 @@ def test_a_server_killed_while_buckets_travel(servers: list[Server], learner: Le
     assert learner.serving == [server.url for server in servers[:2]]
 
 
+def test_a_server_that_answers_garbage(servers: list[Server], learner: Learner) -> None:
+    """It says that it is well, and each answer is nonsense. The others take its requests, with the same seeds."""
+    urls = [server.url for server in servers]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nonsense, bind_and_activate=False) as garbage:
+
+        def replace_it() -> None:
+            servers[1].kill()
+            garbage.server_address = ("127.0.0.1", servers[1].port)
+            garbage.server_bind()
+            garbage.server_activate()
+            threading.Thread(target=garbage.serve_forever, daemon=True).start()
+
+        learner.roll_out(60, after_first=replace_it)
+        learner.synced()
+        learner.roll_out(12, step=1)
+        assert learner.serving == [urls[0], urls[2]]
+        assert learner.changes() == [(urls[1], "lost")]
+        garbage.shutdown()
+
+
+class Nonsense(BaseHTTPRequestHandler):
+    """200, whatever is asked."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        body = b'{"index": 0, "output": {"nonsense": [1, 2]}}\n'
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_a_server_that_is_poisoned_in_the_middle_of_a_step(servers: list[Server], learner: Learner) -> None:
+    """A log-probability that is no number: it refuses all requests from then on, and the next sync heals it."""
+    urls = [server.url for server in servers]
+    turn = {"role": "user", "content": "canary 0"}
+    call = {"items": [{"request": {"messages": [turn]}, "response_token_ids": [NAN_TOKEN]}]}
+
+    def poison() -> None:
+        assert httpx.post(f"{urls[1]}/score/", json=call, trust_env=False, timeout=5.0).is_error
+
+    learner.roll_out(60, after_first=poison)
+    assert learner.changes() == [(urls[1], "lost")]
+    learner.roll_out(12, step=1)
+    assert learner.serving == [urls[0], urls[2]]
+    wait_until(lambda: urls[1] in [member.base_url for member in learner.sync._delivery._members()])
+    learner.synced()
+    learner.roll_out(12, step=2)
+    assert learner.serving == urls
+
+
 def test_a_bad_bucket_is_sent_again(servers: list[Server], learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     """R09: a bit flips on the way. All three go on."""
     from learner.sync import groups
@@ -274,6 +338,38 @@ def test_servers_are_added_and_removed(servers: list[Server], tmp_path: Path) ->
             (urls[1], "serving"),
             (urls[2], "serving"),
         ]
+
+
+def test_servers_appear_in_a_list_and_disappear_from_it(servers: list[Server], tmp_path: Path) -> None:
+    """R40: as if a user had added and removed them. Those that the list never named stay."""
+    urls, listed = [server.url for server in servers], tmp_path / "servers"
+    listed.write_text(f"{urls[1]}\n{urls[2]} {servers[2].group_port}\n")
+    discovery = Discovery(DiscoveryConfig(file=str(listed), every_s=0.01))
+    with closing(Learner(servers[:2], discovery=discovery)) as learner:
+        learner.synced()
+        wait_until(lambda: learner.changes() == [(urls[2], "added")])
+        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery._members()])
+        learner.synced()
+        learner.roll_out(6)
+        assert learner.serving == urls
+        listed.write_text(f"{urls[2]} {servers[2].group_port}  # the other one is drained\n")
+        wait_until(lambda: (urls[1], "removed") in learner.changes())
+        learner.synced()
+        learner.roll_out(6, step=1)
+        assert learner.serving == [urls[0], urls[2]]
+
+
+def test_a_server_under_a_second_url_does_not_join_twice(servers: list[Server], tmp_path: Path) -> None:
+    alias = servers[1].url.replace("127.0.0.1", "localhost")
+    with closing(Learner(servers[:2], control=ServerControl(tmp_path))) as learner:
+        learner.synced()
+        ask(tmp_path, ServerRequest(action="add", base_url=alias, group_port=servers[1].group_port))
+        assert learner.changes() == [(alias, "added")]
+        wait_until(lambda: alias in [member.base_url for member in learner.sync._delivery._members()])
+        learner.synced()
+        learner.roll_out(6)
+        assert learner.serving == [server.url for server in servers[:2]]
+        assert "already" in learner.backend.membership.out[0].because
 
 
 @pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), (3, ServerError)])

@@ -89,7 +89,9 @@ class FakeEngine:
             raise
         yield "data: [DONE]\n\n"
 
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores:
         self._check(str(request.messages[0].content))
         self.scored.append(response_token_ids)
         return checked_scores([1, 2], [self.logprob] * len(response_token_ids))

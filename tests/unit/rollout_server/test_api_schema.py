@@ -38,7 +38,7 @@ CALLS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCall,
     "/v1/completions": CompletionCall,
 }
-QUICK = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+QUICK = settings(deadline=None, max_examples=4, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,6 +18,8 @@ from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake, dotted
 from shared.config.parse import dump_yaml, load_yaml, parse, write_yaml
 from shared.packages import INSTALL
+from tests.examples import examples
+from tests.forked import RANK_OF_A_TEST, finish
 from tests.unit.shared.config.strategies import refused, sections
 
 
@@ -100,7 +102,7 @@ def test_paths_are_paths_and_survive_a_round(tmp_path: Path) -> None:
 
 
 @given(data=sections(ServerConfig))
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_configuration_survives_dump_and_load(tmp_path: Path, data: dict[str, Any]) -> None:
     config = parse(ServerConfig, data)
     write_yaml(tmp_path / "c.yaml", config.model_dump(mode="json"))
@@ -116,7 +118,7 @@ def test_types_and_ranges(tmp_path: Path, path: str, value: object) -> None:
 
 
 @given(name=st.text(st.characters(exclude_categories=["Cs"]), max_size=12))
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_unknown_key_is_refused_with_its_path(tmp_path: Path, name: str) -> None:
     assume(name not in ServerConfig.model_fields and name != "base")
     path = tmp_path / "server.yaml"
@@ -129,7 +131,7 @@ def test_any_unknown_key_is_refused_with_its_path(tmp_path: Path, name: str) -> 
     put=st.sampled_from(["", "\t", ":", "[", "- ", "\x00", "&a ", "*a", "!!x ", '"', "${X}"]),
     drop=st.integers(0, 9),
 )
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_file_is_a_configuration_or_mistakes(tmp_path: Path, cut: int, put: str, drop: int) -> None:
     text = dump_yaml(ServerConfig(model="m").model_dump(mode="json"))
     cut %= len(text)
@@ -214,16 +216,10 @@ def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
 
 
 def test_a_missing_vllm_is_named_with_its_install_line(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['vllm'] = None\n"
-        "sys.argv = ['rollout-server', '--config', sys.argv[1], f'port={sys.argv[2]}']\n"
-        "from rollout_server.__main__ import main\n"
-        "main()\n"
-    )
     model = Path(__file__).parents[3] / "deploy/demo/checkpoint"
-    argv = [sys.executable, "-c", code, str(write(tmp_path, f"model: {model}\n")), str(free_port())]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    arguments = ["--config", str(write(tmp_path, f"model: {model}\n")), f"port={free_port()}"]
+    program = "tests.unit.rollout_server.without_vllm"
+    (done,) = finish(RANK_OF_A_TEST, program, arguments, envs=[os.environ], timeout_s=120.0)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert INSTALL["vllm"] in done.stderr

@@ -62,6 +62,17 @@ def test_the_pixels_are_the_same(start: Callable[..., Decoders], form: str) -> N
     assert {image.tobytes() for image in with_process} == {Images(ImageRules()).load(source).tobytes()}
 
 
+def test_packages_in_the_working_directory_are_not_imported(
+    start: Callable[..., Decoders], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rollout_server").mkdir()
+    (tmp_path / "rollout_server" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    decoders = start()
+    (image,) = decoders.load([text(encoded((4, 4)))], decoders.share())
+    assert image.size == (4, 4)
+
+
 def test_errors_name_the_string_and_the_process_goes_on(start: Callable[..., Decoders]) -> None:
     decoders = start(max_image_pixels=1000)
     for data, found in {

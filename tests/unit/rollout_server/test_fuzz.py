@@ -21,6 +21,7 @@ from rollout_server.openai_api import OpenAIError
 from rollout_server.service import RolloutService
 from shared.errors import error_classes
 from shared.wire import ErrorBody
+from tests.examples import examples
 from tests.unit.rollout_server.fakes import FakeEngine
 
 REQUEST = {"messages": [{"role": "user", "content": "a"}], "images": ["x.png"], "uuid": "u"}
@@ -126,7 +127,7 @@ def test_right_bodies_are_understood(path: str) -> None:
 
 @pytest.mark.parametrize("path", RIGHT)
 @given(data=st.data())
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=examples(120))
 def test_r16_damaged_bodies(path: str, data: st.DataObject) -> None:
     body = data.draw(damaged(RIGHT[path]))
     check(send("POST", path, json.dumps(body).encode()))
@@ -134,7 +135,7 @@ def test_r16_damaged_bodies(path: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("path", RIGHT)
 @given(content=st.binary(max_size=40) | values.map(lambda value: json.dumps(value).encode()))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 def test_r16_any_bytes(path: str, content: bytes) -> None:
     check(send("POST", path, content))
 
@@ -143,7 +144,7 @@ def test_r16_any_bytes(path: str, content: bytes) -> None:
     method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]),
     path=st.sampled_from([*GETS, *RIGHT]) | st.text("abc/.%20", max_size=12).map(lambda text: "/" + text.lstrip("/")),
 )
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_r06_any_method_and_path(method: str, path: str) -> None:
     check(send(method, path, b"{}"))
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rollout_server.gate import Gate
 from shared.errors import ServerPoisonedError, SyncError
+from tests.examples import examples
 
 INCARNATIONS = st.sampled_from(["a", "b"])
 
@@ -113,7 +114,7 @@ class GateMachine(RuleBasedStateMachine):
         assert not (self.inside and self.gate.state == "updating")
 
 
-GateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+GateMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestGate = GateMachine.TestCase
 
 

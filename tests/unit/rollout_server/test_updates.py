@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from rollout_server.engine import Scores, WorkerReply
-from rollout_server.updates import update_weights
-from shared.errors import DigestError
-from shared.wire import RolloutInferRequest, ScoreItem, UpdateWeightsCall
+from rollout_server.engine import Scores, WorkerReply, score
+from rollout_server.updates import check_canary, update_weights
+from shared.errors import CanaryError, DigestError
+from shared.wire import ExpectScoresCall, RolloutInferRequest, ScoreItem, UpdateWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
 
 REQUEST = RolloutInferRequest(messages=[{"role": "user", "content": "canary"}])  # type: ignore[list-item]
@@ -38,7 +40,9 @@ class Engine(FakeEngine):
         self.log.append(method)
         return await super().on_workers(method, *args)
 
-    async def score(self, request: RolloutInferRequest, response_token_ids: list[int]) -> Scores:
+    async def score(
+        self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
+    ) -> Scores:
         self.log.append("score")
         await asyncio.sleep(0.01)
         return Scores(prompt_token_ids=[1], logprobs=[-float(len(self.log))])
@@ -60,6 +64,26 @@ def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: i
     _, scores = asyncio.run(update_weights(engine, CALL))
     assert engine.log == log
     assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
+
+
+def test_the_canary_reads_the_prefix_cache_and_other_calls_do_not() -> None:
+    """vLLM scores without it, and rollouts use it."""
+    asked: list[bool] = []
+
+    class Asked(Engine):
+        async def score(self, request: Any, response_token_ids: list[int], *, through_cache: bool = False) -> Scores:
+            asked.append(through_cache)
+            scores = await super().score(request, response_token_ids)
+            return replace(scores, cached_logprobs=[-9.0] if through_cache else [])
+
+    engine = Asked(runs_meanwhile=True, num_slices=1)
+    _, scores = asyncio.run(update_weights(engine, CALL))
+    assert scores.cached_logprobs == [[-9.0]]
+    assert asyncio.run(score(engine, CALL.canary, 3)).cached_logprobs == []
+    assert asked == [True, False]
+    expected = ExpectScoresCall(incarnation="a", ver=3, logprobs=scores.logprobs, tolerance=1.0)
+    with pytest.raises(CanaryError, match="prefix cache"):
+        check_canary(expected, scores)
 
 
 def test_a_load_that_fails_takes_the_canary_with_it() -> None:

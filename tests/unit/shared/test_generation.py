@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared.errors import RolloutError
-from shared.generation import Prompt, read_generation, read_scores
+from shared.generation import Prompt, read_cached_score, read_generation, read_scores
 
 STOPS = {7, 8}
 
@@ -58,6 +58,15 @@ def scored(*logprobs: float) -> Any:
 def test_scores_are_those_of_the_response() -> None:
     scores = read_scores(scored(-1.0, -2.0, -3.0), 3)
     assert (scores.logprobs, scores.prompt_token_ids) == ([-1.0, -2.0, -3.0], [1, 2])
+
+
+def test_a_score_through_the_prefix_cache_is_that_of_the_forced_token() -> None:
+    answer = output([12], "length")
+    answer.outputs[0].logprobs = [{12: SimpleNamespace(logprob=-3.5)}]
+    assert read_cached_score(answer) == -3.5
+    answer.outputs[0].logprobs[0][12].logprob = float("nan")
+    with pytest.raises(RolloutError, match="not finite"):
+        read_cached_score(answer)
 
 
 def test_scores_that_are_not_finite_are_an_error() -> None:

@@ -58,6 +58,7 @@ def everything() -> dict[str, Any]:
         {
             "model.lora": {},
             f"{ROLLOUT}.vllm.enable_lora": True,
+            f"{SERVER}.discovery": {"file": "servers.txt"},
             "data.val": "val.jsonl",
             "data.on_bad_record": {},
             "training.eval_steps": 5,

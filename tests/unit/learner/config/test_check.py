@@ -19,6 +19,7 @@ from learner.__main__ import main
 from learner.config.check import run_check
 from shared.config.parse import dump_yaml
 from shared.wire import ErrorBody
+from tests.examples import examples
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everything, minimal, stage2
 
 HEAVY = ("torch", "vllm", "transformers", "numpy", "scipy", "httpx", "peft")
@@ -79,7 +80,7 @@ def test_a_world_has_ranks(file: Path, world_size: int, capsys: pytest.CaptureFi
 
 
 @given(text=st.binary(max_size=80) | st.text(max_size=60).map(str.encode))
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=examples(100))
 def test_no_file_gives_a_traceback(file: Path, text: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_bytes(text)
     assert run_check(str(file)) == 2
@@ -94,7 +95,7 @@ def test_no_file_gives_a_traceback(file: Path, text: bytes, capsys: pytest.Captu
     put=st.sampled_from(["", "\t", ":", "[", "- ", "\x00", "&a ", "*a", "!!x ", '"']),
     drop=st.integers(0, 9),
 )
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=200)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=examples(200))
 def test_a_damaged_file_is_a_plan_or_mistakes(
     file: Path, cut: int, put: str, drop: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

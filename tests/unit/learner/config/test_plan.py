@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from learner.config.plan import Plan, resolve
 from shared.config.model import ConfigErrors
+from tests.examples import examples
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal, stage2, valid
 
 VLLM = f"{ROLLOUT}.vllm"
@@ -31,7 +32,7 @@ def test_d8_the_batch_follows_from_accumulation() -> None:
 
 
 @given(per_device=st.integers(1, 50), ranks=st.integers(1, 64), gas=st.integers(1, 200))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_r33_r31_derived_numbers_multiply_out(per_device: int, ranks: int, gas: int) -> None:
     batch = {"training.effective_batch_size": per_device * ranks * gas}
     plan = plan_of(stage2(), {**batch, "training.per_device_train_batch_size": per_device}, world_size=ranks)

@@ -15,6 +15,7 @@ from learner.config.load import RESOLVED_NAME, load_config, write_resolved
 from learner.config.schema import RunConfig
 from shared.config.model import ConfigErrors, dotted, item_of, section_of, walk_keys
 from shared.config.parse import dump_yaml, load_yaml, parse, write_yaml
+from tests.examples import examples
 from tests.unit.learner.config.examples import (
     REMOVE,
     ROLLOUT,
@@ -189,7 +190,7 @@ def test_any_unknown_key_anywhere_is_refused_with_its_path(section: tuple[str | 
 
 
 @given(data=sections(RunConfig))
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=examples(100))
 def test_any_configuration_of_the_schema_survives_dump_and_load(tmp_path: Path, data: dict[str, Any]) -> None:
     path = tmp_path / "c.yaml"
     write_yaml(path, data)
@@ -220,7 +221,7 @@ def test_any_configuration_of_the_schema_survives_dump_and_load(tmp_path: Path, 
         },
     ),
 )
-@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=100)
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=examples(100))
 def test_a_run_can_be_repeated_from_what_it_wrote(tmp_path: Path, data: dict[str, Any], rest: dict[str, Any]) -> None:
     config = valid(data, rest)
     path = write_resolved(config, tmp_path / "run")

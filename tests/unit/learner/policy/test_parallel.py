@@ -55,10 +55,10 @@ def test_the_rank_that_hangs_is_named_by_those_that_wait(hung: int) -> None:
 
 def main(hung: int) -> None:
     """One of the ranks above."""
-    here = init_ranks(os.environ, timeout_s=5.0)
+    here = init_ranks(os.environ, timeout_s=3.0)
     here.barrier()
     if here.rank == hung:
-        time.sleep(15.0)
+        time.sleep(9.0)
         os._exit(0)
     try:
         here.barrier()

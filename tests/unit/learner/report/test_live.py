@@ -110,6 +110,13 @@ def test_servers_are_shown_with_their_gate(run_dir: Path) -> None:
     )
     (run_dir / RESOLVED_NAME).write_text(config)
     assert "no answer (ConnectError)" in client(run_dir).get("/now").text
+    added = {"base_url": "http://127.0.0.1:2", "state": "out", "because": "it did not answer"}
+    (run_dir / "servers").mkdir()
+    (run_dir / "servers" / "state.json").write_text(json.dumps({"servers": [added]}))
+    page = client(run_dir).get("/now").text
+    assert "http://127.0.0.1:2" in page
+    assert "it did not answer" in page
+    assert "http://127.0.0.1:1<" not in page
 
 
 def test_what_is_read_piecewise_is_what_is_read_at_once(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ from learner.report.read import Scene
 from learner.report.scores import classify, confusion, counts_by_class, counts_by_iou, f1_estimate, f1_gain
 from learner.tasks.detection.metrics import count_objects, evaluate_counts
 from learner.tasks.detection.parse import NO_COORDINATES
+from tests.examples import examples
 
 
 @st.composite
@@ -72,7 +73,7 @@ def make_assignment(scene: Scene) -> Assignment:
     return Assignment(parsed=parsed, pairs=(), missed=(), spurious=())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scene_parts)
 def test_f1_equals_the_tasks_own(parts: Parts) -> None:
     scenes = [make_scene(i, *part) for i, part in enumerate(parts)]
@@ -84,7 +85,7 @@ def test_f1_equals_the_tasks_own(parts: Parts) -> None:
     assert estimate.low <= estimate.high
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scene_parts)
 def test_counts_by_iou_are_the_tasks_own(parts: Parts) -> None:
     scenes = [make_scene(i, *part) for i, part in enumerate(parts)]
@@ -95,7 +96,7 @@ def test_counts_by_iou_are_the_tasks_own(parts: Parts) -> None:
         assert counts.truth == totals["truth"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scene_parts)
 def test_counts_of_a_class_are_those_of_its_objects_alone(parts: Parts) -> None:
     scenes = [make_scene(i, *part) for i, part in enumerate(parts)]
@@ -111,7 +112,7 @@ def test_counts_of_a_class_are_those_of_its_objects_alone(parts: Parts) -> None:
     assert [c.truth for c in by_class.values()] == sorted((c.truth for c in by_class.values()), reverse=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(scene_parts)
 def test_confusion_counts_every_object_and_every_prediction_once(parts: Parts) -> None:
     scenes = [make_scene(i, *part) for i, part in enumerate(parts)]
@@ -123,7 +124,7 @@ def test_confusion_counts_every_object_and_every_prediction_once(parts: Parts) -
     assert (None, None) not in found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(objects, objects, regions)
 def test_every_object_is_classified_once(truth: Objects, said: Objects, ignored: Objects) -> None:
     result = classify(make_scene(0, truth, said, ignored))

@@ -54,7 +54,10 @@ class Llm:
     def __init__(self, offload: Recorded) -> None:
         self._offload = offload
         offload.saw("start")
-        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
+        cache_config = SimpleNamespace(enable_prefix_caching=True)
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(max_model_len=512), vllm_config=SimpleNamespace(cache_config=cache_config)
+        )
         self.fails = False
 
     def get_tokenizer(self) -> None: ...

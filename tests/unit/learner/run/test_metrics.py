@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 from collections.abc import Iterable
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import learner
 from learner.records import StepResult, SyncReceipt
 from learner.run.metrics import (
     BUFFER,
     DETECTION,
+    EVENTS,
     GROUPS,
     KEY_VALUE,
     LEARNING,
@@ -33,6 +36,20 @@ __all__ = ["patient", "servers"]  # fixtures
 
 def names(*groups: Iterable[object]) -> set[str]:
     return {metric.name for group in groups for metric in group}  # type: ignore[attr-defined]
+
+
+def test_every_event_is_explained() -> None:
+    """Read from the source: what is given to `MetricsLog.write`."""
+    root = Path(learner.__file__).parent
+    written = {
+        call.args[0].value
+        for path in root.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("log.write", "self.log.write", "self.write")
+        if isinstance(call.args[0], ast.Constant)
+    }
+    assert {"step", "sync", "trackers"} < written
+    assert written == set(EVENTS)
 
 
 def test_steps_of_every_source(

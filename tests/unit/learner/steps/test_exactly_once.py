@@ -31,6 +31,7 @@ from learner.steps.shares import Bounds
 from learner.steps.stage2 import Stage2Parts
 from shared.errors import DeadlineError
 from shared.seeds import request_seed
+from tests.examples import examples
 from tests.unit.learner.data.fakes import CountingEncoder, make_run, make_samples
 from tests.unit.learner.steps.fakes import segment
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
@@ -222,7 +223,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=CASES, sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3), cuts=st.tuples(st.floats(0, 1)))
 def test_each_sample_is_learned_once_in_each_of_three_epochs(case: Case, sizes: list[int], cuts: tuple[float]) -> None:
     """D11: in A or in B, whatever is dropped, synced and resumed, on 1, 2 and 4 ranks in turn. And R25, D12: what is

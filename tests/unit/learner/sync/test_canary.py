@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from learner.sync.canary import Canary, score_items
 from learner.sync.source import check_specs, sealed_buckets
+from shared.canary import CanaryGap, cached_positions
 from shared.errors import CanaryError, PromptMismatchError, RolloutError, SyncError
 from shared.sync.buckets import plan_buckets, unpack
 from shared.wire import ScoreReply
@@ -49,11 +51,60 @@ def test_above_the_tolerance_the_worst_token_is_named(worst: float) -> None:
     assert causes.index("dtype") < causes.index("model configuration") < causes.index("canary_tolerance")
 
 
+def test_what_the_prefix_cache_gives_has_a_mean_of_its_own() -> None:
+    """Few tokens are read through it: among all others they would not count."""
+    learner = [[-1.0] * 1000] * 2
+    wrong = [[-1.0] * 4, [-1.0, -1.0, -1.0, -3.0]]
+    answer = reply(learner).model_copy(update={"cached_logprobs": wrong})
+    items = [replace(item, response_token_ids=(3,) * 1000) for item in canary_items(2)]
+    checked = replace(canary(0.2), items=items)
+    with pytest.raises(CanaryError, match="prefix cache") as caught:
+        checked.compare(learner, answer, "u")
+    assert "0.2500" in caught.value.found
+    assert "token 875 of sample 's1'" in caught.value.found
+    right = answer.model_copy(update={"cached_logprobs": [[-1.0] * 4, [-1.0, -1.0, -1.0, -1.5]]})
+    assert checked.compare(learner, right, "u") == CanaryGap(mean=0.0, max=0.5)
+
+
+@given(st.integers(1, 500))
+def test_tokens_that_are_read_through_the_cache_are_different_ones_of_the_answer(num_tokens: int) -> None:
+    positions = cached_positions(num_tokens)
+    assert positions == sorted(set(positions))
+    assert set(positions) <= set(range(num_tokens))
+    assert len(positions) == min(num_tokens, 4)
+
+
+@pytest.mark.parametrize(
+    ("configured", "learner", "served", "tolerance"),
+    [
+        (None, torch.float32, torch.float32, 0.01),
+        (None, torch.float32, torch.bfloat16, 0.1),
+        (None, torch.bfloat16, torch.float32, 0.1),
+        (None, torch.float32, None, 0.1),  # servers that differ, or do not say
+        (0.3, torch.float32, torch.float32, 0.3),
+    ],
+)
+def test_the_tolerance_follows_the_precision(
+    configured: float | None, learner: torch.dtype, served: torch.dtype | None, tolerance: float
+) -> None:
+    checked = Canary(items=canary_items(1), scorer=scorer_of(tuple), tolerance=configured, dtype=learner)
+    assert checked.tolerance_with(served) == tolerance
+    assert checked.expected("a", 1, [[-1.0, -1.0]], served).tolerance == tolerance
+    with pytest.raises(CanaryError):
+        checked.compare([[-1.0, -1.0]], reply([[-1.0, -1.0 - 2.1 * tolerance]], 1), "u", served)
+
+
 @pytest.mark.parametrize(("logprobs", "prompts"), [([[-1.0, -1.0]], 2), ([[-1.0], [-1.0, -1.0]], 2),
                                                     ([[-1.0, -1.0], [-1.0, -1.0]], 1)])  # fmt: skip
 def test_a_reply_of_another_shape(logprobs: list[list[float]], prompts: int) -> None:
     with pytest.raises(RolloutError, match="/score/"):
         canary().compare([[-1, -1], [-1, -1]], reply(logprobs, prompts), "u")
+
+
+def test_other_tokens_through_the_cache() -> None:
+    answer = reply([[-1.0, -1.0]] * 2).model_copy(update={"cached_logprobs": [[-1.0, -1.0], [-1.0]]})
+    with pytest.raises(RolloutError, match="/score/"):
+        canary().compare([[-1, -1], [-1, -1]], answer, "u")
 
 
 def test_prompts_are_compared_too() -> None:

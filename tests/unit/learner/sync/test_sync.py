@@ -13,9 +13,9 @@ from typing import TypeVar
 import pytest
 
 from learner.rollout.membership import ServerChange
-from learner.sync.canary import CanaryGap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode, Sync
+from shared.canary import CanaryGap
 from shared.errors import CoverageError, ProjectError, SyncError
 from tests.unit.learner.sync.fakes import Adapter, Merged, Weights
 

@@ -12,6 +12,7 @@ from learner.records import Assignment, DetectionObject
 from learner.target.labels import description_labels
 from learner.target.target import IGNORED, build_target
 from learner.tasks.detection.task import DetectionTask
+from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task
 
@@ -30,7 +31,7 @@ def paired(
     return Assignment(parsed=parsed, pairs=pairs[: len(parsed.objects)], missed=(), spurious=()), ids
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(CONTAINERS),
     st.sampled_from(COORDINATES),

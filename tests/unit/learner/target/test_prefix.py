@@ -12,6 +12,7 @@ from learner.records import Assignment, DetectionObject, Target
 from learner.target.prefix import up_to_first_miss, up_to_last_match
 from learner.target.target import IGNORED, build_target
 from learner.tasks.detection.task import DetectionTask
+from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task
 
@@ -53,7 +54,7 @@ def kept_by(prefix_end: str, found: list[int | None]) -> int:
     return max(places)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(["last_match", "first_miss"]),
     st.sampled_from(CONTAINERS),
@@ -143,7 +144,7 @@ class Kept:
         return read
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.sampled_from(["found", "missed", "unlabelled"]), max_size=9),
     st.booleans(),

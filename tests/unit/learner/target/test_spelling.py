@@ -13,6 +13,7 @@ from learner.config.schema import TaskConfig
 from learner.target.spelling import NO_TOKEN, Numbers, Spelling
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import TokenPieces
+from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, answers
 from tests.unit.learner.tasks.fakes import make_rollout
 
@@ -46,7 +47,7 @@ def tokenized(draw: st.DrawFn, container: str) -> list[int]:
     return [byte for token in ids for byte in ((*pieces()[token],) if token in torn else (token,))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), container=st.sampled_from(CONTAINERS))
 def test_alone_is_as_in_place(data: st.DataObject, container: str) -> None:
     ids = np.array(data.draw(tokenized(container)))

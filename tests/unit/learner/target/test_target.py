@@ -14,6 +14,7 @@ from learner.records import Assignment, DetectionObject, EncodedPrompt, Target
 from learner.target.target import IGNORED, build_segment, build_target, check_supervision, ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import LossError
+from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import (
     CONTAINERS,
     COORDINATES,
@@ -84,7 +85,7 @@ def cases(draw: st.DrawFn) -> tuple[DetectionTask, CuttingTokenizer, Assignment]
 MERGES = [b", ", b"]}", b"]}}", b"]}, ", b'"}', b" [", b"1", b"12", b"123", b"0, ", b"99", b"5]", b", 1", b'": [']
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases())
 def test_prefix_is_the_rollouts_own_and_everything_missed_is_appended(
     case: tuple[DetectionTask, CuttingTokenizer, Assignment],
@@ -117,7 +118,7 @@ def spell_out(own: str, wanted: str) -> list[str]:
     return labels[:-1]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(bboxes(), bboxes())
 def test_digits_are_taught_up_to_where_the_numbers_part(predicted: DetectionObject, truth: DetectionObject) -> None:
     """One character a token: equal digits count, the first different one is the truth's, the rest is masked."""
@@ -138,7 +139,7 @@ def test_digits_are_taught_up_to_where_the_numbers_part(predicted: DetectionObje
     assert found == wanted
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(cases())
 def test_taught_numbers_spell_the_truth_whatever_is_fused(
     case: tuple[DetectionTask, CuttingTokenizer, Assignment],

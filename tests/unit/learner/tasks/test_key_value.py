@@ -20,6 +20,7 @@ from learner.records import Rollout, Sample
 from learner.report.page import write_report
 from learner.tasks.key_value import Field, FieldAssignment, KeyValueTask
 from shared.errors import DataError
+from tests.examples import examples
 from tests.runs import events
 from tests.unit.learner.config.examples import changed
 from tests.unit.learner.tasks.fakes import CuttingTokenizer
@@ -81,7 +82,7 @@ def test_parsing_is_strict_and_counts_what_it_drops(text: str, fields: dict[str,
     assert parsed.closed == (not drops.get("unreadable"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(fields=FIELDS)
 def test_json_of_texts_is_read_as_json_reads_it(fields: dict[str, str]) -> None:
     """Reference: Python's own writer, with and without escapes."""
@@ -90,7 +91,7 @@ def test_json_of_texts_is_read_as_json_reads_it(fields: dict[str, str]) -> None:
         assert (dict(parsed.fields), parsed.closed, dict(parsed.drops)) == (fields, True, {})
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(text=st.text(st.sampled_from('{}":, \\ua1[]'), max_size=30))
 def test_no_answer_makes_parsing_fail(text: str) -> None:
     parsed = answered(text, {}).parsed
@@ -142,7 +143,7 @@ def cases(draw: st.DrawFn) -> tuple[KeyValueTask, CuttingTokenizer, list[int], d
     return KeyValueTask(TaskConfig(type="key_value"), tokenizer), tokenizer, ids, truth
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=cases())
 def test_a_target_is_the_own_right_prefix_and_ends_in_the_whole_truth(
     case: tuple[KeyValueTask, CuttingTokenizer, list[int], dict[str, str]],

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deploy.demo.model import build_tokenizer
 from learner.tasks.tokens import TokenBoundaries, TokenPieces, _splitting_tokens
+from tests.examples import examples
 
 COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]
 NUMBERS = st.integers(0, 1010).map(str) | st.sampled_from(["007", "[12", " 5]", "[1, 23, 456]", '"seat [7], "'])
@@ -41,7 +42,7 @@ def tokenizer_of(cut: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(parts=st.lists(PARTS, max_size=12))
 def test_parts_give_the_ids_of_the_whole(cut: str, parts: list[str]) -> None:
     tokenizer, text = tokenizer_of(cut), "".join(parts)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.config.model import ConfigErrors
 from shared.config.parse import dump_yaml, load_yaml, parse
+from tests.examples import examples
 from tests.unit.shared.config.examples import Outer, mistakes_of, read, write
 
 # ---- composition ---------------------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ def test_bases_merge_and_later_ones_win(tmp_path: Path) -> None:
         max_size=4,
     )
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(50))
 def test_merging_is_key_by_key(tmp_path: Path, parts: list[Any]) -> None:
     """Against the obvious reference: every leaf path, the last file that sets it or cuts it wins."""
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import load_yaml, parse
 from shared.config.yaml import COMMAND_LINE
+from tests.examples import examples
 from tests.unit.shared.config.examples import Outer, write
 
 FILE = "inner: {rate: 0.25, items: [{name: a, port: 2}, {name: b}]}\ncount: 1\n"
@@ -94,7 +95,7 @@ def test_a_wrong_value_of_the_file_can_be_corrected(tmp_path: Path) -> None:
 
 
 @given(text=st.text(max_size=40))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(200))
 def test_any_text_is_a_configuration_or_mistakes(tmp_path: Path, text: str) -> None:
     for override in (text, f"title={text}"):
         with suppress(ConfigErrors):

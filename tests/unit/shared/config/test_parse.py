@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field
 from shared.config.model import ConfigErrors, Mistake, describe, dotted
 from shared.config.parse import load_yaml, parse, write_yaml
 from shared.errors import ConfigError
+from tests.examples import examples
 from tests.unit.shared.config.examples import Item, Outer, mistakes_of, read, rule, write
 
 # ---- every mistake, once -------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ plain_values = st.recursive(
 
 
 @given(values=st.dictionaries(text_values.filter(lambda k: k not in ("base", "<<")), plain_values, max_size=5))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(300))
 def test_what_is_dumped_reads_back_the_same(tmp_path: Path, values: dict[str, Any]) -> None:
     write_yaml(tmp_path / "c.yaml", values, "made by a test\nof two lines")
 
@@ -182,13 +183,13 @@ SEED_TEXT = 'base: x.yaml\ninner: {rate: 1e-4, flag: true, items: [{name: "${A}"
 @example(b"? ")
 @example(b"!!binary x")
 @example(b"%YAML 9.9\n--- a")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=400)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(400))
 def test_fuzzed_text_is_a_mapping_or_mistakes(tmp_path: Path, text: bytes) -> None:
     _survives(tmp_path, text)
 
 
 @given(seed=st.integers(0, 10**6), edits=st.integers(1, 6))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(300))
 def test_mutated_configurations_are_valid_or_mistakes(tmp_path: Path, seed: int, edits: int) -> None:
     random_state, text = random.Random(seed), list(SEED_TEXT)
     for _ in range(edits):

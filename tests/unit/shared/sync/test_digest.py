@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.sync.digest import BLOCK_WORDS, LANES, PAIRS, digest
+from tests.examples import examples
 
 MASK = (1 << 64) - 1
 BLOCK_BYTES = 4 * BLOCK_WORDS
@@ -85,7 +86,7 @@ def test_many_blocks_take_a_level_more() -> None:
         buffer[at] = 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.binary(min_size=1, max_size=9000), st.data())
 def test_every_flipped_bit_is_seen(data: bytes, draw: st.DataObject) -> None:
     bit = draw.draw(st.integers(0, 8 * len(data) - 1))
@@ -94,7 +95,7 @@ def test_every_flipped_bit_is_seen(data: bytes, draw: st.DataObject) -> None:
     assert of(bytes(flipped)) != of(data)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=3000), st.data())
 def test_every_swap_of_two_words_is_seen(words: list[int], draw: st.DataObject) -> None:
     i, j = draw.draw(st.integers(0, len(words) - 1)), draw.draw(st.integers(0, len(words) - 1))
@@ -104,7 +105,7 @@ def test_every_swap_of_two_words_is_seen(words: list[int], draw: st.DataObject) 
     assert (of(before) == of(after)) == (words[i] == words[j])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**20 - 1), st.integers(0, 31)), min_size=2, max_size=2, unique=True))
 def test_two_flipped_bits_are_seen(flips: list[tuple[int, int]]) -> None:
     """Sign bits are the hard case: their differences are multiples of 2**31, where a plain sum is weak."""

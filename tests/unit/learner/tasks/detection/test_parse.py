@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from learner.records import ParsedRollout, PredictedObject
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
+from tests.examples import examples
 from tests.unit.learner.tasks.detection import reference
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES, OBJECTS, answers, corrupted, cuts
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task, poly
@@ -99,19 +100,19 @@ def check_drops(parsed: ParsedRollout, expected: reference.ReferenceAnswer) -> N
     assert all(found[reason] >= count for reason, count in wanted.items())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(tokenized_answers(corrupt=False))
 def test_agrees_with_the_reference_whatever_the_tokens(case: tuple[str, str, str, list[int]]) -> None:
     check_against_reference(*case)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(tokenized_answers(corrupt=True))
 def test_agrees_with_the_reference_on_corrupted_answers(case: tuple[str, str, str, list[int]]) -> None:
     check_against_reference(*case)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.sampled_from(CONTAINERS),
     st.sampled_from(COORDINATES),
@@ -137,7 +138,7 @@ def test_never_raises_and_always_keeps_a_prefix(
     assert [p.object for p in again.objects] == [p.object for p in parsed.objects]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(tokenized_answers(corrupt=True), st.lists(OBJECTS, max_size=3))
 def test_prefix_and_tail_parse_to_what_was_kept_and_what_was_missed(
     case: tuple[str, str, str, list[int]], missed: list

@@ -12,6 +12,7 @@ from learner.config.schema import TaskConfig
 from learner.records import DetectionObject
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import ConfigError, DataError
+from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES, OBJECTS
 from tests.unit.learner.tasks.fakes import box, make_rollout, make_sample, make_task, poly
 
@@ -117,7 +118,7 @@ REAL = byte_level_bpe(coords=True)
 WORDS = OBJECTS.filter(lambda obj: obj.desc[-1].isalnum())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(CONTAINERS), st.sampled_from(COORDINATES), st.lists(WORDS, max_size=4), st.data())
 def test_real_tokenizer_round_trip_and_continuation(
     container: str, coordinates: str, objects: list[DetectionObject], data: st.DataObject

@@ -1,0 +1,147 @@
+"""Which servers a cluster has now, by a file or a command (R40).
+
+In: `vllm.server.discovery`. Out: requests to add and to remove servers, as a user could make them. The list is read in
+the background, so no step waits for it.
+
+Invariants: a URL that is new in the list is asked for once; a member that the list named before, and that two readings
+in a row do not name, is asked to go until it has gone (one reading may meet a file that is being written, or a name
+service that forgets for a moment); servers that the list never named are left alone; a list that cannot be read changes
+nothing. Whoever writes the list names servers that get the run's token and weights. A command that still runs at the
+end of the process is waited for, up to its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from learner.config.rules import entry_mistakes
+from learner.config.schema import DiscoveryConfig
+from learner.rollout.control import ServerRequest
+from learner.rollout.membership import Membership
+from shared.errors import ConfigError, DeadlineError, ProjectError
+
+MAX_BYTES = 1 << 20  # of the list; more is none
+Listed = Mapping[str, int]  # base_url -> group port
+log = logging.getLogger("learner.rollout")
+
+
+class Discovery:
+    """Rank 0's; its methods are called on one thread."""
+
+    def __init__(self, config: DiscoveryConfig) -> None:
+        self._config = config
+        self._named: dict[str, int] = {}  # by the lists so far
+        self._listed: Listed = {}  # by the last two
+        self._last: Listed = {}  # by the last one
+        self._due = 0.0  # monotonic seconds
+        self._reading: Future[Listed] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")
+
+    def take(self, membership: Membership) -> list[ServerRequest]:
+        """What follows from the list that was read last. Begins to read it again when that is due."""
+        new = self._read()
+        if self._reading is None and time.monotonic() >= self._due:
+            self._due = time.monotonic() + self._config.every_s
+            self._reading = self._thread.submit(read, self._config)
+        self._named |= new
+        gone = [
+            member.base_url
+            for member in membership.members
+            if member.state != "draining" and member.base_url in self._named and member.base_url not in self._listed
+        ]
+        added = [ServerRequest(action="add", base_url=url, group_port=port) for url, port in new.items()]
+        return added + [ServerRequest(action="remove", base_url=url) for url in gone]
+
+    def _read(self) -> dict[str, int]:
+        """What is new in a list that has just been read."""
+        if self._reading is None or not self._reading.done():
+            return {}
+        reading, self._reading = self._reading, None
+        try:
+            listed = reading.result()
+        except ProjectError as error:
+            log.warning("the list of servers is not known now, and nothing changes: %s", error)
+            return {}
+        new = {url: port for url, port in listed.items() if url not in self._listed}
+        self._listed, self._last = {**self._last, **listed}, listed
+        return new
+
+
+def read(config: DiscoveryConfig) -> Listed:
+    """The list as it is now. Raises ConfigError if it is not one, DeadlineError if the command does not end in time."""
+    content = _output(config) if config.command else _content(Path(config.file or ""))
+    return parse(content, config.group_port)
+
+
+def parse(content: bytes, group_port: int) -> Listed:
+    """One server a line: its URL, and its group port where that is not `group_port`. `#` begins a comment. Raises
+    ConfigError."""
+    listed: dict[str, int] = {}
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        url, port = fields[0].rstrip("/"), fields[1] if len(fields) > 1 else str(group_port)
+        is_port = port.isascii() and port.isdecimal()
+        if len(fields) > 2 or not is_port or entry_mistakes(url, int(port)):
+            raise _not_a_list(f"line {number}: {line[:200]!r}")
+        listed[url] = int(port)
+    return listed
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise _not_a_list(f"{path}: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise _not_a_list(f"{path}: more than {MAX_BYTES} bytes")
+    return content
+
+
+def _output(config: DiscoveryConfig) -> bytes:
+    """Of the command, which is ended with all that it started."""
+    argv = list(config.command or ())
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as error:
+        raise _not_a_list(f"{argv[0]}: {error.strerror}") from error
+    with process:
+        try:
+            output, said = process.communicate(timeout=config.timeout_s)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(
+                "the command that lists the servers did not end",
+                found=f"{argv[0]} was still running after {config.timeout_s:g} s",
+                wanted="a list within custom.extra.rollout_matching.vllm.server.discovery.timeout_s",
+                remedy="raise it, or let the command have a deadline of its own",
+            ) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        last_words = said.decode(errors="replace")[-300:]
+        raise _not_a_list(f"{argv[0]} ended with exit code {process.returncode}: {last_words}")
+    if len(output) > MAX_BYTES:
+        raise _not_a_list(f"{argv[0]}: more than {MAX_BYTES} bytes")
+    return output
+
+
+def _not_a_list(found: str) -> ConfigError:
+    return ConfigError(
+        "the servers of custom.extra.rollout_matching.vllm.server.discovery could not be listed",
+        found=found,
+        wanted="one server a line: its URL, and its group port if it is not discovery.group_port",
+        remedy="correct the file or the command",
+    )

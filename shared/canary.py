@@ -1,0 +1,89 @@
+"""The canary's comparison, on both sides of a weight sync (R09, D14): log-probabilities of fixed answers, the learner's
+own and the served ones. Pure.
+
+vLLM scores a whole answer without its prefix cache, and rollouts read that cache. So some tokens of each answer are
+scored a second time, each by a request of its own that reads it. Keys and values of old weights are found by these, and
+by nothing else. They have a mean of their own: among all other tokens a few would not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shared.errors import CanaryError
+from shared.wire import ScoreReply
+
+Logprobs = Sequence[Sequence[float]]  # natural, one sequence per answer
+Place = tuple[int, int]  # answer, token
+MAX_CACHED = 4  # tokens of an answer: each is a request, with at most one KV block to compute
+TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CanaryGap:
+    """|learner log-probability - served log-probability|, nats. `mean`: of all tokens of all answers; `max`: also of
+    those that were scored through the prefix cache."""
+
+    mean: float
+    max: float
+
+
+def cached_positions(num_tokens: int) -> list[int]:
+    """Which tokens of an answer are scored through the prefix cache too, evenly spread."""
+    number = min(num_tokens, MAX_CACHED)
+    return [(2 * i + 1) * num_tokens // (2 * number) for i in range(number)]
+
+
+def shape_error(learner: Logprobs, reply: ScoreReply) -> str:
+    """What is wrong with the numbers of log-probabilities in `reply`; "" if nothing is."""
+    wanted, found = [len(one) for one in learner], [len(one) for one in reply.logprobs]
+    if found != wanted:
+        return f"{found} log-probabilities for answers of {wanted} tokens"
+    wanted, found = [len(cached_positions(n)) for n in wanted], [len(one) for one in reply.cached_logprobs]
+    return f"{found} log-probabilities through the prefix cache, not {wanted}" if found not in ([], wanted) else ""
+
+
+def compare(
+    learner: Logprobs, reply: ScoreReply, *, tolerance: float, what: str, name_of: Callable[[int], str]
+) -> CanaryGap:
+    """The gap of a reply without `shape_error`. `what` says who was compared, `name_of` names an answer by its index.
+
+    Raises CanaryError if one of the two means is above the tolerance or not a number.
+    """
+    places = [(i, j) for i, answer in enumerate(learner) for j in range(len(answer))]
+    served = {(i, j): reply.logprobs[i][j] for i, j in places}
+    cached = {
+        (i, j): logprob
+        for i, logprobs in enumerate(reply.cached_logprobs)
+        for j, logprob in zip(cached_positions(len(learner[i])), logprobs, strict=True)
+    }
+    gaps = _checked(learner, served, "", tolerance=tolerance, what=what, name_of=name_of)
+    through = " through the prefix cache"
+    cached_gaps = _checked(learner, cached, through, tolerance=tolerance, what=what, name_of=name_of)
+    return CanaryGap(mean=math.fsum(gaps) / len(gaps), max=max(gaps + cached_gaps))
+
+
+def _checked(
+    learner: Logprobs,
+    served: Mapping[Place, float],
+    how: str,
+    *,
+    tolerance: float,
+    what: str,
+    name_of: Callable[[int], str],
+) -> list[float]:
+    """The gap of each token. Raises CanaryError."""
+    gaps = {(i, j): abs(logprob - learner[i][j]) for (i, j), logprob in served.items()}
+    mean = math.fsum(gaps.values()) / max(1, len(gaps))
+    if not mean <= tolerance:  # also if it is NaN
+        i, j = max(gaps, key=lambda place: math.inf if math.isnan(gaps[place]) else gaps[place])
+        raise CanaryError(
+            what,
+            found=f"mean gap {mean:.4f} nats per token over {len(gaps)} tokens{how}; worst at token {j} of "
+            f"{name_of(i)}: learner {learner[i][j]:.4f}, server {served[i, j]:.4f}",
+            wanted=f"at most {tolerance:g} ({TOLERANCE_KEY})",
+            remedy=CanaryError.STALE_CACHE if how else CanaryError.LIKELY_CAUSES,
+        )
+    return list(gaps.values())

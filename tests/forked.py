@@ -1,0 +1,209 @@
+"""Programs forked from a process that has imported what they need. A new Python spends most of a short test on imports.
+
+    process = start(LEARNER, "learner", ["--config", "run.yaml"], env=os.environ, stdout=file, stderr=file)
+    process.wait(60)
+
+In: what the process of origin imports, then the module that `python -m` would run, its arguments and environment. Out:
+an object with the part of `subprocess.Popen` that tests use. Each program leads a session of its own. From the fork on
+nothing is shared: arguments, environment, working directory, output, signals and exit are those of a new program.
+
+The process of origin ends with the tests. It has one thread, so forking it is safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+ROOT = Path(__file__).parents[1]
+_MESSAGE_BYTES = 1 << 20
+
+# What each kind of program needs. Names, so that nothing is imported here.
+LEARNER = ("learner.build", "learner.trainer", "learner.run.checkpoint", "learner.sync", "transformers.models.qwen3_vl")
+RANK_OF_A_TEST = (*LEARNER, "pytest", "respx")
+SERVER = ("rollout_server.serving", "rollout_server.engine", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
+
+
+class Forked:
+    """A running program."""
+
+    def __init__(self, origin: _Origin, pid: int) -> None:
+        self._origin, self.pid = origin, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._origin.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    loaded: tuple[str, ...],
+    module: str,
+    arguments: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdout: BinaryIO,
+    stderr: BinaryIO,
+    cwd: Path = ROOT,
+    node: int | None = None,
+) -> Forked:
+    """`python -m module arguments`, forked from a process that has imported the modules `loaded`.
+
+    `node`: a process whose user and network namespaces the program enters (`tests.namespaces`).
+    """
+    origin = _origin(loaded)
+    order = {"module": module, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd), "node": node}
+    return Forked(origin, origin.ask(order, [stdout.fileno(), stderr.fileno()]))
+
+
+def finish(
+    loaded: tuple[str, ...],
+    module: str,
+    arguments: Sequence[str],
+    *,
+    envs: Sequence[Mapping[str, str]],
+    timeout_s: float,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run the program to its end, once side by side for each environment.
+
+    Raises subprocess.TimeoutExpired with what the first one said that has not ended.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(envs))]
+        processes = []
+        try:
+            for env, (out, err) in zip(envs, paths, strict=True):
+                with out.open("wb") as stdout, err.open("wb") as stderr:
+                    processes.append(start(loaded, module, arguments, env=env, stdout=stdout, stderr=stderr))
+            deadline = time.monotonic() + timeout_s
+            while None in [process.poll() for process in processes] and time.monotonic() < deadline:
+                time.sleep(0.02)
+            codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait(10.0)
+        said = [(out.read_text(), err.read_text()) for out, err in paths]
+    if None in codes:
+        raise subprocess.TimeoutExpired(module, timeout_s, *said[codes.index(None)])
+    return [
+        subprocess.CompletedProcess([module, *arguments], code or 0, *texts)
+        for code, texts in zip(codes, said, strict=True)
+    ]
+
+
+class _Origin:
+    """The process that is forked, and the socket through which it is asked to."""
+
+    def __init__(self, loaded: tuple[str, ...]) -> None:
+        self._channel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with far:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.forked", str(far.fileno()), *loaded],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                pass_fds=[far.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def ask(self, order: Mapping[str, Any], files: Sequence[int] = ()) -> Any:
+        with self._lock:
+            socket.send_fds(self._channel, [json.dumps(order).encode()], files)
+            answer = self._channel.recv(_MESSAGE_BYTES)
+        assert answer, f"the process that tests fork from ended with exit code {self._process.poll()}"
+        return json.loads(answer)
+
+
+@functools.cache
+def _origin(loaded: tuple[str, ...]) -> _Origin:
+    return _Origin(loaded)
+
+
+# ---- in the process that is forked -----------------------------------------------------------------------------------
+
+
+def _obey(channel: socket.socket) -> dict[str, Any]:
+    """Answer orders until the tests end. In a program that was forked: returns what to run."""
+    while True:
+        message, files, *_ = socket.recv_fds(channel, _MESSAGE_BYTES, 2)
+        if not message:
+            sys.exit(0)
+        order: dict[str, Any] = json.loads(message)
+        if "poll" in order:
+            pid, status = os.waitpid(order["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                os.setsid()
+                for file, number in zip(files, (1, 2), strict=True):
+                    os.dup2(file, number)
+            for file in files:
+                os.close(file)
+            if answer == 0:
+                return order
+        channel.send(json.dumps(answer).encode())
+
+
+def _enter(node: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("user", "net"):
+        with Path(f"/proc/{node}/ns/{kind}").open() as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"the {kind} namespace of process {node}")
+
+
+def _main(number: str, *loaded: str) -> NoReturn:
+    for name in loaded:
+        importlib.import_module(name)
+    with socket.socket(fileno=int(number)) as channel:
+        order = _obey(channel)
+    if order["node"] is not None:
+        _enter(order["node"])
+    os.chdir(order["cwd"])
+    os.environ.clear()
+    os.environ.update(order["env"])
+    sys.argv = [order["module"], *order["arguments"]]
+    runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,138 @@
+"""Lists of servers that change while a run goes on (R40): files and commands of every kind. With real servers:
+tests/unit/learner/test_failover.py."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from learner.config.rules import SERVER, server_mistakes
+from learner.config.schema import DiscoveryConfig, ServerClientConfig, ServerEntry
+from learner.rollout.control import ServerRequest
+from learner.rollout.discovery import Discovery, parse, read
+from learner.rollout.membership import Member, Membership
+from shared.errors import ConfigError, DeadlineError
+
+A, B, C = (f"http://10.0.0.{i}:8000" for i in range(1, 4))
+
+
+def members(*urls: str) -> Membership:
+    return Membership(members=tuple(Member(base_url=url, group_port=51216) for url in urls))
+
+
+def add(url: str) -> ServerRequest:
+    return ServerRequest(action="add", base_url=url, group_port=51216)
+
+
+def remove(url: str) -> ServerRequest:
+    return ServerRequest(action="remove", base_url=url)
+
+
+class Listed:
+    """A discovery whose list is read in every call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._discovery = Discovery(DiscoveryConfig(file=str(path), every_s=1e-9))
+
+    def take(self, membership: Membership, *urls: str) -> list[ServerRequest]:
+        self._path.write_text("\n".join(urls))
+        self._discovery.take(membership)  # begins to read
+        while self._discovery._reading is not None and not self._discovery._reading.done():
+            time.sleep(0.001)
+        self._discovery._due = math.inf  # nothing reads while the next list is written
+        asked = self._discovery.take(membership)
+        self._discovery._due = 0.0
+        return asked
+
+
+def test_who_appears_is_added_and_who_disappears_is_removed(tmp_path: Path) -> None:
+    listed = Listed(tmp_path / "list")
+    assert listed.take(members(A), B) == [add(B)]
+    assert listed.take(members(A, B), B) == []
+    assert listed.take(members(A, B), B, C) == [add(C)]
+    assert listed.take(members(A, B, C), C) == [], "the file may just be written"
+    assert listed.take(members(A, B, C), B, C) == []
+    assert listed.take(members(A, B, C), C) == []
+    assert listed.take(members(A, B, C), C) == [remove(B)]
+    assert listed.take(members(A, B, C), C) == [remove(B)], "as long as it is there"
+    assert listed.take(members(A, C), C) == []
+    assert listed.take(members(A, C), B, C) == [add(B)]
+
+
+def test_a_server_that_the_list_never_named_stays(tmp_path: Path) -> None:
+    listed = Listed(tmp_path / "list")
+    assert listed.take(members(A)) == []
+    assert listed.take(members(A, B), A) == [add(A)], "nothing, if it is a member"
+    assert listed.take(members(A, B)) == []
+    assert listed.take(members(A, B)) == [remove(A)]
+
+
+def test_a_list_that_cannot_be_read_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listed = Listed(tmp_path / "list")
+    assert listed.take(members(A), A, B) == [add(A), add(B)]
+    assert listed.take(members(A, B), "<html>502 Bad Gateway</html>") == []
+    assert "502" in caplog.text
+    assert listed.take(members(A, B), B) == []
+    assert listed.take(members(A, B), B) == [remove(A)]
+
+
+def test_a_line_is_a_server() -> None:
+    content = f"# servers\n\n{A}\n  {B}/ 40000  # spot\n".encode()
+    assert parse(content, 51216) == {A: 51216, B: 40000}
+
+
+WRONG = ["10.0.0.1", "ftp://a", "http://a:b", f"{A} 0", f"{A} 70000", f"{A} x", f"{A} 1 2", "http://u:p@a", "\xff\x00"]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_lines_that_are_no_servers(line: str) -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        parse(f"{A}\n{line}\n".encode("latin-1"), 51216)
+
+
+def python(program: str, timeout_s: float = 10.0) -> DiscoveryConfig:
+    return DiscoveryConfig(command=[sys.executable, "-S", "-c", program], timeout_s=timeout_s)
+
+
+def test_a_command_lists_servers() -> None:
+    assert read(python(f"print({A!r})")) == {A: 51216}
+
+
+def test_commands_that_list_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exit code 3: no resolver"):
+        read(python("import sys; sys.stderr.write('no resolver'); sys.exit(3)"))
+    with pytest.raises(ConfigError, match="bytes"):
+        read(python("print('# ' + 'x' * 2_000_000)"))
+    for missing in (DiscoveryConfig(command=[str(tmp_path / "no")]), DiscoveryConfig(file=str(tmp_path / "no"))):
+        with pytest.raises(ConfigError, match="No such file"):
+            read(missing)
+
+
+def test_a_command_that_does_not_end_is_ended_with_its_children(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    start = "import subprocess; p = subprocess.Popen(['sleep', '60'])"
+    program = f"{start}; open({str(child)!r}, 'w').write(str(p.pid)); p.wait()"
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"timeout_s|running"):
+        read(python(program, timeout_s=1.0))
+    assert time.monotonic() - begin < 5.0
+    pid = int(child.read_text())
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]:
+            return
+        time.sleep(0.02)
+    os.kill(pid, 9)
+    raise AssertionError("the command's child is left")
+
+
+@pytest.mark.parametrize("wrong", [DiscoveryConfig(), DiscoveryConfig(file="f", command=["c"])])
+def test_either_a_file_or_a_command(wrong: DiscoveryConfig) -> None:
+    servers = [ServerEntry(base_url=A, group_port=51216)]
+    (mistake,) = server_mistakes(ServerClientConfig(servers=servers, discovery=wrong))
+    assert mistake.path == f"{SERVER}.discovery"
