@@ -225,9 +225,9 @@ def test_an_object_s_tokens_hold_its_name_and_its_place(
 
 def test_an_object_that_was_dropped_earns_nothing_and_the_next_one_counts_on() -> None:
     task, tokenizer = INDEXED
-    text = (
-        '{"object_1": {"desc": "one", "bbox_2d": [0, 0]}, "object_2": {"desc": "two", "bbox_2d": [300, 300, 400, 400]}}'
+    text = '{"object_1": {"desc": "one", "bbox_2d": [0, 0]}, "object_2": {"desc": "two", "bbox_2d": [1, 2, 3, 4]}}'
+    found = task.prefix_rewards(
+        task.match(task.parse(make_rollout(tokenizer.encode(text), [box("two", 1, 2, 3, 4)]))), {"f1": 1.0}
     )
-    found = task.prefix_rewards(task.match(task.parse(make_rollout(tokenizer.encode(text), [TWO]))), {"f1": 1.0})
     assert found.values.tolist() == [0.0, 1.0]
     assert found.ends.tolist() == [len(text) - len("]}}")]
