@@ -54,7 +54,8 @@ def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool, reinforced: 
     store.save(policy, optimizer, TrainerState(global_step=1))
     assert store.load("latest", policy, optimizer).global_step == 1
     updated = {f"updated.{name}": p.detach().clone() for name, p in policy.trainable}
-    save_file({"loss": torch.tensor(loss / weight)} | grads | updated, out / f"{ranks.rank}-{packed}-{reinforced}.safetensors")
+    name = f"{ranks.rank}-{packed}-{reinforced}.safetensors"
+    save_file({"loss": torch.tensor(loss / weight)} | grads | updated, out / name)
 
 
 def reinforce(one: Segment, seed: int) -> Segment:
