@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from learner.config.load import load_config, write_resolved
 from learner.config.plan import resolve
 from learner.config.rules import sync_mode
 from shared.config.model import ConfigErrors
@@ -422,6 +423,12 @@ def test_r37_grpo_needs_no_section_of_its_own() -> None:
     valid(minimal(), GRPO)
     valid(minimal(), {**GRPO, f"{DECODING}.decode_mode": None})  # temperature 1 samples
     valid(minimal(), {**GRPO, "grpo": {}, f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}})
+
+
+@pytest.mark.parametrize("changes", [GRPO, GRPO_STAGE2])
+def test_r37_a_grpo_run_can_be_repeated_from_what_it_wrote(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = valid(minimal(), changes)
+    assert load_config(write_resolved(config, tmp_path), world_size=1, env={}) == config
 
 
 @pytest.mark.parametrize("variant", ["rollout_matching_sft", "sft", "stage2_ab_training"])
