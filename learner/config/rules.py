@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from learner.config.schema import LossConfig, RunConfig, ServerClientConfig, ServerEntry, TaskConfig
+from learner.config.schema import GrpoConfig, LossConfig, RunConfig, ServerClientConfig, ServerEntry, TaskConfig
 from shared.config.model import Mistake, Section, show
 from shared.wire import TOKEN_VARIABLE
 
@@ -524,7 +524,9 @@ def async_queue(config: RunConfig) -> Iterator[Mistake]:
 def grpo_has_a_use(config: RunConfig) -> Iterator[Mistake]:
     """The section `grpo` goes with `trainer_variant: grpo`, which takes no `loss.function` (R37)."""
     variant = config.custom.trainer_variant
-    if variant != "grpo" and "grpo" in config.model_fields_set:
+    # A resolved configuration has every section, so defaults are no mistake.
+    is_set = any(getattr(config.grpo, name) != field.default for name, field in GrpoConfig.model_fields.items())
+    if variant != "grpo" and is_set:
         remedy = "remove the section, or set custom.trainer_variant: grpo"
         yield Mistake(path="grpo", found=f"a section that {variant} does not read", wanted="none", remedy=remedy)
     if variant == "grpo" and config.loss.function is not None:
@@ -534,8 +536,7 @@ def grpo_has_a_use(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_batches(config: RunConfig) -> Iterator[Mistake]:
-    """With `grpo`, `per_device_train_batch_size` is a multiple of `num_generations`, and so is `decode_batch_size` with
-    rollouts ahead (R37)."""
+    """With `grpo`, `per_device_train_batch_size` is a multiple of `num_generations` (R37)."""
     if config.custom.trainer_variant != "grpo":
         return
     size, batch = config.grpo.num_generations, config.training.per_device_train_batch_size

@@ -65,9 +65,16 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 def read_rollout(
-    output: RolloutOutput, *, sample: Sample, request_uuid: str, seed: int, served: ServedWeights | None, base_url: str
+    output: RolloutOutput,
+    *,
+    sample: Sample,
+    request_uuid: str,
+    seed: int,
+    served: ServedWeights | None,
+    base_url: str,
+    logprobs: bool = False,
 ) -> Rollout:
-    """The rollout of one request, which had the seed `seed`.
+    """The rollout of one request, which had the seed `seed`, and asked for `logprobs` or did not.
 
     Raises RolloutError if place, seed or content is wrong, ServerMismatchError if other weights answered than those
     last synced (R10).
@@ -96,16 +103,14 @@ def read_rollout(
         seed=seed,
         server_id=infos.server_id,
         stop_token_id=choice.stop_token_id,
-        logprobs=_logprobs(output, choice, base_url),
+        logprobs=_logprobs(output, choice, base_url) if logprobs else None,
     )
 
 
-def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...] | None:
-    """Of the response's tokens and of the stop token; None if they were not asked for. Raises RolloutError."""
-    if not output.rollout_logprobs:
-        return None
+def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...]:
+    """Of the response's tokens and of the stop token. Raises RolloutError."""
     stop = () if choice.stop_logprob is None else (choice.stop_logprob,)
-    logprobs = (*output.rollout_logprobs[0], *stop)
+    logprobs = (*(output.rollout_logprobs or [[]])[0], *stop)
     wanted = len(output.response_token_ids) + (choice.stop_token_id is not None)
     if len(logprobs) != wanted:
         raise _malformed(base_url, "rollout_logprobs", f"{len(logprobs)} of them", f"{wanted}, one per sampled token")

@@ -388,6 +388,7 @@ class ServerBackend(StreamingBackend):
                 seed=offset_seed(seed, i),
                 served=job.served,
                 base_url=client.base_url,
+                logprobs=job.config.logprobs,
             )
             answered(batch.start + i, rollout)
 

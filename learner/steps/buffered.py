@@ -99,7 +99,7 @@ class BufferedSteps(FreshSteps):
 
 
 def copy_row(row: PackedRow) -> PackedRow:
-    """A row that shares no array and no tensor with `row`."""
+    """A row that shares no array and no tensor with `row`, except `policy`, which the first pass writes into."""
     return replace(row, segments=tuple(_copy_segment(segment) for segment in row.segments))
 
 

@@ -33,6 +33,7 @@ from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
+_ROUNDING = 1e-9  # of advantages: the mean of equal rewards may differ from them in the last bit
 
 
 class _Scored:
@@ -96,7 +97,7 @@ class GroupSource(RolloutSource):
         found: list[Segment] = []
         for group, own, per_token in zip(groups, rewards, advantages, strict=True):
             segments = [self._segment(one, tokens) for one, tokens in zip(group, per_token, strict=True)]
-            has_signal = any(tokens.any() for tokens in per_token)
+            has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: float(own.std())}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
             found += segments if has_signal or not self.grpo.skip_no_signal else map(_silent, segments)
@@ -111,19 +112,27 @@ class GroupSource(RolloutSource):
         # What objects earn one by one is compared object by object, and only the rest rollout by rollout.
         rest = rewards - np.array([[one.values[-1] if one else 0.0 for one in group] for group in objects])
         whole = sequence_advantages(rest, settings.advantage, normalize_std=False)
-        found = []
-        for group, by_object, own, base in zip(groups, objects, rewards, whole, strict=True):
-            scale = 1.0
-            if settings.normalize_std:
-                scale = 1.0 / ((rewards if settings.advantage == "batch" else own).std() + 1e-6)
-            tokens = [np.full(len(one.token_ids), advantage) for one, advantage in zip(group, base, strict=True)]
-            if settings.credit == "object":
-                parts = [one for one in by_object if one is not None]
-                steps = object_advantages([part.values for part in parts])
-                for token, part, step in zip(tokens, parts, steps, strict=True):
-                    token += step[np.searchsorted(part.ends, np.arange(len(token)), side="right")]
-            found.append([token * scale for token in tokens])
-        return found
+        steps = [[np.array([advantage]) for advantage in base] for base in whole]
+        if settings.credit == "object":
+            earned = [object_advantages([one.values for one in group if one is not None]) for group in objects]
+            steps = [[a + b for a, b in zip(*both, strict=True)] for both in zip(steps, earned, strict=True)]
+        if settings.normalize_std:
+            deviations = self._deviations(steps, rewards)
+            steps = [[step / by for step in group] for group, by in zip(steps, deviations, strict=True)]
+        return [
+            [_of_tokens(step, one) for step, one in zip(own, group, strict=True)]
+            for own, group in zip(steps, groups, strict=True)
+        ]
+
+    def _deviations(
+        self, steps: Sequence[Sequence[NDArray[np.float64]]], rewards: NDArray[np.float64]
+    ) -> Sequence[float]:
+        """What the advantages of each group are divided by. Objects differ also where rewards are equal, so by objects
+        it is the deviation of what each of them gained."""
+        compared = [np.concatenate(group) for group in steps] if self.grpo.credit == "object" else list(rewards)
+        if self.grpo.advantage == "batch":
+            compared = [np.concatenate(compared)] * len(compared)
+        return [float(one.std()) + 1e-6 for one in compared]
 
     def _segment(self, one: _Scored, advantages: NDArray[np.float64]) -> Segment:
         rollout, length = one.rollout, len(one.token_ids)
@@ -220,6 +229,13 @@ class _GroupStream(SegmentStream):
 
     def close(self) -> None:
         self._rollouts.close()
+
+
+def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:
+    """The advantages of an answer's steps, [n + 1] for n objects or [1], as those of its tokens [T]."""
+    if one.by_object is None:
+        return np.full(len(one.token_ids), step[0])
+    return step[np.searchsorted(one.by_object.ends, np.arange(len(one.token_ids)), side="right")]
 
 
 def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: Sequence[float] | None) -> PolicyTokens:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.demo.model import build
-from learner.config.schema import TrainingConfig
+from learner.config.schema import GrpoConfig, TrainingConfig
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
+from learner.records import PolicyTokens, Segment
 from learner.run.checkpoint import CheckpointStore, TrainerState
 from shared.errors import DeadlineError
 from tests.ranks import launch
@@ -24,9 +27,10 @@ pytestmark = pytest.mark.integration
 TIMEOUT_S = 10
 
 
-def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool) -> None:
-    """A rank's share of a step of five segments: an uneven share, so that one rank runs empty rows."""
-    policy = policy_of(model)
+def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool, reinforced: bool) -> None:
+    """A rank's share of a step of five segments: an uneven share, so that one rank runs empty rows. `reinforced`: all
+    but the third are rollouts with advantages, drawn by other weights."""
+    policy = policy_of(model, grpo=GrpoConfig())
     if ranks.rank:  # ranks begin with different weights: the broadcast must mend that
         for _, p in policy.trainable:
             torch.nn.init.zeros_(p)
@@ -35,6 +39,8 @@ def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool) -> None:
     optimizer = Optimizer(policy.trainable, settings, total_steps=1)
     prompts = [policy.encoder.encode(sample([image(64, 64, seed=i)] * (i % 3))) for i in range(5)]
     segments = [segment(p, 6 + 5 * i, seed=i) for i, p in enumerate(prompts)]
+    if reinforced:
+        segments = [s if i == 2 else reinforce(s, i) for i, s in enumerate(segments)]
     mine = segments if ranks.world_size == 1 else (segments[:1], segments[1:])[ranks.rank]
     rows = [row(*mine)] if packed else [row(one) for one in mine]
     rows += [row()] * (int(ranks.all_reduce_max(len(rows))) - len(rows))
@@ -44,11 +50,20 @@ def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool) -> None:
     policy.reduce_gradients(ranks, weight_sum=weight)
     grads = gradients(policy)
     optimizer.update(0)
-    store = CheckpointStore(root=out / f"run-{packed}", ranks=ranks)
+    store = CheckpointStore(root=out / f"run-{packed}-{reinforced}", ranks=ranks)
     store.save(policy, optimizer, TrainerState(global_step=1))
     assert store.load("latest", policy, optimizer).global_step == 1
     updated = {f"updated.{name}": p.detach().clone() for name, p in policy.trainable}
-    save_file({"loss": torch.tensor(loss / weight)} | grads | updated, out / f"{ranks.rank}-{packed}.safetensors")
+    name = f"{ranks.rank}-{packed}-{reinforced}.safetensors"
+    save_file({"loss": torch.tensor(loss / weight)} | grads | updated, out / name)
+
+
+def reinforce(one: Segment, seed: int) -> Segment:
+    rng = np.random.default_rng(seed)
+    advantages, drawn = rng.normal(size=(2, len(one))).astype(np.float32)
+    unknown = np.full(len(one), np.nan, np.float32)
+    tokens = PolicyTokens(advantages=advantages, rollout_logprobs=drawn - 7, first_logprobs=unknown)
+    return replace(one, policy=tokens, extra_weight=0.5)
 
 
 def stay_away(ranks: Ranks) -> None:
@@ -62,8 +77,8 @@ def stay_away(ranks: Ranks) -> None:
 
 def rank_main(model: Path, out: Path) -> None:
     ranks = init_ranks(os.environ, timeout_s=TIMEOUT_S)
-    for packed in (False, True):
-        one_step(model, out, ranks, packed=packed)
+    for packed, reinforced in itertools.product((False, True), repeat=2):
+        one_step(model, out, ranks, packed=packed, reinforced=reinforced)
     if ranks.world_size > 1:
         stay_away(ranks)
 
@@ -74,13 +89,13 @@ class Run:
     out: Path
     printed: str  # by rank 0
 
-    def result(self, rank: int, *, packed: bool) -> dict[str, torch.Tensor]:
-        return load_file(self.out / f"{rank}-{packed}.safetensors")
+    def result(self, rank: int, *, packed: bool, reinforced: bool) -> dict[str, torch.Tensor]:
+        return load_file(self.out / f"{rank}-{packed}-{reinforced}.safetensors")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """One process and two, each with both kinds of rows."""
+    """One process and two, each with all kinds of rows."""
     model = tmp_path_factory.mktemp("models") / "tiny"
     build(model, "tiny", seed=0)
     found = {}
@@ -93,11 +108,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
     return found
 
 
+@pytest.mark.parametrize("reinforced", [False, True])
 @pytest.mark.parametrize(("world_size", "packed"), [(1, True), (2, False), (2, True)])
-def test_ranks_and_packing_do_not_change_the_step(runs: dict[int, Run], world_size: int, packed: bool) -> None:
-    """R24, D5: the weighted mean over all supervised tokens of the step, on all ranks."""
-    reference = runs[1].result(0, packed=False)
-    results = [runs[world_size].result(rank, packed=packed) for rank in range(world_size)]
+def test_ranks_and_packing_do_not_change_the_step(
+    runs: dict[int, Run], world_size: int, packed: bool, reinforced: bool
+) -> None:
+    """R24, R37, D5: the weighted mean over all supervised tokens of the step, on all ranks."""
+    reference = runs[1].result(0, packed=False, reinforced=reinforced)
+    results = [runs[world_size].result(rank, packed=packed, reinforced=reinforced) for rank in range(world_size)]
     for result in results:
         assert result.keys() == reference.keys()
         for name, tensor in reference.items():

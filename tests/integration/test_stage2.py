@@ -1,6 +1,7 @@
-"""Runs of `stage2_ab_training` on two ranks against one real server, whose rollouts run within steps and ahead of them.
+"""Runs of `stage2_ab_training` and `grpo` on two ranks against one real server, whose rollouts run within steps and
+ahead of them.
 
-One server and two learner runs of a few seconds; every test looks at another side of what they left behind.
+One server and a few learner runs of a few seconds; every test looks at another side of what they left behind.
 """
 
 from __future__ import annotations
@@ -68,11 +69,12 @@ def config_of(folder: Path, base_url: str, group_port: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """`within`: rollouts within the step; `sharded`: so too, with half a model per rank; `ahead`: the asynchronous
-    actor-learner. One after the other."""
+    actor-learner; `grpo`: policy gradients; `grpo_ahead`: with rollouts ahead. One after the other."""
     folder = tmp_path_factory.mktemp("stage2")
     build(folder / "model", "tiny", seed=0)
     build_data.build(build_data.Build(train=NUM_STEPS * ROLLOUTS_PER_STEP, val=0, test=1), folder)
-    with running_server({"model": str(folder / "model"), "allowed_image_roots": [str(folder)]}, folder) as server:
+    settings = {"model": str(folder / "model"), "allowed_image_roots": [str(folder)]}
+    with running_server(settings, folder) as server:
         within = config_of(folder, server.base_url, free_port())
         ahead = copy.deepcopy(within)
         # Packs of two samples, so two per rank and step; and steps enough for a producer on a busy machine.
@@ -82,7 +84,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         sharded = copy.deepcopy(within)
         sharded["training"] |= {"output_dir": str(folder / "sharded")}
         sharded["model"] |= {"sharding": "fsdp"}
-        configs = {"within": within, "sharded": sharded, "ahead": ahead}
+        grpo, grpo_ahead = copy.deepcopy(within), copy.deepcopy(ahead)
+        for name, config in (("grpo", grpo), ("grpo_ahead", grpo_ahead)):
+            config["custom"]["trainer_variant"] = "grpo"
+            config["grpo"] = {"num_generations": 2, "credit": "object"}
+            config["reward"] = {"weights": {"format": 1.0, "count": 1.0}}
+            config["training"] |= {"output_dir": str(folder / name), "per_device_train_batch_size": 2}
+            config["training"] |= {"max_steps": 3, "learning_rate": 1e-3}
+        del grpo["stage2_ab"]
+        grpo_ahead["stage2_ab"]["schedule"] = {"b_ratio": 1.0}
+        configs = {"within": within, "sharded": sharded, "ahead": ahead, "grpo": grpo, "grpo_ahead": grpo_ahead}
         return {name: learn(folder, name, config) for name, config in configs.items()}
 
 
@@ -196,6 +207,23 @@ def test_calls_ahead_have_the_seeds_of_their_samples_places(ahead: Run) -> None:
         place = {"run_seed": SEED, "global_step": call["global_step"], "micro_step_idx": -1}
         assert call["calls"][0]["seed"] == request_seed(**place, req_idx=call["calls"][0]["first_req_idx"])
     assert "micro_step_idx=-1, first_req_idx=4" in (ahead.folder / "learner_rank1.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_ahead"])
+def test_policy_gradients_learn_what_the_server_drew(runs: dict[str, Run], name: str) -> None:
+    """R37, R39: whole groups, and each token's probability as the engine had it. Both sides compute in float32."""
+    steps = [step for step in runs[name].events("step") if step["channel"] == "B"]
+    assert steps
+    for step in steps:
+        metrics = step["metrics"]
+        assert step["num_segments"] == ROLLOUTS_PER_STEP
+        assert metrics["grpo/groups"] == ROLLOUTS_PER_STEP / 2
+        assert metrics["grpo/drawn_elsewhere"] == metrics["grpo/tokens"] == step["num_supervised"]
+        assert metrics["grpo/ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert metrics["grpo/entropy"] > 0
+        assert set(metrics) >= {"reward", "reward/format", "reward/count", "grpo/reward_std"}
+        if metrics.get("stage2_ab/async/age_updates", 0.0) == 0.0:
+            assert metrics["grpo/gap"] <= 1e-5, "the weights that drew them are the weights that learn"
 
 
 def test_the_timeline_has_every_rank_and_server(runs: dict[str, Run]) -> None:

@@ -29,6 +29,7 @@ from learner.records import Assignment, ParsedRollout
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import THRESHOLDS, ignored_shares
+from learner.tasks.tokens import TokenPieces, TokenText
 
 BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # what each object adds to can be told
 NAMES = (*BY_OBJECT, "format")
@@ -44,16 +45,24 @@ def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, f
     return found
 
 
-def prefix_rewards(assignment: Assignment, weights: Mapping[str, float]) -> PrefixRewards:
-    """The weighted sum of the rewards in BY_OBJECT after each object, and where the objects end."""
+def prefix_rewards(assignment: Assignment, weights: Mapping[str, float], pieces: TokenPieces) -> PrefixRewards:
+    """The weighted sum of the rewards in BY_OBJECT after each object, and where the objects end: behind the last
+    coordinate or the description, whichever comes later."""
     parsed = assignment.parsed
     view, numbers = _View.of(parsed), range(len(parsed.objects) + 1)
     values = np.zeros(len(numbers))
     for name in BY_OBJECT:
         if weight := weights.get(name, 0.0):
             values += weight * np.array([view.reward(name, number) for number in numbers])
-    ends = [int(parsed.slots.end[prediction.slots[-1]]) for prediction in parsed.objects]
-    return PrefixRewards(values=values, ends=np.array(ends, dtype=np.int64))
+    return PrefixRewards(values=values, ends=_ends(parsed, pieces.text(parsed.rollout.response_token_ids)))
+
+
+def _ends(parsed: ParsedRollout, text: TokenText) -> NDArray[np.int64]:
+    found = [
+        max(int(parsed.slots.end[predicted.slots[-1]]), text.tokens_until(predicted.desc_bytes[1]))
+        for predicted in parsed.objects
+    ]
+    return np.array(found, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

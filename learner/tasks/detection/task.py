@@ -86,7 +86,7 @@ class DetectionTask(Task):
         return answer_rewards(assignment.parsed, names)
 
     def prefix_rewards(self, assignment: Assignment, weights: Mapping[str, float]) -> PrefixRewards:
-        return prefix_rewards(assignment, weights)
+        return prefix_rewards(assignment, weights, self._pieces)
 
     def scene(self, assignment: Assignment) -> dict[str, Any]:
         """Truth and predictions in bins, pairs and drops: what the report draws."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from learner.config.load import load_config, write_resolved
 from learner.config.plan import resolve
 from learner.config.rules import sync_mode
 from shared.config.model import ConfigErrors
@@ -409,6 +410,97 @@ def test_what_is_the_default_is_called_so() -> None:
     assert only_mistake(minimal(), {"training.per_device_train_batch_size": 65}).found == "the default 64"
     assert only_mistake(stage2(), {f"{ASYNC}.queue_limit": 3}).found == "the default 4"
     assert only_mistake(stage2(), {ASYNC: {"queue_limit": 3, "prefetch_target_packs": 5}}).found == "5"
+
+
+# ---- grpo ----------------------------------------------------------------------------------------------------------
+
+SAMPLED = {f"{DECODING}.temperature": 1.0, f"{DECODING}.decode_mode": "sample"}
+GRPO = {"custom.trainer_variant": "grpo", "training.per_device_train_batch_size": 8, **SAMPLED}
+GRPO_STAGE2 = {**GRPO, "stage2_ab.schedule.b_ratio": 0.5, "training.effective_batch_size": 64}
+
+
+def test_r37_grpo_needs_no_section_of_its_own() -> None:
+    valid(minimal(), GRPO)
+    valid(minimal(), {**GRPO, f"{DECODING}.decode_mode": None})  # temperature 1 samples
+    valid(minimal(), {**GRPO, "grpo": {}, f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}})
+
+
+@pytest.mark.parametrize("changes", [GRPO, GRPO_STAGE2])
+def test_r37_a_grpo_run_can_be_repeated_from_what_it_wrote(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = valid(minimal(), changes)
+    assert load_config(write_resolved(config, tmp_path), world_size=1, env={}) == config
+
+
+@pytest.mark.parametrize("variant", ["rollout_matching_sft", "sft", "stage2_ab_training"])
+def test_r37_the_section_belongs_to_its_variant(variant: str) -> None:
+    data = stage2() if variant == "stage2_ab_training" else minimal()
+    assert only_mistake(data, {"custom.trainer_variant": variant, "grpo.clip_low": 0.1}).path == "grpo"
+
+
+def test_r37_grpo_has_its_own_loss() -> None:
+    mistake = only_mistake(minimal(), {**GRPO, "loss.function": "my_parts:focal"})
+    assert mistake.path == "loss.function"
+    assert "reward.functions" in mistake.remedy
+
+
+@pytest.mark.parametrize(("batch", "size", "fitting"), [(6, 4, 8), (3, 8, 8), (65, 8, 72)])
+def test_r37_batches_hold_whole_groups(batch: int, size: int, fitting: int) -> None:
+    changes = {**GRPO, "grpo.num_generations": size, "training.packing": False}
+    mistake = only_mistake(minimal(), {**changes, "training.per_device_train_batch_size": batch})
+    assert mistake.path == "training.per_device_train_batch_size"
+    assert str(fitting) in mistake.remedy
+    valid(minimal(), {**changes, "training.per_device_train_batch_size": fitting})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("temperature", 0.7), ("top_p", 0.9), ("repetition_penalty", 1.1), ("top_k", 20)]
+)
+def test_r37_rollouts_are_drawn_by_the_probabilities_that_are_learned(key: str, value: float) -> None:
+    path = f"{DECODING}.{key}"
+    assert only_mistake(minimal(), {**GRPO, path: value}).path == path
+    valid(minimal(), {**SAMPLED, path: value})
+
+
+def test_r37_greedy_rollouts_are_all_the_same() -> None:
+    """The default decoding is greedy, and each wrong key is reported once."""
+    default = {key: value for key, value in GRPO.items() if key not in SAMPLED}
+    mistake = only_mistake(minimal(), default)
+    assert (mistake.path, mistake.remedy) == (f"{DECODING}.temperature", "set it to 1")
+    greedy = {**default, f"{DECODING}.decode_mode": "greedy"}
+    assert only_mistake(minimal(), greedy).path == f"{DECODING}.temperature"
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 2, **HF, DECODE_BATCH_SIZE: 8}
+    assert only_mistake(minimal(), {**default, **beam}).path == f"{DECODING}.temperature"
+
+
+def test_r37_the_reference_is_the_model_without_its_adapter(tmp_path: Path) -> None:
+    weighted = {**GRPO, "grpo.kl_weight": 0.01}
+    mistake = only_mistake(minimal(), weighted)
+    assert (mistake.path, mistake.found) == ("grpo.kl_weight", "0.01 without an adapter")
+    valid(minimal(), {**weighted, **LORA})
+    (tmp_path / "adapter_config.json").write_text("{}")
+    valid(minimal(), {**weighted, "model.path": str(tmp_path)})
+    sharded = {**weighted, **LORA, "model.sharding": "fsdp"}
+    assert "grpo.kl_weight" in {m.path for m in mistakes(minimal(), sharded, world_size=2)}
+
+
+def test_r37_grpo_may_be_a_channel_of_stage2() -> None:
+    valid(minimal(), GRPO_STAGE2)
+    valid(minimal(), {**GRPO_STAGE2, f"{ASYNC}.enabled": True, f"{ASYNC}.queue_limit": 8})
+    missing = {key: value for key, value in GRPO_STAGE2.items() if key != "training.effective_batch_size"}
+    assert only_mistake(minimal(), missing).path == "training.effective_batch_size"
+    mixed = only_mistake(minimal(), {**GRPO_STAGE2, "grpo.sft_weight": 0.5})
+    assert mixed.path == "grpo.sft_weight"
+    assert "b_ratio" in mixed.remedy
+    valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5})
+
+
+def test_r37_stage2_with_grpo_has_the_rules_of_stage2() -> None:
+    buffer = {f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}}
+    assert only_mistake(minimal(), {**GRPO_STAGE2, **buffer}).path == f"{ROLLOUT}.rollout_buffer"
+    for backend in (COLOCATE, HF):
+        assert only_mistake(minimal(), {**GRPO_STAGE2, **backend}).path == f"{ROLLOUT}.vllm.mode"
+        valid(minimal(), {**GRPO_STAGE2, **backend, "training.packing": False})
+        valid(minimal(), {**GRPO, **backend})  # without the section nothing overlaps
 
 
 # ---- together ------------------------------------------------------------------------------------------------------

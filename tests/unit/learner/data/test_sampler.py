@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +15,17 @@ PER_RANK = st.integers(1, 6)
 
 
 def make(
-    num_samples: int, num_ranks: int, per_rank: int, *, seed: int = 3, shuffle: bool = True
+    num_samples: int, num_ranks: int, per_rank: int, *, seed: int = 3, shuffle: bool = True, repeats: int = 1
 ) -> list[DistributedSampler]:
     return [
         DistributedSampler(
-            num_samples, num_ranks=num_ranks, rank=rank, samples_per_rank=per_rank, seed=seed, shuffle=shuffle
+            num_samples,
+            num_ranks=num_ranks,
+            rank=rank,
+            samples_per_rank=per_rank,
+            seed=seed,
+            shuffle=shuffle,
+            repeats=repeats,
         )
         for rank in range(num_ranks)
     ]
@@ -93,3 +101,36 @@ def test_without_shuffling_the_order_is_that_of_the_file() -> None:
 def test_the_order_is_pinned() -> None:
     """A checkpoint's position means nothing if a release shuffles otherwise."""
     assert make(10, 1, 1)[0].order(0).tolist() == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8]
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    num_samples=SIZES,
+    num_ranks=st.sampled_from([1, 2, 4]),
+    groups=st.integers(1, 3),
+    repeats=st.integers(2, 5),
+    epoch=st.integers(0, 2),
+)
+def test_r37_a_group_is_one_sample_in_a_row_on_one_rank(
+    num_samples: int, num_ranks: int, groups: int, repeats: int, epoch: int
+) -> None:
+    """Each sample has `repeats` places in an epoch, all of them in one rank's share of one micro-batch."""
+    samplers = make(num_samples, num_ranks, groups * repeats, repeats=repeats)
+    per_epoch, met = samplers[0].per_epoch, []
+    for micro_batch in range(per_epoch):
+        shares = shares_at(samplers, epoch * per_epoch + micro_batch)
+        first = 0
+        for share in shares:
+            runs = [(index, len(list(run))) for index, run in groupby(share.indices)]
+            assert {length for _, length in runs} <= {repeats}
+            met += [index for index, _ in runs]
+            assert share.first_req_idx == first
+            first += len(share.indices)
+        assert first == samplers[0].global_size(epoch * per_epoch + micro_batch)
+        held = [len(share.indices) for share in shares]
+        assert max(held) - min(held) <= repeats
+        assert {share.ends_epoch for share in shares} == {micro_batch == per_epoch - 1}
+    assert sorted(met) == list(range(num_samples))
+    assert met == make(num_samples, 1, 1)[0].order(epoch).tolist()  # in the same order as without groups

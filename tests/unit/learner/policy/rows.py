@@ -11,17 +11,25 @@ import numpy as np
 import torch
 from PIL import Image
 
-from learner.config.schema import LoraConfig, ModelConfig
+from learner.config.schema import GrpoConfig, LoraConfig, ModelConfig
 from learner.policy.load import Policy, load_policy
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment
 
 CPU = torch.device("cpu")
 
 
-def policy_of(path: Path, *, lora: LoraConfig | None = None, bf16: bool = False, **options: object) -> Policy:
+def policy_of(
+    path: Path,
+    *,
+    lora: LoraConfig | None = None,
+    bf16: bool = False,
+    grpo: GrpoConfig | None = None,
+    **options: object,
+) -> Policy:
     """A policy on the CPU in float32."""
     torch.manual_seed(0)  # adapters start at random
-    return load_policy(ModelConfig(path=str(path), lora=lora, **options), device=CPU, bf16=bf16)  # type: ignore[arg-type]
+    settings = ModelConfig(path=str(path), lora=lora, **options)  # type: ignore[arg-type]
+    return load_policy(settings, device=CPU, bf16=bf16, grpo=grpo)
 
 
 def image(width: int, height: int, seed: int = 0) -> str:

@@ -1,0 +1,71 @@
+"""A server's answer as a rollout: log-probabilities of sampled tokens (R37, R39)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from learner.config.schema import DecodingConfig
+from learner.records import Rollout
+from learner.rollout.requests import read_rollout, request_config
+from shared.errors import RolloutError
+from shared.wire import RolloutOutput
+from tests.unit.learner.rollout.fakes import output, sample
+
+SAMPLED = DecodingConfig(decode_mode="sample", temperature=1.0)
+
+
+def read(
+    logprobs: list[list[float]], *, stop: tuple[int, float | None] | None = (7, -0.5), asked: bool = True
+) -> Rollout:
+    """The answer of three tokens and a stop token: its id and its log-probability."""
+    answer: dict[str, Any] = output({"messages": [{"content": "request 3"}], "uuid": "u"}, seed=11)
+    answer |= {"response_token_ids": [3, 4, 5], "rollout_logprobs": logprobs}
+    if stop is not None:
+        answer["response"]["choices"][0] |= {"stop_token_id": stop[0], "stop_logprob": stop[1]}
+    return read_rollout(
+        RolloutOutput.model_validate(answer),
+        sample=sample(3),
+        request_uuid="u",
+        seed=11,
+        served=None,
+        base_url="http://h:1",
+        logprobs=asked,
+    )
+
+
+def test_the_stop_token_s_comes_last() -> None:
+    rollout = read([[-1.0, -2.0, -3.0]])
+    assert (rollout.logprobs, rollout.stop_token_id) == ((-1.0, -2.0, -3.0, -0.5), 7)
+
+
+def test_an_answer_that_was_cut_has_no_stop_token() -> None:
+    rollout = read([[-1.0, -2.0, -3.0]], stop=None)
+    assert (rollout.logprobs, rollout.stop_token_id) == ((-1.0, -2.0, -3.0), None)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "stop"),
+    [
+        ([[-1.0, -2.0]], (7, -0.5)),
+        ([[-1.0, -2.0, -3.0, -4.0]], (7, -0.5)),
+        ([[-1.0, -2.0, -3.0]], (7, None)),
+        ([[-1.0, -2.0]], None),
+        ([], (7, -0.5)),
+    ],
+)
+def test_each_sampled_token_must_have_one(logprobs: list[list[float]], stop: tuple[int, float | None] | None) -> None:
+    """Without them the gradient would silently count the rollout as the learner's own."""
+    with pytest.raises(RolloutError, match="rollout_logprobs"):
+        read(logprobs, stop=stop)
+
+
+def test_none_are_wanted_that_were_not_asked_for() -> None:
+    assert read([], stop=(7, None), asked=False).logprobs is None
+
+
+def test_they_are_asked_for_while_sampling_and_not_for_an_evaluation() -> None:
+    assert request_config(SAMPLED, logprobs=True).logprobs
+    assert not request_config(SAMPLED).logprobs
+    assert not request_config(SAMPLED, greedy=True, logprobs=True).logprobs

@@ -1,0 +1,327 @@
+"""From groups of rollouts to segments, with real task, tokenizer and rewards (R37)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from learner.config.schema import GrpoConfig, LossConfig
+from learner.extensions import Task
+from learner.records import EncodedPrompt, Rollout, Sample, Segment
+from learner.run.log import PhaseClock
+from learner.steps.groups import GroupSource
+from learner.tasks.rewards import Rewards
+from learner.trainer import StepTotals
+from shared.errors import ConfigError, PromptMismatchError
+from tests.unit.learner.policy.rows import gradients, policy_of, row
+from tests.unit.learner.steps.test_segments import IGNORED, PLACE, TASK, TOKENIZER, answer_text, sample, truth
+
+EOS = TOKENIZER.eos_token_id
+LONGEST = 200
+
+
+class Answers:
+    """A backend with fixed texts, in groups. `finish` "length": that answer has no stop token. It streams its rollouts
+    in any order."""
+
+    def __init__(self, texts: Sequence[str], *, logprobs: bool = True, cut: Sequence[int] = ()) -> None:
+        self.texts, self.has_logprobs, self.cut = texts, logprobs, cut
+        self.closed = False
+
+    def generate(self, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
+        assert place == PLACE
+        return [self._rollout(i, one) for i, one in enumerate(samples)]
+
+    def _rollout(self, i: int, one: Sample) -> Rollout:
+        ids = tuple(TOKENIZER.encode(self.texts[i], add_special_tokens=False))
+        stop = None if i in self.cut else EOS
+        sampled = len(ids) + (stop is not None)
+        return Rollout(
+            sample=one,
+            prompt_token_ids=prompt_of(one).token_ids,
+            response_token_ids=ids,
+            finish_reason="length" if stop is None else "stop",
+            ver=9,
+            seed=i,
+            stop_token_id=stop,
+            logprobs=tuple(-i - k / 1000 for k in range(sampled)) if self.has_logprobs else None,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Arriving:
+    """Rollouts in a given order; `taken` counts them."""
+
+    def __init__(self, rollouts: Sequence[Rollout], order: Sequence[int]) -> None:
+        self.rollouts, self.order, self.taken = rollouts, order, 0
+
+    def __iter__(self) -> Iterator[tuple[int, Rollout]]:
+        for place in self.order:
+            self.taken += 1
+            yield place, self.rollouts[place]
+
+    def close(self) -> None: ...
+
+
+def prompt_of(one: Sample) -> EncodedPrompt:
+    return EncodedPrompt(token_ids=(5, 6, 7 + int(one.sample_id[1:])), vision=None)
+
+
+def source_of(backend: Answers, *, task: Task = TASK, weights: dict[str, float] | None = None, **grpo: Any) -> Any:
+    rewards = Rewards(tokenizer=TOKENIZER, weights=weights or {"f1": 1.0}, task=task)
+    return GroupSource(
+        backend,  # type: ignore[arg-type]
+        task,
+        rewards,
+        grpo=GrpoConfig(**grpo),
+        max_new_tokens=LONGEST,
+        loss=LossConfig(),
+    )
+
+
+def made(texts: Sequence[str], size: int, *, logprobs: bool = True, cut: Sequence[int] = (), **grpo: Any) -> list[Any]:
+    """The segments of these answers, `size` of each sample."""
+    samples = [sample(i // size) for i in range(len(texts))]
+    source = source_of(Answers(texts, logprobs=logprobs, cut=cut), num_generations=size, **grpo)
+    return source.segments(samples, [prompt_of(one) for one in samples], **PLACE, clock=PhaseClock())
+
+
+def learned(segment: Segment) -> np.ndarray:
+    return segment.labels[segment.prompt_length :]
+
+
+def advantages(segment: Any) -> np.ndarray:
+    return segment.policy.advantages[segment.prompt_length :]
+
+
+ONE, TWO = sample(0), sample(1)
+SHORT, WHOLE = truth(ONE, 1), truth(ONE)  # F1 0.5 and 1
+
+
+def test_a_segment_is_the_prompt_and_the_rollout_s_own_tokens() -> None:
+    """One per place, in order; the stop token is learned, and an answer that was cut has none."""
+    texts = [SHORT, WHOLE, truth(TWO), "no idea"]
+    segments = made(texts, 2, cut=[1])
+    assert [s.sample_id for s in segments] == ["s0", "s0", "s1", "s1"]
+    for i, (one, text) in enumerate(zip(segments, texts, strict=True)):
+        assert one.ver == 9
+        assert answer_text(one) == text + ("" if i == 1 else TOKENIZER.eos_token)
+        assert (learned(one) == one.input_ids[one.prompt_length :]).all()
+        assert (one.labels[: one.prompt_length] == IGNORED).all()
+        drawn = one.policy.rollout_logprobs
+        np.testing.assert_allclose(drawn[one.prompt_length :], [-i - k / 1000 for k in range(len(learned(one)))], 1e-6)
+        assert np.isnan(drawn[: one.prompt_length]).all()
+        assert np.isnan(one.policy.first_logprobs).all()
+
+
+def test_rollouts_of_the_learner_s_own_weights_bring_no_logprobs() -> None:
+    assert all(np.isnan(one.policy.rollout_logprobs).all() for one in made([SHORT, WHOLE], 2, logprobs=False))
+
+
+def test_each_rollout_is_compared_with_its_own_group() -> None:
+    segments = made([SHORT, WHOLE, "no idea", truth(TWO)], 2)
+    for one, wanted in zip(segments, [-0.25, 0.25, -0.5, 0.5], strict=True):
+        np.testing.assert_allclose(advantages(one), wanted, atol=1e-6)
+        assert not one.policy.advantages[: one.prompt_length].any()
+    batch = made([SHORT, WHOLE, "no idea", truth(TWO)], 2, advantage="batch")
+    for one, wanted in zip(batch, [-0.125, 0.375, -0.625, 0.375], strict=True):
+        np.testing.assert_allclose(advantages(one), wanted, atol=1e-6)
+    for one, wanted in zip(made([SHORT, WHOLE], 2, normalize_std=True), [-1.0, 1.0], strict=True):
+        np.testing.assert_allclose(advantages(one), wanted, atol=1e-4)
+
+
+def test_groups_and_rewards_are_counted_once() -> None:
+    segments = made([SHORT, WHOLE, WHOLE, SHORT, truth(TWO), truth(TWO), truth(TWO), truth(TWO)], 4)
+    totals: dict[str, float] = {}
+    for one in segments:
+        for name, value in one.stats.items():
+            totals[name] = totals.get(name, 0.0) + value
+    wanted = {"grpo/groups": 2.0, "grpo/no_signal": 1.0, "grpo/reward_std": 0.25, "scored": 8.0}
+    wanted |= {"rewarded": 7.0, "reward/f1": 7.0}
+    assert {name: totals[name] for name in wanted} == pytest.approx(wanted)
+    assert totals["matched"] == 2 * 1 + 2 * 3 + 4 * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 7])
+@pytest.mark.parametrize("credit", ["sequence", "object"])
+def test_equal_rewards_are_no_signal_whatever_the_rounding(size: int, credit: str) -> None:
+    """F1 of 0.8 for all: the mean of equal numbers may differ from them in the last bit."""
+    silent = made([truth(ONE, 2)] * size, size, credit=credit, normalize_std=True, skip_no_signal=True)
+    assert sum(one.stats.get("grpo/no_signal", 0.0) for one in silent) == 1.0
+    assert all((one.labels == IGNORED).all() and not one.loss_weights.any() for one in silent)
+    kept = made([truth(ONE, 2)] * size, size, credit=credit, normalize_std=True)
+    for one in kept:
+        np.testing.assert_allclose(advantages(one), 0.0, atol=1e-6)
+        assert one.loss_weights.sum() == len(learned(one))
+
+
+def test_a_skipped_group_has_no_weight_and_keeps_its_counts() -> None:
+    segments = made([WHOLE, WHOLE, SHORT, WHOLE], 2, skip_no_signal=True, loss="dr_grpo")
+    assert [one.loss_weights.sum() + one.extra_weight for one in segments[:2]] == [0.0, 0.0]
+    assert [one.stats["matched"] for one in segments[:2]] == [3.0, 3.0]
+    assert all(one.loss_weights.sum() + one.extra_weight == pytest.approx(1.0) for one in segments[2:])
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence", "dr_grpo"])
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_the_ground_truth_of_a_group_weighs_a_multiple_of_it(loss: str, weight: float) -> None:
+    segments = made([SHORT, WHOLE, "no idea", truth(TWO)], 2, sft_weight=weight, loss=loss)
+    assert [one.sample_id for one in segments] == ["s0", "s0", "s1", "s1", "s0", "s1"]
+    for group, taught in ((segments[:2], segments[4]), (segments[2:4], segments[5])):
+        total = sum(one.loss_weights.sum() + one.extra_weight for one in group)
+        assert taught.policy is None
+        assert taught.loss_weights.sum() == pytest.approx(weight * total, rel=1e-5)
+    assert answer_text(segments[4]) == WHOLE + TOKENIZER.eos_token
+
+
+def test_long_answers_lose_reward() -> None:
+    """The penalty is no reward of its own: it changes advantages alone."""
+    buffer = LONGEST - 20
+    number = len(TOKENIZER.encode(WHOLE, add_special_tokens=False))
+    assert number > 20
+    one, other = made([WHOLE, WHOLE[:1]], 2, overlong_tokens=buffer, overlong_penalty=1.0)
+    lost = (number - 20) / buffer
+    np.testing.assert_allclose(advantages(one), (1.0 - lost) / 2, atol=1e-6)
+    assert one.stats["reward/f1"] == 1.0
+    assert (advantages(other) < 0).all()
+
+
+# ---- credit object by object ---------------------------------------------------------------------------------------
+
+
+def test_the_tokens_of_each_object_have_its_credit() -> None:
+    """The short answer closes where the other goes on: F1 after 1, 2, 3 objects is 0.5, 0.8, 1."""
+    short, whole = made([SHORT, WHOLE], 2, credit="object")
+    parsed = TASK.parse(Answers([WHOLE])._rollout(0, ONE))
+    first, second, _ = TASK.prefix_rewards(TASK.match(parsed), {"f1": 1.0}).ends
+    np.testing.assert_allclose(advantages(short)[:first], -0.5, atol=1e-6)
+    np.testing.assert_allclose(advantages(short)[first:], -0.5, atol=1e-6)
+    np.testing.assert_allclose(advantages(whole)[:second], 0.5, atol=1e-6)
+    np.testing.assert_allclose(advantages(whole)[second:], 0.0, atol=1e-6)
+
+
+def test_a_duplicate_s_tokens_are_made_less_likely() -> None:
+    written = TASK.serialize([*ONE.objects, ONE.objects[2]], after=None)
+    right, repeated = made([WHOLE, written.text], 2, credit="object")
+    parsed = TASK.parse(Answers([written.text])._rollout(0, ONE))
+    ends = TASK.prefix_rewards(TASK.match(parsed), {"f1": 1.0}).ends
+    assert (advantages(repeated)[ends[2] : ends[3]] < 0).all()
+    assert (advantages(right)[ends[2] :] > 0).all()
+    assert advantages(right)[-1] > 0  # the stop token
+
+
+def test_credit_stays_bounded_where_answers_end_up_equal() -> None:
+    """Both end with F1 0.8, so their standard deviation is 0. They differ in the order in which they earned it."""
+    wrong = ONE.objects[0]._replace(desc="seven")
+    texts = [
+        TASK.serialize(objects, after=None).text for objects in ([wrong, *ONE.objects[1:]], [*ONE.objects[1:], wrong])
+    ]
+    for one in made(texts, 2, credit="object", normalize_std=True):
+        assert 0.1 < np.abs(advantages(one)).max() < 4.0
+
+
+def test_what_objects_do_not_earn_is_compared_rollout_by_rollout() -> None:
+    samples = [ONE, ONE]
+    backend = Answers([WHOLE, WHOLE[:-1]])
+    source = source_of(backend, weights={"f1": 1.0, "format": 0.5}, num_generations=2, credit="object")
+    whole, cut = source.segments(samples, [prompt_of(ONE)] * 2, **PLACE, clock=PhaseClock())
+    np.testing.assert_allclose(advantages(whole), 0.25, atol=1e-6)
+    np.testing.assert_allclose(advantages(cut), -0.25, atol=1e-6)
+
+
+class NoPrefixes(type(TASK)):  # type: ignore[misc]
+    def prefix_rewards(self, assignment: Any, weights: Any) -> None:
+        return None
+
+
+def test_a_task_that_cannot_tell_is_refused() -> None:
+    task = NoPrefixes(TASK.config, TOKENIZER)
+    source = source_of(Answers([WHOLE, SHORT]), task=task, num_generations=2, credit="object")
+    with pytest.raises(ConfigError, match="credit"):
+        source.segments([ONE, ONE], [prompt_of(ONE)] * 2, **PLACE, clock=PhaseClock())
+
+
+# ---- as they arrive, and what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("advantage", ["group", "batch"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_hands_on_whole_groups_in_any_order_of_arrival(advantage: str, seed: int) -> None:
+    texts = [SHORT, WHOLE, "no idea", truth(TWO), truth(sample(2)), "{}"]
+    samples = [sample(i // 2) for i in range(6)]
+    prompts = [prompt_of(one) for one in samples]
+    backend = Answers(texts)
+    source = source_of(backend, num_generations=2, advantage=advantage)
+    order = random.Random(seed).sample(range(6), 6)
+    arriving = Arriving(backend.generate(samples, **PLACE), order)
+    places, met = [], []
+    for place, segment in source._stream_of(arriving, prompts):
+        places.append(place)
+        met.append((place, segment))
+        group = range(6) if advantage == "batch" else range(place - place % 2, place - place % 2 + 2)
+        assert set(group) <= set(order[: arriving.taken])
+    assert sorted(places) == list(range(6))
+    if advantage == "group":  # both places of a group come one after the other
+        assert all(places[i] + 1 == places[i + 1] for i in range(0, 6, 2))
+    whole = source.segments(samples, prompts, **PLACE, clock=PhaseClock())
+    for place, segment in met:
+        assert segment.sample_id == samples[place].sample_id
+        np.testing.assert_array_equal(segment.input_ids, whole[place].input_ids)
+        np.testing.assert_allclose(segment.policy.advantages, whole[place].policy.advantages)
+
+
+def test_another_prompt_than_the_learner_s_is_refused() -> None:
+    source = source_of(Answers([WHOLE, SHORT]), num_generations=2)
+    with pytest.raises(PromptMismatchError, match="s0"):
+        source.segments([ONE, ONE], [prompt_of(TWO)] * 2, **PLACE, clock=PhaseClock())
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert source_of(Answers([])).segments([], [], **PLACE, clock=PhaseClock()) == []
+
+
+# ---- what a step divides by ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence", "dr_grpo"])
+def test_a_step_is_the_mean_that_its_name_says(tiny_text: Path, loss: str) -> None:
+    """Two rollouts of different length: the step's gradient against the definition, from log-probabilities alone."""
+    policy = policy_of(tiny_text, grpo=GrpoConfig(loss=loss))  # type: ignore[arg-type]
+    segments = made([SHORT, WHOLE], 2, logprobs=False, loss=loss)
+    totals, one_row = StepTotals(), row(*segments)
+    totals.add(one_row, policy.backward(one_row))
+    lengths = [len(learned(one)) for one in segments]
+    assert totals.weight == pytest.approx(sum(lengths) if loss == "token" else 2.0, rel=1e-5)
+    found = {name: grad / totals.weight for name, grad in gradients(policy).items()}
+
+    policy.model.zero_grad()
+    sums = []
+    for one in segments:
+        ids, start = torch.from_numpy(one.input_ids), one.prompt_length
+        taught = row(
+            Segment(
+                sample_id="",
+                input_ids=one.input_ids,
+                labels=one.labels,
+                prompt_length=start,
+                loss_weights=(one.labels != IGNORED).astype(np.float32),
+            )
+        )
+        assert len(ids) == len(one)
+        sums.append(float(advantages(one)[0]) * policy.forward_row(taught)[0])
+    divisors = {
+        "token": [sum(lengths)] * 2,
+        "sequence": [2 * length for length in lengths],
+        "dr_grpo": [2 * (LONGEST + 1)] * 2,
+    }[loss]
+    torch.stack([total / by for total, by in zip(sums, divisors, strict=True)]).sum().backward()
+    for name, grad in gradients(policy).items():
+        torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-3)
