@@ -239,6 +239,15 @@ def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
         return describe(item_of(field.annotation)) if field else "a valid item"
     parent = _section_at(model, path[:-1]) if path else None
     field = parent.model_fields.get(str(last)) if parent else None
+    if (
+        field is None
+        and len(path) > 1
+        and (above := _section_at(model, path[:-2]))
+        and str(path[-2]) in above.model_fields
+    ):
+        annotation = above.model_fields[str(path[-2])].annotation  # a mapping with keys of the user's own
+        if get_origin(annotation) is dict:
+            return describe(get_args(annotation)[1])
     return describe_field(field) if field else "a mapping"
 
 
