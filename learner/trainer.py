@@ -35,6 +35,7 @@ from learner.run.evaluation import evaluate, write_evaluation
 from learner.run.log import MetricsLog, PhaseClock, Timeline
 from learner.run.pictures import draw_scenes
 from learner.run.stopping import Stopped, StopRequest
+from learner.steps.groups import TAUGHT
 from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.sync.sync import Sync
 from learner.tasks.rewards import TOTAL, Rewards, mean_rewards
@@ -78,7 +79,9 @@ class StepTotals:
     def share_of(self, shortfall: Shortfall | None) -> float:
         """What part of an update the step makes: an epoch's short last step makes as much of one as it has samples, so
         that one sample does not count as much as a batch elsewhere. 1 for every other step."""
-        return 1.0 if shortfall is None else min(1.0, self.counts.get("segments", 0.0) / shortfall.whole)
+        if shortfall is None:
+            return 1.0
+        return min(1.0, (self.counts.get("segments", 0.0) - self.counts.get(TAUGHT, 0.0)) / shortfall.whole)
 
     def reduced(self, ranks: Ranks) -> StepTotals:
         """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""

@@ -582,6 +582,15 @@ def grpo_reference(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="grpo.kl_weight", found=found, wanted="model.sharding: none", remedy="set grpo.kl_weight: 0")
 
 
+def grpo_overlong(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.overlong_tokens` is below `decoding.max_new_tokens` (R37)."""
+    longest = config.rollout_matching.decoding.max_new_tokens
+    if config.custom.trainer_variant == "grpo" and config.grpo.overlong_tokens >= longest:
+        wanted = f"fewer than {ROLLOUT}.decoding.max_new_tokens ({longest}): the end of an answer, not all of it"
+        found = given(config.grpo, "overlong_tokens")
+        yield Mistake(path="grpo.overlong_tokens", found=found, wanted=wanted, remedy="lower it")
+
+
 def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
     """`grpo.sft_weight` mixes within a step; with the section `stage2_ab` Channel-A is the teacher forcing (R37)."""
     if config.custom.trainer_variant == "grpo" and config.grpo.sft_weight and config.stage2_ab is not None:
@@ -617,5 +626,6 @@ RULES: tuple[Rule, ...] = (
     grpo_batches,
     grpo_samples,
     grpo_reference,
+    grpo_overlong,
     grpo_mix,
 )

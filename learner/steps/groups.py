@@ -33,6 +33,7 @@ from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
+TAUGHT = "grpo/taught"  # segments of ground truth (`sft_weight`): no rollouts
 _ROUNDING = 1e-9  # of advantages: the mean of equal rewards may differ from them in the last bit
 
 
@@ -111,7 +112,7 @@ class GroupSource(RolloutSource):
         objects = [[one.by_object for one in group] for group in groups]
         # What objects earn one by one is compared object by object, and only the rest rollout by rollout.
         rest = rewards - np.array([[one.values[-1] if one else 0.0 for one in group] for group in objects])
-        whole = sequence_advantages(rest, settings.advantage, normalize_std=False)
+        whole = sequence_advantages(rest, settings.advantage)
         steps = [[np.array([advantage]) for advantage in base] for base in whole]
         if settings.credit == "object":
             earned = [object_advantages([one.values for one in group if one is not None]) for group in objects]
@@ -187,12 +188,15 @@ class GroupSource(RolloutSource):
     def _taught(
         self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], segments: Sequence[Segment]
     ) -> list[Segment]:
+        """The ground truth of each group, also of one that is skipped for want of a signal."""
         size, found = self.grpo.num_generations, []
         for start in range(0, len(samples), size):
             group = segments[start : start + size]
-            weight = sum(float(one.loss_weights.sum()) + one.extra_weight for one in group)
+            lengths = [len(one) - one.prompt_length for one in group]
+            weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
             target = self.task.ground_truth(samples[start], self._loss)
-            segment = build_segment(prompts[start], target, sample_id=samples[start].sample_id)
+            sample_id = samples[start].sample_id
+            segment = build_segment(prompts[start], target, sample_id=sample_id, stats={TAUGHT: 1.0})
             scale = self.grpo.sft_weight * weight / max(float(segment.loss_weights.sum()), 1e-6)
             if scale > 0:
                 found.append(replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32)))

@@ -6,8 +6,9 @@ group's other rollouts (arXiv:2402.14740), which is the same times K / (K - 1). 
 
 Objects. After j objects an answer with n of them has earned V[j]; what is still to come is V[n] - V[j], and 0 once it
 closes. This reward to go is compared, object by object, with the mean of those of the group's other answers that came
-so far. The mean depends on other answers and on the place alone, so the gradient stays unbiased. An object that adds
-nothing is made less likely where others found something at its place, and so is closing where others went on and
+so far. The mean depends on the others and on the place alone, so it favours no token. Where no other came so far there
+is nothing to compare, and the advantage is 0: the longest answer of a group learns nothing from its last objects. An
+object that adds nothing is made less likely where others found something at its place, and so is closing where others went on and
 gained.
 """
 
@@ -20,21 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Baseline = Literal["group", "rloo", "batch"]
-_EPSILON = 1e-6  # reward: where all are equal, the advantage is 0 anyway
 
 
-def sequence_advantages(
-    rewards: NDArray[np.float64], baseline: Baseline, *, normalize_std: bool
-) -> NDArray[np.float64]:
+def sequence_advantages(rewards: NDArray[np.float64], baseline: Baseline) -> NDArray[np.float64]:
     """[G, K] rewards of G groups to [G, K] advantages."""
     if baseline == "batch":
-        mean, std = rewards.mean(), rewards.std()
-    else:
-        mean, std = rewards.mean(axis=1, keepdims=True), rewards.std(axis=1, keepdims=True)
-    advantages = rewards - mean
-    if baseline == "rloo":
-        advantages = advantages * rewards.shape[1] / (rewards.shape[1] - 1)
-    return advantages / (std + _EPSILON) if normalize_std else advantages
+        return rewards - rewards.mean()
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    return advantages * rewards.shape[1] / (rewards.shape[1] - 1) if baseline == "rloo" else advantages
 
 
 def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:

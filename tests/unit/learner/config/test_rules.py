@@ -483,6 +483,11 @@ def test_r37_the_reference_is_the_model_without_its_adapter(tmp_path: Path) -> N
     assert "grpo.kl_weight" in {m.path for m in mistakes(minimal(), sharded, world_size=2)}
 
 
+def test_r37_what_is_overlong_is_the_end_of_an_answer() -> None:
+    assert only_mistake(minimal(), {**GRPO, "grpo.overlong_tokens": 512}).path == "grpo.overlong_tokens"
+    valid(minimal(), {**GRPO, "grpo.overlong_tokens": 511})
+
+
 def test_r37_grpo_may_be_a_channel_of_stage2() -> None:
     valid(minimal(), GRPO_STAGE2)
     valid(minimal(), {**GRPO_STAGE2, f"{ASYNC}.enabled": True, f"{ASYNC}.queue_limit": 8})

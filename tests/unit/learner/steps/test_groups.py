@@ -182,6 +182,13 @@ def test_the_ground_truth_of_a_group_weighs_a_multiple_of_it(loss: str, weight: 
     assert answer_text(segments[4]) == WHOLE + TOKENIZER.eos_token
 
 
+def test_a_group_without_a_signal_is_still_taught() -> None:
+    kept, skipped = (made(["no idea"] * 2, 2, sft_weight=1.0, skip_no_signal=skips) for skips in (False, True))
+    assert skipped[0].loss_weights.sum() == 0.0
+    assert skipped[2].loss_weights.sum() == pytest.approx(kept[2].loss_weights.sum())
+    assert [one.stats.get("grpo/taught", 0.0) for one in skipped] == [0.0, 0.0, 1.0]
+
+
 def test_long_answers_lose_reward() -> None:
     """The penalty is no reward of its own: it changes advantages alone."""
     buffer = LONGEST - 20
