@@ -8,8 +8,8 @@ Objects. After j objects an answer with n of them has earned V[j]; what is still
 closes. This reward to go is compared, object by object, with the mean of those of the group's other answers that came
 so far. The mean depends on the others and on the place alone, so it favours no token. Where no other came so far there
 is nothing to compare, and the advantage is 0: the longest answer of a group learns nothing from its last objects. An
-object that adds nothing is made less likely where others found something at its place, and so is closing where others went on and
-gained.
+object that adds nothing is made less likely where others found something at its place, and so is closing where others
+went on and gained.
 """
 
 from __future__ import annotations
