@@ -782,7 +782,8 @@ def test_a_retry_gets_the_old_rollout_also_after_an_update() -> None:
 def test_score() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         reply = await http.post("/score/", json={"items": [{"request": request("a"), "response_token_ids": [1, 2]}]})
-        assert reply.json() == {"ver": 0, "logprobs": [[-0.5, -0.5]], "prompt_token_ids": [[1, 2]]}
+        wanted = {"ver": 0, "logprobs": [[-0.5, -0.5]], "cached_logprobs": [], "prompt_token_ids": [[1, 2]]}
+        assert reply.json() == wanted
 
     serve(check)
 
