@@ -72,6 +72,7 @@ FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt"
 DISK_FULL = "disk full"
 LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0}
 NOTICED_WITHIN_S = 8.0
+NAMED_ERROR = r"^error .*\w+Error: "
 RUNNING = get_context("forkserver")
 
 
@@ -404,7 +405,7 @@ class Campaign:
         for rank in self.ranks:
             rank.join(40)
         said = (self.folder / "learner0.log").read_text().rpartition("resume_from_checkpoint: latest goes on")[2]
-        if self._alive() or not re.search(r"^error .*\w+Error: ", said, re.M):
+        if self._alive() or not re.search(NAMED_ERROR, said, re.M):
             return False
         time.sleep(3.0)  # the last faults end, because all servers must answer at the start
         for server in self.servers:
@@ -512,9 +513,11 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
     if late:
         found.append(f"{len(late)} of {len(calls)} calls took longer than {limit_s:g} s: up to {max(late):.1f} s")
     codes = [rank.exitcode for rank in campaign.ranks]
-    ended_well = codes == [130] * NUM_RANKS
+    said = (campaign.folder / "learner0.log").read_text()
+    # It is asked to stop, which may meet a fault that ends it at that moment.
+    ended_well = codes == [130] * NUM_RANKS or (0 not in codes and bool(re.search(NAMED_ERROR, said, re.M)))
     if campaign.disk_is_full:
-        ended_well = 0 not in codes and "OutputError" in (campaign.folder / "learner0.log").read_text()
+        ended_well = 0 not in codes and "OutputError" in said
     if campaign.died_early or not ended_well:
         found.append(f"the run ended early, or not with a named error: exit codes {codes}")
     checkpoints = list((campaign.folder / "run").glob("checkpoint-*"))
