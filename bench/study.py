@@ -2,12 +2,13 @@
 
 A *regime* is what the base model lacks, how many training scenes there are, and how complete their labels are:
 
-    stops-early | skips-crowded | repeats | other-boxes     errors of policy: it could, but it does not
-    half-taught                                             errors of knowledge: it cannot yet
+    demo | stops-early | skips-crowded | repeats | other-boxes     errors of policy: it could, but it does not
+    half-taught                                                    errors of knowledge: it cannot yet
     x 32, 200, 1,000 or 10,000 scenes x labels complete, or 40% missing ("-missing")
 
-`knows` is the demo's checkpoint after `sft` on scenes of its own. Each other base is `knows` after a few steps on
-labels with that habit. `bccd` and `bccd-missing` are 205 photographs of blood cells, from the model shipped for them.
+`demo` is the demo's checkpoint, whose labels often stopped early; `knows` is the same after `sft` on complete labels.
+Each other base is `knows` after a few steps on labels of which three quarters have that habit. `bccd` and
+`bccd-missing` are 205 photographs of blood cells, from the model shipped for them.
 
 An *arm* is a method. All arms are stopped early in the same way: every few steps they answer validation scenes, whose
 labels are as complete as those of training, and test scenes, whose labels are as published. The step with the best
@@ -17,11 +18,13 @@ that is best by validation.
 
 In `--out`: `bases/`, and per run `results/REGIME/ARM-SEED.json`. What is there is not done again, so the study goes on
 with a second command, also on another machine. `study.json` and `study.md` are the report. `--work` is scratch. The
-trained model makes the rollouts itself (`rollout_backend: hf`): several runs side by side on a GPU, one on a CPU.
+engine is in the learner's process, or without vLLM the trained model itself makes the rollouts: several runs side by
+side on a GPU, one on a CPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -56,7 +59,6 @@ FIRST_SEED = 17
 MISSING = 0.4
 GROUP = 8
 VAL, TEST = 100, 500  # scenes of digits
-BCCD_CHECKPOINT = Path(__file__).parents[1] / "deploy" / "bccd" / "checkpoint"
 SELECTED_BY = "f1@0.5"
 REPORT_S = 6.0
 RATE = ", rate x "
@@ -135,7 +137,9 @@ def _grown(box: Sequence[int], by: float = 0.2, canvas: int = 128) -> list[int]:
     return [max(0, x1 - dx), max(0, y1 - dy), min(canvas, x2 + dx), min(canvas, y2 + dy)]
 
 
-KNOWS, HALF = "knows", "half-taught"
+DEMO, KNOWS, HALF, BCCD = "demo", "knows", "half-taught", "bccd"
+MODELS: Mapping[str, Path] = {DEMO: CHECKPOINT, BCCD: Path(__file__).parents[1] / "deploy" / "bccd" / "checkpoint"}
+HABIT_SHARE = 0.75
 HABITS: Mapping[str, Habit] = {
     "stops-early": Habit(_first_three),
     "skips-crowded": Habit(_uncrowded),
@@ -155,16 +159,21 @@ class Regime:
         """Such as `stops-early-200`, `knows-1000-missing`, `bccd`."""
         kept = name.removesuffix("-missing")
         base, _, scenes = kept.rpartition("-")
-        if kept == "bccd":
-            return cls("bccd", 205, kept != name)
-        if base not in (KNOWS, HALF, *HABITS) or not scenes.isdigit():
-            wanted = f"BASE-SCENES or BASE-SCENES-missing, BASE one of {', '.join((KNOWS, HALF, *HABITS))}; or bccd"
+        if kept == BCCD:
+            return cls(BCCD, 205, kept != name)
+        bases = (DEMO, KNOWS, HALF, *HABITS)
+        if base not in bases or not scenes.isdigit():
+            wanted = f"BASE-SCENES or BASE-SCENES-missing, BASE one of {', '.join(bases)}; or bccd, bccd-missing"
             raise typer.BadParameter(f"{name}: no such regime; wanted: {wanted}")
         return cls(base, int(scenes), kept != name)
 
     @property
+    def is_bccd(self) -> bool:
+        return self.base == BCCD
+
+    @property
     def name(self) -> str:
-        number = "" if self.base == "bccd" else f"-{self.scenes}"
+        number = "" if self.is_bccd else f"-{self.scenes}"
         return f"{self.base}{number}{'-missing' if self.missing else ''}"
 
 
@@ -204,6 +213,7 @@ class Plan:
     work: Path
     bccd: Path | None
     slots: list[Slot[Run]]
+    engine: Mapping[str, Any]
     deadline: float  # monotonic
     knows_steps: int
     steps_share: float
@@ -215,7 +225,7 @@ class Plan:
         return bool(self.slots[0].learner_devices)
 
     def base(self, name: str) -> Path:
-        return BCCD_CHECKPOINT if name == "bccd" else self.out / "bases" / name
+        return MODELS.get(name, self.out / "bases" / name)
 
     def result(self, run: Run) -> Path:
         return self.out / "results" / run.regime.name / f"{run.name}.json"
@@ -240,6 +250,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1)] = 1,
     bccd: Annotated[Path | None, typer.Option(help="A clone of github.com/Shenggan/BCCD_Dataset.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Runs at a time on a GPU.")] = 10,
+    colocate: Annotated[bool, typer.Option(help="vLLM makes the rollouts if it is installed.")] = True,
     seconds: Annotated[float, typer.Option(help="Everything has ended then.")] = 560.0,
     knows_steps: Annotated[int, typer.Option(help="`sft` steps of 64 scenes that make the base `knows`.")] = 400,
     steps_share: Annotated[float, typer.Option(help="Of the arms' steps.")] = 1.0,
@@ -256,6 +267,7 @@ def main(
         work=work,
         bccd=bccd,
         slots=[Slot(index=i, has_server=False, learner_devices=devices) for i in range(slots if gpu else 1)],
+        engine=engine(colocate and importlib.util.find_spec("vllm") is not None, slots if gpu else 1),
         deadline=time.monotonic() + seconds - REPORT_S,
         knows_steps=knows_steps,
         steps_share=steps_share,
@@ -273,6 +285,14 @@ def main(
         for times in rate or (1.0,)
     ]
     sys.exit(_run(plan, runs))
+
+
+def engine(vllm: bool, slots: int) -> dict[str, Any]:
+    """What makes rollouts: keys of `rollout_matching`."""
+    if not vllm:
+        return {"rollout_backend": "hf", "decode_batch_size": 640}
+    share = {"gpu_memory_utilization": round(0.8 / slots, 3), "max_model_len": 1024}
+    return {"decode_batch_size": 256, "vllm": {"mode": "colocate", "tensor_parallel_size": 1, **share}}
 
 
 def _run(plan: Plan, runs: Sequence[Run]) -> int:
@@ -300,7 +320,7 @@ def _run(plan: Plan, runs: Sequence[Run]) -> int:
 def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
     """Per regime `REGIME.train.jsonl` and `REGIME.eval.jsonl`; for the bases `teach-HABIT.jsonl`."""
     began = time.monotonic()
-    if any(regime.base != "bccd" for regime in regimes):
+    if any(not regime.is_bccd for regime in regimes):
         workers = os.cpu_count() or 1
         build(Build(train=plan.pool, val=VAL, test=plan.test, seed=3), plan.work / "data", workers=workers)
         build(Build(train=plan.pool, val=0, test=0, seed=4), plan.work / "teaching", workers=workers)
@@ -309,13 +329,16 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
             rng = np.random.default_rng(5)
             _write_rows(
                 plan.work / "teaching" / f"{name}.jsonl",
-                [{**row, "objects": habit.of_labels(row["objects"], rng)} for row in rows],
+                [
+                    row | ({"objects": habit.of_labels(row["objects"], rng)} if rng.random() < HABIT_SHARE else {})
+                    for row in rows
+                ],
             )
     for regime in regimes:
-        train, val, test = _bccd(plan) if regime.base == "bccd" else _digits(plan, regime)
+        train, val, test = _photographs(plan) if regime.is_bccd else _digits(plan, regime)
         if regime.missing:
             train, val = _incomplete(train, seed=6), _incomplete(val, seed=7)
-        folder = plan.work / ("bccd" if regime.base == "bccd" else "data")
+        folder = plan.work / ("bccd" if regime.is_bccd else "data")
         _write_rows(folder / f"{regime.name}.train.jsonl", train)
         _write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
     say(f"data: {time.monotonic() - began:.0f} s")
@@ -326,7 +349,7 @@ def _digits(plan: Plan, regime: Regime) -> tuple[list[Row], list[Row], list[Row]
     return train[: regime.scenes], val, test
 
 
-def _bccd(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
+def _photographs(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     if plan.bccd is None:
         raise typer.BadParameter("the regimes bccd and bccd-missing need --bccd")
     (plan.work / "bccd").mkdir(parents=True, exist_ok=True)
@@ -362,7 +385,7 @@ def _write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def make_bases(plan: Plan, processes: Processes, names: Iterable[str]) -> None:
     """`knows` first, `half-taught` beside it, then those that come from it, side by side."""
-    wanted = {name for name in names if name != "bccd"}
+    wanted = set(names) - set(MODELS)
     if wanted & set(HABITS):
         wanted.add(KNOWS)
     rounds = [[KNOWS, HALF], list(HABITS)]
@@ -440,13 +463,11 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
     steps = max(2, round(arm.steps * plan.steps_share))
     every = max(1, steps // arm.evaluations)
     group = GROUP if arm.grpo is not None else 1
-    is_bccd = regime.base == "bccd"
-    data = plan.work / ("bccd" if is_bccd else "data")
+    data = plan.work / ("bccd" if regime.is_bccd else "data")
     batch_size = min(arm.batch_size, regime.scenes) * group
     matching = {
-        "rollout_backend": "hf",
-        "decode_batch_size": 640,
-        "decoding": {"temperature": float(arm.grpo is not None), "max_new_tokens": 512 if is_bccd else 192},
+        **plan.engine,
+        "decoding": {"temperature": float(arm.grpo is not None), "max_new_tokens": 512 if regime.is_bccd else 192},
         **arm.matching,
     }
     return learner_config(
@@ -474,7 +495,7 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
             "save_steps": every if run.arm == "sft" and run.rate == 1.0 else None,
         },
         logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, (900 if is_bccd else 320) * batch_size),  # a whole batch fits one row
+        global_max_length=max(4096, (900 if regime.is_bccd else 320) * batch_size),  # a whole batch fits one row
     )
 
 
