@@ -91,6 +91,18 @@ GRPO = (
     Metric("grpo/kl", "nats", "divergence from the model without its adapter; mean; 0 without `kl_weight`"),
 )
 
+# Steps with `best_of`.
+BEST_OF = (
+    Metric("best_of/reward", "", "weighted sum of the rewards of each sample's best rollout; mean over samples"),
+    Metric("best_of/learned", "share", "samples of which something is learned; below 1 with `use: rejection` only"),
+    Metric("best_of/samples", "samples", "samples with several rollouts; sum over ranks"),
+    Metric(
+        "best_of/agreed",
+        "objects",
+        "with `use: union`: boxes without a label that at least half of a sample's rollouts have; sum over ranks",
+    ),
+)
+
 # Steps with `rollout_buffer`.
 BUFFER = (
     Metric("rollout_buffer/window", "windows", "number of the window whose rollouts are learned"),
@@ -227,6 +239,12 @@ GROUPS: tuple[tuple[str, str, tuple[Metric, ...]], ...] = (
     ("What was learned", "Under `metrics` of `step`.", LEARNING),
     ("Rollouts", "Under `metrics` of a `step` that learned rollouts. Sums over ranks.", ROLLOUTS),
     ("Rewards", "Under `metrics` of `step` and `eval`, with `reward.functions` or `reward.weights`.", REWARDS),
+    (
+        "Best of several rollouts",
+        "Under `metrics` of `step`, with `best_of`. Counts of objects are those of the best rollouts, `rollout_tokens` "
+        "and rewards those of all.",
+        BEST_OF,
+    ),
     ("Policy gradients", "Under `metrics` of `step`, with `grpo`.", GRPO),
     ("Buffered rollouts", "Under `metrics` of `step`, with `rollout_buffer`.", BUFFER),
     ("Stage 2", "Under `metrics` of `step`, with `stage2_ab_training`. `async/`: with `async_actor_learner`.", STAGE2),
