@@ -663,6 +663,28 @@ def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="grpo.sft_weight", found=given(config.grpo, "sft_weight"), wanted=wanted, remedy=remedy)
 
 
+def grpo_refills(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.max_refills` needs `grpo.skip_no_signal` and `training.max_steps`, and goes neither with `stage2_ab`, whose
+    steps are shares of an epoch, nor with a `rollout_buffer`, whose windows have a fixed size (R37)."""
+    if config.custom.trainer_variant != "grpo" or not config.grpo.max_refills:
+        return
+    path, found, off = "grpo.max_refills", given(config.grpo, "max_refills"), "set grpo.max_refills: 0"
+    buffer = config.rollout_matching.rollout_buffer
+    if not config.grpo.skip_no_signal:
+        wanted = "true with grpo.max_refills: groups that are replaced must not count in the mean"
+        yield Mistake(path="grpo.skip_no_signal", found="false", wanted=wanted, remedy=f"set it to true, or {off}")
+    if config.training.max_steps is None:
+        wanted = "training.max_steps: a step takes as much data as it needs, so epochs do not tell the run's length"
+        remedy = f"replace training.num_train_epochs, or {off}"
+        yield Mistake(path="training.max_steps", found="no number of steps", wanted=wanted, remedy=remedy)
+    if config.stage2_ab is not None:
+        wanted = "0 with the section stage2_ab, whose steps are fixed shares of an epoch"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or remove stage2_ab")
+    if buffer is not None and buffer.enabled and buffer.m_steps > 1:
+        wanted = "0 with a rollout_buffer, which learns the same micro-batches again"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or {ROLLOUT}.rollout_buffer: null")
+
+
 RULES: tuple[Rule, ...] = (
     pixel_limits,
     prompt_has_a_use,
@@ -696,4 +718,5 @@ RULES: tuple[Rule, ...] = (
     grpo_reference,
     grpo_overlong,
     grpo_mix,
+    grpo_refills,
 )

@@ -712,6 +712,15 @@ class GrpoConfig(Section):
         False,
         req="R37",
     )
+    max_refills: int = key(
+        "dynamic sampling (DAPO): while fewer groups have a signal than a step has groups, the step takes another "
+        "micro-batch of the data, at most this many; 0: none. Every sample that was drawn counts as used. Needs "
+        "`skip_no_signal` and `training.max_steps`; not with `stage2_ab` or a `rollout_buffer`",
+        0,
+        unit="micro-batches per step",
+        req="R37",
+        ge=0,
+    )
     sft_weight: float = key(
         "teacher forcing in the same step: the ground truth of every group, whose tokens together weigh this many "
         "times the group's; 0: none",

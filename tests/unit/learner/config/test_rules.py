@@ -601,3 +601,18 @@ def test_all_mistakes_at_once() -> None:
         f"{SERVER}.servers",
         "stage2_ab.schedule.b_ratio",
     }
+
+
+def test_r37_refills_need_steps_that_may_grow() -> None:
+    refilled = {**GRPO, "grpo.max_refills": 2, "grpo.skip_no_signal": True}
+    valid(minimal(), refilled)
+    for backend in (COLOCATE, HF):
+        valid(minimal(), {**refilled, **backend})
+    assert only_mistake(minimal(), {**refilled, "grpo.skip_no_signal": False}).path == "grpo.skip_no_signal"
+    epochs = {**refilled, "training.max_steps": None, "training.num_train_epochs": 2}
+    assert only_mistake(minimal(), epochs).path == "training.max_steps"
+    stage2_too = {**GRPO_STAGE2, "grpo.max_refills": 2, "grpo.skip_no_signal": True}
+    for more in ({}, {f"{ASYNC}.enabled": True}):
+        assert only_mistake(minimal(), {**stage2_too, **more}).path == "grpo.max_refills"
+    buffer = {f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}}
+    assert only_mistake(minimal(), {**refilled, **buffer}).path == "grpo.max_refills"
