@@ -26,9 +26,9 @@ from learner.extensions import PrefixRewards, Task
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Sample, Segment, Target
 from learner.rollout.backend import RolloutBackend, RolloutStream
 from learner.run.log import PhaseClock
-from learner.steps.segments import RolloutSource, SegmentStream
+from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
 from learner.target.advantages import object_advantages, overlong_penalty, sequence_advantages
-from learner.target.target import IGNORED, build_segment
+from learner.target.target import build_segment, own_target
 from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError
 
@@ -48,8 +48,7 @@ class _Scored:
         self.rollout, self.prompt = rollout, prompt
         self.assignment = source.task.match(source.task.parse(rollout))
         self.parts = source.rewards.parts(rollout, self.assignment)
-        stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
-        self.token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
+        self.num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
         penalty = overlong_penalty(
             len(rollout.response_token_ids),
             most=source.max_new_tokens,
@@ -101,7 +100,7 @@ class GroupSource(RolloutSource):
             has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: float(own.std())}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
-            found += segments if has_signal or not self.grpo.skip_no_signal else map(_silent, segments)
+            found += segments if has_signal or not self.grpo.skip_no_signal else map(silent, segments)
         return found
 
     def _advantages(
@@ -136,14 +135,9 @@ class GroupSource(RolloutSource):
         return [float(one.std()) + 1e-6 for one in compared]
 
     def _segment(self, one: _Scored, advantages: NDArray[np.float64]) -> Segment:
-        rollout, length = one.rollout, len(one.token_ids)
-        weight, extra = self._weights(length)
-        target = Target(
-            token_ids=one.token_ids,
-            labels=one.token_ids.copy(),
-            loss_weights=np.full(length, weight, dtype=np.float32),
-            prefix_length=len(rollout.response_token_ids),
-        )
+        rollout = one.rollout
+        weight, extra = self._weights(one.num_tokens)
+        target = own_target(rollout, weight)
         if self._on_answer is not None:
             self._on_answer(one.assignment, target)
         stats = {
@@ -220,16 +214,8 @@ class _GroupStream(SegmentStream):
         self._segments, self._rollouts, self._prompts, self._together = segments, rollouts, prompts, together
 
     def __iter__(self) -> Iterator[tuple[int, Segment]]:
-        ended: dict[int, dict[int, Rollout]] = {}
-        for place, rollout in self._rollouts:
-            first = place - place % self._together
-            group = ended.setdefault(first, {})
-            group[place] = rollout
-            places = range(first, min(first + self._together, len(self._prompts)))
-            if len(group) == len(places):
-                made = self._segments([group[i] for i in places], [self._prompts[i] for i in places])
-                del ended[first]
-                yield from zip(places, made, strict=True)
+        for places, group in in_groups(self._rollouts, size=self._together, number=len(self._prompts)):
+            yield from zip(places, self._segments(group, [self._prompts[i] for i in places]), strict=True)
 
     def close(self) -> None:
         self._rollouts.close()
@@ -238,8 +224,8 @@ class _GroupStream(SegmentStream):
 def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:
     """The advantages of an answer's steps, [n + 1] for n objects or [1], as those of its tokens [T]."""
     if one.by_object is None:
-        return np.full(len(one.token_ids), step[0])
-    return step[np.searchsorted(one.by_object.ends, np.arange(len(one.token_ids)), side="right")]
+        return np.full(one.num_tokens, step[0])
+    return step[np.searchsorted(one.by_object.ends, np.arange(one.num_tokens), side="right")]
 
 
 def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: Sequence[float] | None) -> PolicyTokens:
@@ -249,13 +235,3 @@ def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: 
     if logprobs is not None:
         aligned[1][start:] = logprobs
     return PolicyTokens(advantages=aligned[0], rollout_logprobs=aligned[1], first_logprobs=aligned[2])
-
-
-def _silent(segment: Segment) -> Segment:
-    """Without loss and without weight: only its counts remain."""
-    return replace(
-        segment,
-        labels=np.full_like(segment.labels, IGNORED),
-        loss_weights=np.zeros_like(segment.loss_weights),
-        extra_weight=0.0,
-    )
