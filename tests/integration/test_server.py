@@ -435,6 +435,7 @@ def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> N
     before = learner.ids(PICTURE, [source])
     learner.randomize(seed=1)
     assert learner.join().status_code == 200
+    said = [learner.http.get("/status/").json()["weights"]]
     for seed in (2, 3):  # the second finds caches filled under the first
         learner.randomize(seed)
         reply = learner.sync(learner.tensors())
@@ -442,7 +443,11 @@ def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> N
         assert reply.json()["num_tensors"] == len(learner.tensors())
         after = learner.ids(PICTURE, [source])
         assert after == learner.generate(PICTURE, image) != before
+        (output,) = learner.infer([{"messages": TEXT}], max_tokens=1).json()
+        said.append(output["rollout_infos"]["weights"])
+        assert output["rollout_infos"]["incarnation"] == learner.incarnation
         assert learner.ids(TEXT) == learner.generate(TEXT)
+    assert len(set(said)) == 3, "the digests of the weights that answered"
     response = [5, 400, 1000, 17, 1300]
     items = [
         {"request": {"messages": TEXT}, "response_token_ids": response},
