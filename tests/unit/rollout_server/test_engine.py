@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,9 +19,10 @@ import torch
 from vllm import exceptions
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from rollout_server import engine
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, Share
-from rollout_server.engine import VllmEngine
+from rollout_server.engine import VllmEngine, checkpoint_digest
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerError
 from shared.generation import Prompt
@@ -69,6 +71,36 @@ def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type
     with pytest.raises(wanted) as raised, Engine()._vllm_errors():
         raise error
     assert type(raised.value) is wanted
+
+
+def test_two_checkpoints_never_have_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: every byte counts, and its place in the files, however long they are."""
+    monkeypatch.setattr(engine, "_PART_BYTES", 8)
+
+    def digest(name: str, *contents: bytes) -> str:
+        folder = tmp_path / name
+        folder.mkdir()
+        for i, content in enumerate(contents):
+            (folder / f"model-{i}.safetensors").write_bytes(content)
+        return checkpoint_digest(str(folder))
+
+    first = bytes(range(20))
+    others = [
+        (bytes(19) + b"\1",),
+        (first[:19] + b"\0",),
+        (b"\1" + first[1:],),
+        (first[8:16] + first[:8] + first[16:],),
+        (first + b"\0",),
+        (first[:19],),
+        (first[:16], first[16:]),
+        (first[:10], first[10:]),
+        (first, first),
+        (b"",),
+        (),
+    ]
+    digests = {digest("first", first), *(digest(str(i), *contents) for i, contents in enumerate(others))}
+    assert len(digests) == len(others) + 1
+    assert digest("copy", first) in digests
 
 
 def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their_memory() -> None:
