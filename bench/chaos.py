@@ -461,6 +461,7 @@ class Campaign:
 
     def _make_network(self, loopback: bool) -> None:
         """Namespaces if the machine makes them; `network` says how it went."""
+        self._hub: Node | None = None
         self._nodes: dict[str, Node] = {}
         self._shapes: list[str] = []
         self._more_kinds: list[str] = []
@@ -468,7 +469,8 @@ class Campaign:
         if loopback:
             return
         try:
-            self._nodes = self._stack.enter_context(network([f"server{i}" for i in range(NUM_SERVERS)]))
+            names = [f"server{i}" for i in range(NUM_SERVERS)]
+            self._hub, self._nodes = self._stack.enter_context(network(names))
         except NoNamespacesError as refused:
             self.network = f"loopback: {refused}"
             return
@@ -478,7 +480,7 @@ class Campaign:
         self.network = f"a namespace for each server, one for the learner; {by_kernel}"
 
     def _wait_for_servers(self) -> None:
-        waiting = on_node(self._nodes.get("hub"), wait_for_answers, [server.url for server in self.servers])
+        waiting = on_node(self._hub, wait_for_answers, [server.url for server in self.servers])
         waiting.join(60.0 * NUM_SERVERS + 5.0)
         if waiting.exitcode != 0:
             raise TimeoutError(f"a server does not answer; see {self.folder}")
@@ -486,7 +488,7 @@ class Campaign:
     def _start_run(self) -> None:
         (port,) = free_ports(1)
         places = [(self.config, rank, port, self.folder) for rank in range(NUM_RANKS)]
-        self.ranks = [on_node(self._nodes.get("hub"), learn, *place) for place in places]
+        self.ranks = [on_node(self._hub, learn, *place) for place in places]
 
     def _resumed(self) -> bool:
         """After the run has ended: whether that was with a named error and a checkpoint, and it goes on from there."""

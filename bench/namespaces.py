@@ -1,6 +1,6 @@
 """Several "machines" on this one: Linux network namespaces, joined by a bridge whose links can be broken.
 
-    with network(["server", "other"]) as nodes:
+    with network(["server", "other"]) as (hub, nodes):
         subprocess.Popen([*nodes["server"].enter, "command"])
         nodes["server"].cut(2.0)
 
@@ -89,8 +89,8 @@ def enter(pid: int) -> None:
 
 
 @contextlib.contextmanager
-def network(names: Sequence[str]) -> Iterator[dict[str, Node]]:
-    """Nodes by name, each with an address that all others reach, and a loopback of its own; and "hub". Raises
+def network(names: Sequence[str]) -> Iterator[tuple[Node, dict[str, Node]]]:
+    """The hub, and nodes by name, each with an address that all others reach, and a loopback of its own. Raises
     NoNamespacesError."""
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         raise NoNamespacesError(f"{', '.join(missing)} not found (util-linux, iproute2)")
@@ -102,7 +102,7 @@ def network(names: Sequence[str]) -> Iterator[dict[str, Node]]:
         _run([*at_hub, "link", "set", "bridge0", "up"])
         _run([*at_hub, "link", "set", "lo", "up"])
         nodes = {name: _join(stack, hub, index) for index, name in enumerate(names, start=1)}
-        yield nodes | {"hub": Node(address=HUB_ADDRESS, pid=hub, hub_pid=hub)}
+        yield Node(address=HUB_ADDRESS, pid=hub, hub_pid=hub), nodes
 
 
 def _join(stack: contextlib.ExitStack, hub: int, index: int) -> Node:

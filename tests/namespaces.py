@@ -13,10 +13,10 @@ from bench.namespaces import Node, NoNamespacesError
 
 @contextlib.contextmanager
 def network(names: Sequence[str]) -> Iterator[dict[str, Node]]:
-    """`bench.namespaces.network`. Skips the test where this machine makes no namespaces."""
+    """The nodes of `bench.namespaces.network`. Skips the test where this machine makes no namespaces."""
     with contextlib.ExitStack() as stack:
         try:
-            nodes = stack.enter_context(namespaces.network(names))
+            _, nodes = stack.enter_context(namespaces.network(names))
         except NoNamespacesError as refused:
             pytest.skip(f"no network namespaces here: {refused}")
         yield nodes
