@@ -77,19 +77,28 @@ class Arm:
     variant: str = "rollout_matching_sft"
     loss: Mapping[str, Any] = field(default_factory=dict)
     grpo: Mapping[str, Any] | None = None
-    matching: Mapping[str, Any] = field(default_factory=dict)
+    best_of: str | None = None  # what is made of a group of rollouts; None: one rollout
     rate: float = 1e-4
     batch_size: int = 32
     steps: int = 60
     evaluations: int = 10
     after_sft: bool = False  # begins with the stopped `sft` run
 
+    @property
+    def samples(self) -> bool:
+        """Rollouts are drawn, not greedy."""
+        return self.grpo is not None or self.best_of is not None
 
-_GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 5e-5, "batch_size": 16, "steps": 100}
+
+_GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 1e-4, "batch_size": 16, "steps": 80, "evaluations": 8}
 ARMS: Mapping[str, Arm] = {
-    "sft": Arm(variant="sft", steps=240, evaluations=20),
+    "sft": Arm(variant="sft", steps=120, evaluations=15),
     "rollout matching": Arm(loss=TUNED),
     "rollout matching, keep_unmatched": Arm(loss=KEPT),
+    f"best of {GROUP}": Arm(loss=TUNED, best_of="best"),
+    f"best of {GROUP}, keep_unmatched": Arm(loss=KEPT, best_of="best"),
+    f"union of {GROUP}": Arm(loss=KEPT, best_of="union"),
+    f"rejection-sampled of {GROUP}": Arm(best_of="rejection"),
     "grpo": Arm(grpo={}, **_GRPO),
     "grpo, object credit": Arm(grpo={"credit": "object"}, **_GRPO),
     "grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
@@ -467,9 +476,10 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
     batch_size = min(arm.batch_size, regime.scenes) * group
     matching = {
         **plan.engine,
-        "decoding": {"temperature": float(arm.grpo is not None), "max_new_tokens": 512 if regime.is_bccd else 192},
-        **arm.matching,
+        "decoding": {"temperature": float(arm.samples), "max_new_tokens": 512 if regime.is_bccd else 192},
     }
+    if arm.best_of is not None:
+        matching["best_of"] = {"rollouts_per_sample": GROUP, "use": arm.best_of}
     return learner_config(
         plan.stopped(run.first) if run.first else plan.base(regime.base),
         data / f"{regime.name}.train.jsonl",
