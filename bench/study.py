@@ -495,6 +495,7 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
         grpo={"num_generations": GROUP, **arm.grpo} if arm.grpo is not None else None,
         training={
             "seed": run.seed,
+            "bf16": plan.on_gpu,
             "packing_buffer": max(64, batch_size),
             "learning_rate": arm.rate * run.rate,
             "lr_scheduler_type": "constant",
