@@ -94,6 +94,7 @@ METHODS: Mapping[str, Method] = {
     "grpo": Method(variant="grpo", grpo={}),
     "grpo, object credit": Method(variant="grpo", grpo={"credit": "object"}),
     "grpo and sft": Method(variant="grpo", grpo={"sft_weight": 1.0}),
+    "grpo and rollout matching": Method(variant="grpo", loss=TUNED, grpo={"matching_weight": 1.0}),
 }
 
 

@@ -656,11 +656,21 @@ def grpo_overlong(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.sft_weight` mixes within a step; with the section `stage2_ab` Channel-A is the teacher forcing (R37)."""
-    if config.custom.trainer_variant == "grpo" and config.grpo.sft_weight and config.stage2_ab is not None:
-        remedy = "set grpo.sft_weight: 0, and lower stage2_ab.schedule.b_ratio"
-        wanted = "0 with the section stage2_ab, whose Channel-A is teacher forcing"
-        yield Mistake(path="grpo.sft_weight", found=given(config.grpo, "sft_weight"), wanted=wanted, remedy=remedy)
+    """`grpo.sft_weight` and `grpo.matching_weight` mix within a step; with the section `stage2_ab` Channel-A is the
+    teacher forcing, and Channel-B has one segment per rollout (R37)."""
+    if config.custom.trainer_variant != "grpo" or config.stage2_ab is None:
+        return
+    for name, wanted, remedy in (
+        ("sft_weight", "whose Channel-A is teacher forcing", ", and lower stage2_ab.schedule.b_ratio"),
+        ("matching_weight", "whose Channel-B learns each rollout once", ", or remove stage2_ab"),
+    ):
+        if getattr(config.grpo, name):
+            yield Mistake(
+                path=f"grpo.{name}",
+                found=given(config.grpo, name),
+                wanted=f"0 with the section stage2_ab, {wanted}",
+                remedy=f"set grpo.{name}: 0{remedy}",
+            )
 
 
 def grpo_refills(config: RunConfig) -> Iterator[Mistake]:

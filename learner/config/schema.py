@@ -728,6 +728,13 @@ class GrpoConfig(Section):
         req="R37",
         ge=0.0,
     )
+    matching_weight: float = key(
+        "rollout matching in the same step: the best rollout of every group, matched and corrected as the section "
+        "`loss` says, whose tokens together weigh this many times the group's; 0: none",
+        0.0,
+        req="R37",
+        ge=0.0,
+    )
 
 
 # ---- stage2_ab -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
-TAUGHT = "grpo/taught"  # segments of ground truth (`sft_weight`): no rollouts
+TAUGHT = "grpo/taught"  # segments besides those of the rollouts (`sft_weight`, `matching_weight`)
 _ROUNDING = 1e-9  # of advantages: the mean of equal rewards may differ from them in the last bit
 
 
@@ -85,13 +85,21 @@ class GroupSource(RolloutSource):
         super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer)
         self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
 
-    def _segments(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+    def _groups(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[list[_Scored]]:
         scored = [_Scored(rollout, prompt, self) for rollout, prompt in zip(rollouts, prompts, strict=True)]
         size = self.grpo.num_generations
         groups = [scored[i : i + size] for i in range(0, len(scored), size)]
+        assert all(len({one.rollout.sample.sample_id for one in group}) == 1 for group in groups), "a group is torn"
+        return groups
+
+    def reinforced(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+        """Of whole groups: the segment of each rollout, in order."""
+        return self._reinforced(self._groups(rollouts, prompts))
+
+    def _reinforced(self, groups: Sequence[Sequence[_Scored]]) -> list[Segment]:
+        """Of each rollout, in order."""
         if not groups:
             return []
-        assert all(len({one.rollout.sample.sample_id for one in group}) == 1 for group in groups), "a group is torn"
         rewards = np.array([[one.reward for one in group] for group in groups])
         advantages = self._advantages(groups, rewards)
         found: list[Segment] = []
@@ -169,53 +177,55 @@ class GroupSource(RolloutSource):
         first_req_idx: int,
         clock: PhaseClock,
     ) -> list[Segment]:
-        """Of each rollout, in order; with `sft_weight` the ground truth of each group behind them."""
+        """Of each rollout, in order. Behind them, of each group, what is taught besides: the ground truth with
+        `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
         rollouts = self._rollouts(
             samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
         )
         with clock.phase("target"):
-            segments = self._segments(rollouts, prompts)
+            groups = self._groups(rollouts, prompts)
+            segments = self._reinforced(groups)
             if self.grpo.sft_weight:
-                segments += self._taught(samples, prompts, segments)
+                segments += [one for group in groups for one in self._ground_truth(group)]
+            if self.grpo.matching_weight:
+                segments += [one for group in groups for one in self._matched(group)]
             return segments
 
-    def _taught(
-        self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], segments: Sequence[Segment]
-    ) -> list[Segment]:
-        """The ground truth of each group, also of one that is skipped for want of a signal."""
-        size, found = self.grpo.num_generations, []
-        for start in range(0, len(samples), size):
-            group = segments[start : start + size]
-            lengths = [len(one) - one.prompt_length for one in group]
-            weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
-            target = self.task.ground_truth(samples[start], self._loss)
-            sample_id = samples[start].sample_id
-            segment = build_segment(prompts[start], target, sample_id=sample_id, stats={TAUGHT: 1.0})
-            scale = self.grpo.sft_weight * weight / max(float(segment.loss_weights.sum()), 1e-6)
-            if scale > 0:
-                found.append(replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32)))
-        return found
+    def _ground_truth(self, group: Sequence[_Scored]) -> list[Segment]:
+        target = self.task.ground_truth(group[0].rollout.sample, self._loss)
+        return self._taught(group, group[0], target, self.grpo.sft_weight)
+
+    def _matched(self, group: Sequence[_Scored]) -> list[Segment]:
+        best = max(group, key=lambda one: one.reward)  # of equal ones the first
+        return self._taught(group, best, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
+
+    def _taught(self, group: Sequence[_Scored], one: _Scored, target: Target, factor: float) -> list[Segment]:
+        """A segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if nothing
+        of it has a weight."""
+        lengths = [rollout.num_tokens for rollout in group]
+        weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
+        segment = build_segment(one.prompt, target, sample_id=one.rollout.sample.sample_id, stats={TAUGHT: 1.0})
+        scale = factor * weight / max(float(segment.loss_weights.sum()), 1e-6)
+        if not scale or not segment.loss_weights.any():
+            return []
+        return [replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32))]
 
     def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
         together = len(prompts) if self.grpo.advantage == "batch" else self.grpo.num_generations
-        return _GroupStream(self._segments, rollouts, prompts, together)
+        return _GroupStream(self, rollouts, prompts, together)
 
 
 class _GroupStream(SegmentStream):
     """The segments of `together` places in a row, when the last rollout of them has ended."""
 
     def __init__(
-        self,
-        segments: Callable[[Sequence[Rollout], Sequence[EncodedPrompt]], list[Segment]],
-        rollouts: RolloutStream,
-        prompts: Sequence[EncodedPrompt],
-        together: int,
+        self, source: GroupSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt], together: int
     ) -> None:
-        self._segments, self._rollouts, self._prompts, self._together = segments, rollouts, prompts, together
+        self._source, self._rollouts, self._prompts, self._together = source, rollouts, prompts, together
 
     def __iter__(self) -> Iterator[tuple[int, Segment]]:
         for places, group in in_groups(self._rollouts, size=self._together, number=len(self._prompts)):
-            yield from zip(places, self._segments(group, [self._prompts[i] for i in places]), strict=True)
+            yield from zip(places, self._source.reinforced(group, [self._prompts[i] for i in places]), strict=True)
 
     def close(self) -> None:
         self._rollouts.close()

@@ -218,10 +218,15 @@ def in_groups(
 
 
 def silent(segment: Segment) -> Segment:
-    """Without loss and without weight: only its counts remain."""
+    """Without loss and without weight: only its counts remain, and the prompt's last token, so that a row has it at no
+    cost."""
     return replace(
         segment,
-        labels=np.full_like(segment.labels, IGNORED),
-        loss_weights=np.zeros_like(segment.loss_weights),
+        input_ids=segment.input_ids[segment.prompt_length - 1 : segment.prompt_length],
+        labels=np.full(1, IGNORED, dtype=np.int64),
+        loss_weights=np.zeros(1, dtype=np.float32),
+        prompt_length=1,
+        vision=None,
+        policy=None,
         extra_weight=0.0,
     )

@@ -563,7 +563,8 @@ def test_r37_grpo_may_be_a_channel_of_stage2() -> None:
     mixed = only_mistake(minimal(), {**GRPO_STAGE2, "grpo.sft_weight": 0.5})
     assert mixed.path == "grpo.sft_weight"
     assert "b_ratio" in mixed.remedy
-    valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5})
+    assert only_mistake(minimal(), {**GRPO_STAGE2, "grpo.matching_weight": 0.5}).path == "grpo.matching_weight"
+    valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5, "grpo.matching_weight": 0.5})
 
 
 def test_r37_stage2_with_grpo_has_the_rules_of_stage2() -> None:

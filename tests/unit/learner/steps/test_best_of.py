@@ -263,6 +263,22 @@ def test_a_run_learns_each_sample_once_of_k_rollouts(
         assert written - {metric.name for metric in BEST_OF} == set(), "not declared in learner/run/metrics.py"
 
 
+def test_a_step_of_which_nothing_is_learned_changes_nothing(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rejection of everything: these answers have no end. The samples are used up all the same."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "num_samples": 4, "num_train_epochs": 1}
+    settings["best_of"] = {"rollouts_per_sample": 2, "use": "rejection"}
+    config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings)
+    (seen,) = run(config, monkeypatch)
+    assert all_learned([seen]) == everyone(4)
+    assert not any(grad.any() for gradients in seen.gradients for grad in gradients.values())
+    steps = steps_of(tmp_path)
+    assert [step["metrics"]["best_of/learned"] for step in steps] == [0.0, 0.0]
+    assert [step["loss"] for step in steps] == [0.0, 0.0]
+    assert [step["num_tokens"] for step in steps] == [2, 2]
+
+
 def test_ranks_packing_and_overlap_do_not_change_what_is_learned(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
