@@ -524,7 +524,7 @@ class Campaign:
                 continue  # a sync is repeated once because of a damaged bucket: a second one rightly ends the run
             self.faults.append(Fault(kind, server.url, time.time()))
             server.hit(kind, self.rng)
-        time.sleep(6.0)  # the last faults end
+        time.sleep(6.0 if fills_disk else 3.5)  # the last faults end
         self.died_early, self.disk_is_full = not self._alive(), fills_disk
         if fills_disk:
             self.faults.append(Fault(DISK_FULL, "", time.time()))
