@@ -4,6 +4,7 @@
     torchrun --no-python rollout-learner train --config run.yaml train, torchrun's ranks
     rollout-learner check --config run.yaml [--probe]            validate; print the resolved plan as JSON
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
+    rollout-learner predict-gain --config run.yaml [--samples N] measure what training could gain, and by which method
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
@@ -40,7 +41,7 @@ from shared.processes import end_with_parent
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
-COMMANDS = ("train", "check", "doctor", "export", "report", "servers", "bench")
+COMMANDS = ("train", "check", "doctor", "predict-gain", "export", "report", "servers", "bench")
 OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 _STDOUT = 1
 GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
@@ -123,6 +124,33 @@ def doctor(
         from learner.doctor.command import doctor
 
         return doctor(config, overrides or (), launch=launch, world_size=world_size, environment=os.environ)
+
+    _end(work)
+
+
+@app.command("predict-gain", epilog=OTHERS)
+def predict_gain(
+    config: ConfigOption,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(help="Scenes of each split, drawn with a fixed seed.", min=2)] = 100,
+    generations: Annotated[int, typer.Option(help="Answers drawn to each scene at temperature 1: K.", min=2)] = 8,
+    agreement: Annotated[
+        float, typer.Option(help="Share of the K answers that must have an object to believe it.", min=0.0, max=1.0)
+    ] = 0.5,
+    json: Annotated[Path | None, typer.Option(help="Write the features to this file too.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="A file of bench.calibrate, to predict F1 points.")] = None,
+) -> None:
+    """Measure what training could gain on the run's data, and by which method.
+
+    The run's model answers some scenes. No server, nothing is trained. Features, a recommendation, and its reasons.
+    """
+
+    def work() -> int:
+        from learner.predict.command import predict_gain
+        from learner.predict.measure import Asked
+
+        asked = Asked(num_samples=samples, num_generations=generations, agreement=agreement)
+        return predict_gain(config, overrides or (), asked=asked, json_path=json, calibration=calibration)
 
     _end(work)
 

@@ -9,17 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from bench.exposure import KINDS, compare, table
 from deploy.demo import build_data, model
 from learner.config.schema import DataConfig, ModelConfig, TaskConfig
 from learner.data.readers import load_samples
 from learner.policy.load import Policy, load_policy
+from learner.predict.exposure import KINDS, Compared, compare, teacher_forced
+from learner.predict.features import KIND_NAMES
 from learner.records import Assignment, DetectionObject, Rollout, Sample
 from learner.tasks.detection.task import DetectionTask
 
+World = tuple[Policy, DetectionTask, list[Sample]]
+
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, DetectionTask, list[Sample]]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("exposure")
     model.build(folder / "model", "tiny")
     build_data.build(build_data.Build(train=6, val=0, test=0), folder)
@@ -37,33 +40,45 @@ def answered(policy: Policy, task: DetectionTask, sample: Sample, said: Sequence
     return task.match(task.parse(rollout))
 
 
-def test_behind_the_truth_s_own_words_nothing_is_lost(world: tuple[Policy, DetectionTask, list[Sample]]) -> None:
+def compared(world: World, answers: Sequence[Sequence[DetectionObject]]) -> list[Compared]:
     policy, task, samples = world
-    assignments = [answered(policy, task, sample, sample.objects[:1]) for sample in samples]
-    found = list(compare(policy, task, assignments))
-    assert len(found) == len(samples)
-    for one, sample in zip(found, samples, strict=True):
+    found = []
+    for sample, said in zip(samples, answers, strict=True):
+        one = compare(policy, task, answered(policy, task, sample, said), teacher_forced(policy, task, sample))
+        assert one is not None
+        found.append(one)
+    return found
+
+
+def test_behind_the_truth_s_own_words_nothing_is_lost(world: World) -> None:
+    samples = world[2]
+    for one, sample in zip(compared(world, [s.objects[:1] for s in samples]), samples, strict=True):
         np.testing.assert_allclose(one.own, one.truth, rtol=1e-5)
         assert (one.own > 0).all()
         assert (one.kinds == "coordinates").sum() == 4 * (len(sample.objects) - 1)
         assert (one.kinds == "names").sum() >= len(sample.objects) - 1
 
 
-def test_other_words_before_change_what_follows(world: tuple[Policy, DetectionTask, list[Sample]]) -> None:
-    policy, task, samples = world
+def test_other_words_before_change_what_follows(world: World) -> None:
+    samples = world[2]
     others = [[obj._replace(desc="nine" if obj.desc != "nine" else "one") for obj in s.objects[:1]] for s in samples]
-    assignments = [answered(policy, task, s, said) for s, said in zip(samples, others, strict=True)]
-    found = list(compare(policy, task, assignments))
-    assert len(found) == len(samples)
-    assert all(np.abs(one.own - one.truth).max() > 1e-4 for one in found)
-    shown = table(found)
-    assert shown.row_count == len(KINDS)
-    numbers = [int(str(cell)) for cell in shown.columns[1].cells]
-    assert numbers[-1] == sum(numbers[:-1]) == sum(len(one.own) for one in found)
+    for one in compared(world, others):
+        assert np.abs(one.own - one.truth).max() > 1e-4
+        assert len(KINDS) == len(KIND_NAMES)
+        sums = {kind: one.sums(kind) for kind in KINDS}
+        np.testing.assert_allclose(sums["structure"] + sums["names"] + sums["coordinates"], sums["all"])
+        assert sums["all"].tolist() == pytest.approx([one.own.sum(), one.truth.sum(), len(one.own)])
 
 
-def test_a_scene_without_a_usable_answer_is_left_out(world: tuple[Policy, DetectionTask, list[Sample]]) -> None:
+def test_a_scene_without_a_usable_answer_is_left_out(world: World) -> None:
     policy, task, samples = world
     nothing = answered(policy, task, samples[0], ())
     broken = task.match(task.parse(replace(nothing.parsed.rollout, response_token_ids=(5, 6, 7))))
-    assert list(compare(policy, task, [broken])) == []
+    assert compare(policy, task, broken, teacher_forced(policy, task, samples[0])) is None
+
+
+def test_the_truth_costs_what_its_tokens_cost(world: World) -> None:
+    policy, task, samples = world
+    forced = teacher_forced(policy, task, samples[0])
+    (logprobs,) = policy.logprobs([(policy.encoder.encode(samples[0]), forced.target.token_ids.tolist())])
+    np.testing.assert_allclose(forced.nats, -np.array(logprobs), rtol=1e-5)

@@ -1,0 +1,109 @@
+"""`rollout-learner predict-gain --config run.yaml`: measures, and prints what was found, a method, and its reasons.
+
+The configuration is that of the run that is planned: its model, data and task, its decoding's length and batch size.
+The trainer variant, servers and the training section's lengths do not matter. Nothing is written but `--json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from learner.config.load import load_config
+from learner.extensions import check_extensions
+from learner.predict.features import MEANINGS, Estimate, estimates
+from learner.predict.gain import PACKAGED, Formula, read_calibration
+from learner.predict.measure import Asked, measure
+from learner.predict.recommend import Recommendation, recommend
+from learner.run.files import write_atomically
+
+UNCALIBRATED = (
+    "No gain in F1 points is predicted: there is no calibration (bench.calibrate makes one). The thresholds above are "
+    "chosen by hand from the comparisons in docs/concepts/which-method.md."
+)
+
+
+def predict_gain(
+    config_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    asked: Asked,
+    json_path: Path | None = None,
+    calibration: Path | None = None,
+) -> int:
+    """Measure, print, and write `json_path`. Returns the exit code.
+
+    Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
+    """
+    logging.disable(logging.WARNING)  # only the findings are printed, not what libraries log
+    transformers.utils.logging.disable_progress_bar()
+    config = load_config(config_path, overrides=overrides)
+    check_extensions(config)
+    formulas = _formulas(calibration)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    found = estimates(measure(config, asked, tell=console.print))
+    recommendation = recommend(found)
+    gains = predicted(formulas, found)
+    if json_path is not None:
+        write_atomically(json_path, json.dumps(as_json(found, recommendation, gains, asked), indent=2) + "\n")
+    report(console, found, recommendation, formulas, gains)
+    return 0
+
+
+def _formulas(path: Path | None) -> Mapping[str, Formula]:
+    if path is None and not PACKAGED.is_file():
+        return {}
+    return read_calibration(path or PACKAGED)
+
+
+def predicted(formulas: Mapping[str, Formula], found: Mapping[str, Estimate]) -> dict[str, float]:
+    """F1 points by method. Raises DataError if a formula needs what was not measured."""
+    values = {name: estimate.value for name, estimate in found.items()}
+    return {method: 100 * formula.gain(values) for method, formula in formulas.items()}
+
+
+def as_json(
+    found: Mapping[str, Estimate], recommendation: Recommendation, gains: Mapping[str, float], asked: Asked
+) -> dict[str, Any]:
+    """`features` is what `bench.calibrate` reads."""
+    return {
+        "features": {name: estimate.value for name, estimate in found.items()},
+        "intervals": {name: [estimate.low, estimate.high] for name, estimate in found.items()},
+        "recommendation": recommendation.method,
+        "rules": [asdict(rule) for rule in recommendation.rules],
+        "predicted_gain_points": dict(gains),
+        "asked": asdict(asked),
+    }
+
+
+def report(
+    console: Console,
+    found: Mapping[str, Estimate],
+    recommendation: Recommendation,
+    formulas: Mapping[str, Formula],
+    gains: Mapping[str, float],
+) -> None:
+    """The features, the rules, and the gains that a calibration predicts."""
+    shown = Table("feature", "value", "95% interval", "meaning")
+    for name, estimate in found.items():
+        shown.add_row(name, f"{estimate.value:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}", MEANINGS[name])
+    console.print(shown)
+    console.print(f"\nRecommended: {recommendation.method}")
+    for rule in recommendation.rules:
+        console.print(f"  {'yes' if rule.holds else 'no ':3}  {rule.method}: {rule.reason}")
+    console.print("")
+    for method, formula in formulas.items():
+        console.print(
+            f"Predicted gain of {method}: {gains[method]:+.1f} F1 points, give or take {100 * formula.rmse:.1f} "
+            f"(r2 {formula.r2:.2f} over {formula.num_regimes} regimes, each left out in turn)"
+        )
+    if not formulas:
+        console.print(UNCALIBRATED)

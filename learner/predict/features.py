@@ -1,0 +1,169 @@
+"""What was measured, as numbers by name: the features that recommend a method and predict its gain.
+
+In: `Measured`. Out: `estimates`, each number with its 95% interval over scenes, and `features`, the numbers alone. F1
+is that of the evaluation: IoU 0.5, the same description, summed over scenes. Intervals are percentile bootstrap
+intervals: scenes are drawn with replacement, the same scenes for all numbers of a split. Pure, deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.predict.agreement import Counts, Drawn
+from learner.tasks.detection.metrics import METRICS, columns_of
+
+Floats = NDArray[np.float64]
+NUM_DRAWS = 2000
+F1, F1_ANY = "f1@0.5", "f1_any@0.5"
+KIND_NAMES = ("exposure_structure", "exposure_names", "exposure_coordinates", "exposure_gap")  # as `exposure.KINDS`
+
+MEANINGS: Mapping[str, str] = {
+    "f1_greedy": "F1@0.5 of greedy answers on the training sample",
+    "recall_greedy": "recall of the same",
+    "f1_sampled": "F1 of answers drawn at temperature 1",
+    "f1_best": "F1 of the best of K drawn answers of each scene",
+    "f1_union": "F1 of all that K answers say, each object once",
+    "recall_union": "recall of the same: what sampling finds at all",
+    "f1_majority": "F1 of what at least half of the K answers say",
+    "headroom": "f1_best - f1_greedy",
+    "headroom_places": "the same with names ignored: when to stop, what to skip, where it is",
+    "headroom_majority": "f1_majority - f1_greedy",
+    "reward_std": "standard deviation of F1 within a scene's K answers, mean over scenes",
+    "no_signal": "share of scenes whose K answers all have the same F1",
+    "name_errors": "F1 lost to wrong names (greedy)",
+    "count_ratio": "objects in greedy answers / labels",
+    "duplicate_rate": "greedy predictions that repeat an earlier one",
+    "parse_rate": "greedy answers that are one closed container, nothing dropped",
+    "exposure_gap": "nats per token, after the model's own words minus after the truth's",
+    "exposure_structure": "the same for structure",
+    "exposure_names": "the same for names",
+    "exposure_coordinates": "the same for coordinates (as tokens)",
+    "missing_labels": "share of objects that probably have no label",
+    "nats_train": "nats per token of the training labels, teacher-forced",
+    "nats_val": "the same on the validation sample",
+    "overfit_nats": "nats_val - nats_train",
+    "f1_val": "F1@0.5 of greedy answers on the validation sample",
+    "overfit_f1": "f1_greedy - f1_val",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Split:
+    """Greedy answers to N scenes, and what their ground truth costs the model."""
+
+    greedy: Counts  # [N, columns]
+    nats: Floats  # [N, 2] sum of nats, and tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measured:
+    """A training sample with K drawn answers to each scene, and a validation sample if there is one."""
+
+    train: Split
+    drawn: Drawn
+    exposure: Floats  # [N, kinds, 3] nats after the model's own words, after the truth's, tokens; 0: not compared
+    validation: Split | None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number and its 95% interval over scenes."""
+
+    value: float
+    low: float
+    high: float
+
+
+def features(measured: Measured) -> dict[str, float]:
+    """The numbers by name, as MEANINGS explains them. Without a validation sample the last four but `nats_train` are
+    missing."""
+    return {name: found.value for name, found in estimates(measured).items()}
+
+
+def estimates(measured: Measured) -> dict[str, Estimate]:
+    """The same with intervals, in the order of MEANINGS."""
+    train = _train(measured)
+    if measured.validation is not None:
+        train |= _validation(measured.validation, train)
+    return {name: _estimate(train[name]) for name in MEANINGS if name in train}
+
+
+def _train(measured: Measured) -> dict[str, Floats]:
+    """Each number [1 + draws]: over all scenes, and over each draw of scenes."""
+    drawn, greedy = measured.drawn, measured.train.greedy
+    sums = _sums_of(len(greedy))
+    of_greedy, of_union = columns_of(sums(greedy)), columns_of(sums(drawn.union))
+    scene_f1 = _scene_f1(drawn.sampled, "tp", "ignored")  # [N, K]
+    best = _best(drawn.sampled, scene_f1)
+    best_places = _best(drawn.sampled, _scene_f1(drawn.sampled, "tp_any", "ignored_any"))
+    spread = np.stack([scene_f1.std(axis=1), np.ptp(scene_f1, axis=1) == 0, np.ones(len(greedy))], axis=1)
+    spread_sums, labels, nats = sums(spread), sums(drawn.agreed), sums(measured.train.nats)
+    found = {
+        "f1_greedy": METRICS[F1](of_greedy),
+        "recall_greedy": METRICS["recall@0.5"](of_greedy),
+        "f1_sampled": METRICS[F1](columns_of(sums(drawn.sampled.sum(axis=1)))),
+        "f1_best": METRICS[F1](columns_of(sums(best))),
+        "f1_union": METRICS[F1](of_union),
+        "recall_union": METRICS["recall@0.5"](of_union),
+        "f1_majority": METRICS[F1](columns_of(sums(drawn.majority))),
+        "headroom_places": METRICS[F1_ANY](columns_of(sums(best_places))) - METRICS[F1_ANY](of_greedy),
+        "reward_std": spread_sums[:, 0] / spread_sums[:, 2],
+        "no_signal": spread_sums[:, 1] / spread_sums[:, 2],
+        "name_errors": METRICS[F1_ANY](of_greedy) - METRICS[F1](of_greedy),
+        "count_ratio": _ratio(of_greedy["predictions"], of_greedy["truth"]),
+        "duplicate_rate": METRICS["duplicate_rate"](of_greedy),
+        "parse_rate": METRICS["parse_rate"](of_greedy),
+        "missing_labels": _ratio(labels[:, 1], labels.sum(axis=1)),
+        "nats_train": _ratio(nats[:, 0], nats[:, 1]),
+    }
+    found["headroom"] = found["f1_best"] - found["f1_greedy"]
+    found["headroom_majority"] = found["f1_majority"] - found["f1_greedy"]
+    exposure = sums(measured.exposure)  # [1 + draws, kinds, 3]
+    return found | {
+        name: _ratio(exposure[:, i, 0] - exposure[:, i, 1], exposure[:, i, 2]) for i, name in enumerate(KIND_NAMES)
+    }
+
+
+def _validation(split: Split, train: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Its scenes are drawn independently of the training scenes."""
+    sums = _sums_of(len(split.greedy), seed=1)
+    nats = sums(split.nats)
+    found = {"f1_val": METRICS[F1](columns_of(sums(split.greedy))), "nats_val": _ratio(nats[:, 0], nats[:, 1])}
+    return found | {
+        "overfit_nats": found["nats_val"] - train["nats_train"],
+        "overfit_f1": train["f1_greedy"] - found["f1_val"],
+    }
+
+
+def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
+    """A function from values per scene [N, ...] to their sums [1 + draws, ...]: over all scenes, and over each draw."""
+    share = np.full(num_scenes, 1 / num_scenes)
+    drawn = np.random.default_rng(seed).multinomial(num_scenes, share, size=NUM_DRAWS)
+    weights = np.concatenate([np.ones((1, num_scenes)), drawn])
+    return lambda values: np.tensordot(weights, values, axes=1)
+
+
+def _scene_f1(counts: Counts, hits: str, ignored: str) -> Floats:
+    """F1 at IoU 0.5 of each answer alone; 1 if there was nothing to find and nothing was predicted."""
+    columns = columns_of(counts)
+    total = columns["predictions"] - columns[f"{ignored}@0.50"] + columns["truth"]
+    return np.where(total > 0, _ratio(2 * columns[f"{hits}@0.50"], total), 1.0)
+
+
+def _best(sampled: Counts, scene_f1: Floats) -> Counts:
+    """[N, columns]: the answer of each scene with the best F1, the first of equals."""
+    return sampled[np.arange(len(sampled)), scene_f1.argmax(axis=1)]
+
+
+def _ratio(above: Floats, below: Floats) -> Floats:
+    """0 where there is nothing to divide by."""
+    return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
+
+
+def _estimate(values: Floats) -> Estimate:
+    low, high = np.quantile(values[1:], [0.025, 0.975])
+    return Estimate(float(values[0]), float(low), float(high))

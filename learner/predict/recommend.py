@@ -1,0 +1,134 @@
+"""Which method, and why: rules over the features of `features.py`.
+
+In: features with their intervals. Out: a method, and the verdict of every rule with its numbers. Rules are tried in the
+order below, and the first that holds recommends. An interval must clear a threshold, not only the estimate.
+
+    sft                    the model answers too little to learn from its own words: PARSE_RATE, LEAST_F1
+    rollout_matching_sft   labels are missing: MISSING. With keep_unmatched, objects without a label are not unlearned
+    grpo, after sft        the best of K is better in places (names ignored), and K answers differ: HEADROOM, NO_SIGNAL
+    best of K              the best of K is better, but in names or in few scenes: HEADROOM
+    rollout_matching_sft   the model continues its own words worse than the truth's: EXPOSURE
+    nothing                there is nothing to gain: the model is right, or it knows the training labels by heart
+    sft                    otherwise: labels still teach
+
+The thresholds are not calibrated. They are chosen by hand, so that the comparisons that were measured come out right
+(docs/concepts/which-method.md): 0.10 missing labels lies between published labels (a tie) and 40% removed (rollout
+matching won by 0.07); an exposure gap of 0.0013 nats went with a tie, so 0.02 is asked for; 0.03 F1 is what is worth
+training for. The others only name what is obvious.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from learner.predict.features import Estimate
+
+PARSE_RATE = 0.5
+LEAST_F1 = 0.05
+MISSING = 0.10
+HEADROOM = 0.03  # F1
+NO_SIGNAL = 0.8  # of the scenes
+EXPOSURE = 0.02  # nats per token
+OVERFIT = 0.05  # nats per token
+RIGHT_F1 = 0.97
+
+SFT = "sft"
+ROLLOUT_MATCHING = "rollout_matching_sft"
+KEEP_UNMATCHED = "rollout_matching_sft with keep_unmatched"
+GRPO = "grpo, after sft"
+BEST_OF_K = "best of K"
+NOTHING = "nothing to gain"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A method, whether it is recommended by this rule, and why or why not."""
+
+    method: str
+    holds: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """`method` is that of the first rule that holds."""
+
+    method: str
+    rules: Sequence[Rule]
+
+
+def recommend(found: Mapping[str, Estimate]) -> Recommendation:
+    """From the estimates of `features.estimates`."""
+    rules = [
+        _answers_too_little(found),
+        _labels_are_missing(found),
+        _better_places(found),
+        _better_of_k(found),
+        _exposed(found),
+        _nothing_left(found),
+        Rule(SFT, True, f"the labels still teach: they cost {_shown(found['nats_train'])} nats per token"),
+    ]
+    return Recommendation(next(rule.method for rule in rules if rule.holds), rules)
+
+
+def _answers_too_little(found: Mapping[str, Estimate]) -> Rule:
+    parsed, f1 = found["parse_rate"], found["f1_greedy"]
+    holds = parsed.value < PARSE_RATE or f1.value < LEAST_F1
+    return Rule(
+        SFT, holds, f"parse rate {_shown(parsed)}, F1 {_shown(f1)}; below {PARSE_RATE} or {LEAST_F1}: sft first"
+    )
+
+
+def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
+    missing = found["missing_labels"]
+    reason = f"missing labels {_shown(missing)}; above {MISSING} sft unlearns what has no label"
+    return Rule(KEEP_UNMATCHED, missing.low > MISSING, reason)
+
+
+def _better_places(found: Mapping[str, Estimate]) -> Rule:
+    headroom, silent = found["headroom_places"], found["no_signal"]
+    reason = (
+        f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "
+        f"answers that are all worth the same; {HEADROOM} and at most {NO_SIGNAL:.0%} are asked for"
+    )
+    return Rule(GRPO, headroom.low > HEADROOM and silent.value <= NO_SIGNAL, reason + _when_sft_is_done(found))
+
+
+def _when_sft_is_done(found: Mapping[str, Estimate]) -> str:
+    if "overfit_nats" not in found:
+        return ". Without a validation file: not known whether sft still gains"
+    known = (
+        "sft overfits here: stop it at its best validation score" if _overfits(found) else "sft does not overfit yet"
+    )
+    return (
+        f". {known} (validation labels cost {_shown(found['overfit_nats'])} nats per token more than training labels)"
+    )
+
+
+def _better_of_k(found: Mapping[str, Estimate]) -> Rule:
+    headroom = found["headroom"]
+    reason = f"best of K minus greedy: {_shown(headroom)} F1, part of it luck; above {HEADROOM} sampling finds more"
+    return Rule(BEST_OF_K, headroom.low > HEADROOM, reason)
+
+
+def _exposed(found: Mapping[str, Estimate]) -> Rule:
+    gap = found["exposure_gap"]
+    reason = f"after its own words the truth costs {_shown(gap)} nats per token more; above {EXPOSURE} rollouts mend it"
+    return Rule(ROLLOUT_MATCHING, gap.low > EXPOSURE, reason)
+
+
+def _nothing_left(found: Mapping[str, Estimate]) -> Rule:
+    is_right = found["f1_greedy"].low > RIGHT_F1
+    reason = f"F1 {_shown(found['f1_greedy'])}; above {RIGHT_F1} there is little left"
+    if "overfit_nats" in found:
+        reason += f". Validation minus training nats {_shown(found['overfit_nats'])}; above {OVERFIT} more sft overfits"
+    return Rule(NOTHING, is_right or _overfits(found), reason)
+
+
+def _overfits(found: Mapping[str, Estimate]) -> bool:
+    return "overfit_nats" in found and found["overfit_nats"].low > OVERFIT
+
+
+def _shown(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

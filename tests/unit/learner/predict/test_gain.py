@@ -1,0 +1,76 @@
+"""The formula that predicts a gain: it finds what is there, and says if nothing is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.calibrate import calibrate, read_study
+from learner.predict.gain import Formula, fit, read_calibration, write_calibration
+from shared.errors import DataError
+
+NAMES = ("missing_labels", "headroom_places")
+
+
+def regimes(number: int) -> list[dict[str, float]]:
+    drawn = np.random.default_rng(0).random((number, 3))
+    return [dict(zip((*NAMES, "nats_train"), row.tolist(), strict=True)) for row in drawn]
+
+
+def test_a_linear_gain_is_found() -> None:
+    seen = regimes(12)
+    formula = fit(seen, [0.01 + 0.2 * one[NAMES[0]] - 0.1 * one[NAMES[1]] for one in seen], NAMES)
+    assert formula.intercept == pytest.approx(0.01)
+    assert dict(formula.coefficients) == pytest.approx({NAMES[0]: 0.2, NAMES[1]: -0.1})
+    assert formula.r2 == pytest.approx(1.0)
+    assert formula.rmse == pytest.approx(0.0, abs=1e-9)
+    assert formula.gain({NAMES[0]: 0.5, NAMES[1]: 0.5}) == pytest.approx(0.06)
+
+
+def test_gains_that_have_nothing_to_do_with_the_features_are_not_explained() -> None:
+    gains = np.random.default_rng(7).normal(size=14).tolist()
+    formula = fit(regimes(14), gains, NAMES)
+    assert formula.r2 < 0.3
+    # by hand: each regime left out, both from the rest
+    inputs = np.array([[1.0, one[NAMES[0]], one[NAMES[1]]] for one in regimes(14)])
+    errors = []
+    for i in range(14):
+        rest = [j for j in range(14) if j != i]
+        errors.append(gains[i] - inputs[i] @ np.linalg.pinv(inputs[rest]) @ np.array(gains)[rest])
+    assert formula.rmse == pytest.approx(np.sqrt(np.mean(np.square(errors))))
+
+
+def test_too_few_regimes_or_a_missing_feature_is_an_error() -> None:
+    with pytest.raises(DataError, match="too few regimes"):
+        fit(regimes(4), [0.1] * 4, NAMES)
+    with pytest.raises(DataError, match="no_such"):
+        fit(regimes(9), [0.1] * 9, ["no_such"])
+    with pytest.raises(DataError, match="nats_val"):
+        Formula(intercept=0.0, coefficients={"nats_val": 1.0}, r2=1.0, rmse=0.0, num_regimes=9).gain({})
+
+
+def test_a_study_becomes_a_calibration(tmp_path: Path) -> None:
+    for i, one in enumerate(regimes(8)):
+        folder = tmp_path / f"regime-{i}"
+        folder.mkdir()
+        (folder / "features.json").write_text(json.dumps({"features": one}))
+        gains = {"grpo": 0.3 * one[NAMES[1]]}
+        (folder / "results.json").write_text(json.dumps({"gains": gains}))
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "features.json").write_text("{}")
+    formulas = calibrate(read_study(tmp_path), NAMES)
+    write_calibration(formulas, tmp_path / "calibration.json")
+    assert read_calibration(tmp_path / "calibration.json") == formulas
+    assert formulas["grpo"].coefficients[NAMES[1]] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"grpo": 1}', '{"grpo": {"intercept": 0}}'])
+def test_a_damaged_calibration_is_an_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(DataError):
+        read_calibration(tmp_path / "file")
+    with pytest.raises(DataError):
+        read_study(tmp_path)
