@@ -1,11 +1,23 @@
 """Faults while a run goes on: `python -m bench.chaos --seconds 500 --out FILE`.
 
 A real learner on two ranks trains on the rollouts of four servers, while faults hit the servers one after another. The
-servers are real above the engine (`bench.chaos_server`); HTTP goes through a proxy that can break it. Faults: `kill`,
-`freeze` (SIGSTOP), `delay`, `reset`, `half-open` (connections stay and nothing passes), `truncate` (an answer ends
-early), `corrupt` (an answer's bytes are overwritten), `flip` (a bit of a bucket), `partition` (in the middle of a
-bucket), `second learner` (opens its own group at a server). The last one is `disk full`: no file of the learner can
-grow, which ends the run.
+servers are real above the engine (`bench.chaos_server`); HTTP goes through a proxy beside each server that can break
+it. Where this machine can make network namespaces (`bench.namespaces`), each server and its proxy have one of their
+own, a "machine" that a link joins to the learner's; otherwise, or with `--loopback`, all share the loopback. The report
+says which.
+
+Faults:
+- `kill`, `freeze`: SIGKILL, and started again later; SIGSTOP, and SIGCONT later;
+- `partition`: the link is cut in the middle of a bucket. Loopback: the proxy passes nothing, and the receiver waits;
+- `half-open`: the link is cut and the server killed behind it, so no FIN or RST arrives; later the link is back, with a
+  new server. Loopback: the proxy keeps connections and passes nothing;
+- `mute`: what the server sends is lost, what it is sent arrives. Namespaces only;
+- `slow link`: 8 Mbit/s to the server (weights need 1.5 s). Namespaces only, if the kernel has `tbf`;
+- `delay`: of all packets to the server, if the kernel has `netem`; otherwise of HTTP, by the proxy;
+- `reset` (RST on all connections), `truncate` (an answer ends early), `corrupt` (an answer's bytes are overwritten): by
+  the proxy;
+- `flip`: a bit of a bucket; `second learner`: it opens a group of its own at the server.
+The last one is `disk full`: no file of the learner can grow, which ends the run.
 
 Checked at the end (exit code 1 if one does not hold):
 - every answer that was accepted came from exactly the weights that the sync of its version sent, as a whole;
@@ -42,11 +54,12 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,20 +70,25 @@ import typer
 
 from bench import chaos_server
 from bench.chaos_server import TensorEngine, fingerprint
+from bench.namespaces import Node, NoNamespacesError, enter, network
 from bench.runs import say
 from shared.addresses import free_port, free_ports
 from shared.config.parse import write_yaml
 from shared.generation import Generation
-from shared.wire import RolloutInferRequest
+from shared.wire import TOKEN_VARIABLE, RolloutInferRequest
 
 NUM_SERVERS, NUM_RANKS = 4, 2
 NUM_SAMPLES, BATCH = 24, 8
-SAVE_STEPS = 50
+SAVE_STEPS = 20
 INFER_TIMEOUT_S, TIMEOUT_S = 1.5, 6.0
 LAST_LOOK_S = 3.0
 FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt", "flip", "partition", "second learner")
+MUTE, SLOW_LINK = "mute", "slow link"  # in namespaces only
 DISK_FULL = "disk full"
-LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0}
+LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0, MUTE: 2.0, SLOW_LINK: 2.0}
+QDISCS = {"delay": "netem delay 600ms 400ms", SLOW_LINK: "tbf rate 8mbit burst 16000 latency 400ms"}
+PORT, PROXY_PORT, GROUP_PORT = 8000, 8001, 51216  # in a namespace all ports are free
+TOKEN = "chaos"
 NOTICED_WITHIN_S = 8.0
 NAMED_ERROR = r"^error .*\w+Error: "
 RUNNING = get_context("forkserver")
@@ -89,12 +107,12 @@ class Fault:
 class ChaosEngine(TensorEngine):
     """Answers from a table, and does to its buckets what a file in `folder` says."""
 
-    def __init__(self, table: Path, folder: Path) -> None:
+    def __init__(self, table: Path, folder: Path, node: Node | None) -> None:
         known: dict[str, Any] = pickle.loads(table.read_bytes())
         self._prompts, self._answers = known["prompts"], known["answers"]
         super().__init__(self._from_table, answer_s=0.03)
         self.vocab_size = known["vocab_size"]
-        self._folder = folder
+        self._folder, self._node = folder, node
 
     def _from_table(self, request: RolloutInferRequest, seed: int, weights: int) -> Generation:
         key = str(request.messages[0].content)
@@ -110,7 +128,10 @@ class ChaosEngine(TensorEngine):
         if self._told("flip"):
             receiving.buffer[0] ^= 1
         if self._told("partition"):
-            time.sleep(LASTS_S["partition"])
+            if self._node is None:
+                time.sleep(LASTS_S["partition"])
+            else:
+                self._node.cut(LASTS_S["partition"])
         super()._load(receiving)
 
     def _told(self, what: str) -> bool:
@@ -121,35 +142,80 @@ class ChaosEngine(TensorEngine):
         return True
 
 
-def serve(port: int, table: Path, folder: Path) -> None:
+def on_node(node: Node | None, work: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process that does `work(*args)` on `node`, or here."""
+    process = RUNNING.Process(target=_entered, args=(node, work, args))
+    process.start()
+    return process
+
+
+def _entered(node: Node | None, work: Callable[..., None], args: Sequence[Any]) -> None:
+    if node is not None:
+        enter(node.pid)
+    work(*args)
+
+
+def serve(host: str, port: int, table: Path, folder: Path, node: Node | None) -> None:
     with (folder / "log").open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os._exit(chaos_server.serve(port, ChaosEngine(table, folder)))
+    os._exit(chaos_server.serve(port, ChaosEngine(table, folder, node), host=host, token=TOKEN))
+
+
+def wait_for_answers(urls: Sequence[str]) -> None:
+    for url in urls:
+        _wait(partial(_answers, url), 60.0, "a server")
+
+
+def second_learner(url: str) -> None:
+    """Opens a group that nobody joins."""
+    call = {
+        "incarnation": "a second learner",
+        "secret": "0" * 64,
+        "group_port": free_port(),
+        "world_size": 2,
+        "backend": "tcp",
+        "timeout_s": 0.5,
+    }
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{url}/init_communicator/", json=call, headers=headers, timeout=2.0, trust_env=False)
+
+
+def be_proxy(host: str, port: int, target: int, orders: Connection) -> None:
+    """In a process of its own, until `orders` ends."""
+    asyncio.run(Proxy(host, target, orders).run(port))
 
 
 class Proxy:
-    """HTTP between learner and server, with faults. Lives on an event loop of its own thread."""
+    """HTTP between learner and server, with faults. `orders` gives faults and seconds."""
 
-    def __init__(self, target: int, loop: asyncio.AbstractEventLoop) -> None:
-        self.port = free_port()
-        self._target, self._loop = target, loop
+    def __init__(self, host: str, target: int, orders: Connection) -> None:
+        self._host, self._target, self._orders = host, target, orders
         self._fault, self._until = "", 0.0
         self._open: set[asyncio.StreamWriter] = set()
+        self._ended = asyncio.Event()
 
-    async def listen(self) -> None:
-        await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+    async def run(self, port: int) -> None:
+        asyncio.get_running_loop().add_reader(self._orders.fileno(), self._obey)
+        async with await asyncio.start_server(self._connected, self._host, port):
+            await self._ended.wait()
+            os._exit(0)  # with connections that are open
 
-    def set(self, fault: str, until: float) -> None:
-        """From another thread."""
-        self._fault, self._until = fault, until
-        if fault == "reset":
-            for writer in list(self._open):
-                self._loop.call_soon_threadsafe(writer.transport.abort)
+    def _obey(self) -> None:
+        try:
+            self._fault, seconds = self._orders.recv()
+        except EOFError:
+            self._ended.set()
+            return
+        self._until = time.monotonic() + seconds
+        if self._fault == "reset":
+            for writer in self._open:
+                writer.transport.abort()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there_reader, there = await asyncio.open_connection("127.0.0.1", self._target)
+            there_reader, there = await asyncio.open_connection(self._host, self._target)
         except OSError:
             writer.transport.abort()
             return
@@ -185,22 +251,27 @@ class Proxy:
 
 @dataclass
 class Server:
+    """A server and its proxy, both on `node` or on the loopback."""
+
     table: Path
     folder: Path
-    loop: asyncio.AbstractEventLoop  # of the proxy
-    port: int = field(default_factory=free_port)
-    group_port: int = field(default_factory=free_port)
+    node: Node | None
+    shapes: Collection[str]  # faults that the kernel can make of the node's link
     busy_until: float = 0.0  # monotonic; under a fault until then
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
-        self.proxy = Proxy(self.port, self.loop)
-        self.url = f"http://127.0.0.1:{self.proxy.port}"
+        self.host = "127.0.0.1" if self.node is None else self.node.address
+        ports = free_ports(3) if self.node is None else [PORT, PROXY_PORT, GROUP_PORT]
+        self._port, self._proxy_port, self.group_port = ports
+        self.url = f"http://{self.host}:{self._proxy_port}"
+        orders, self._orders = RUNNING.Pipe(duplex=False)
+        self._proxy = on_node(self.node, be_proxy, self.host, self._proxy_port, self._port, orders)
+        orders.close()
         self.start()
 
     def start(self) -> None:
-        self.process: BaseProcess = RUNNING.Process(target=serve, args=(self.port, self.table, self.folder))
-        self.process.start()
+        self.process = on_node(self.node, serve, self.host, self._port, self.table, self.folder, self.node)
 
     def signal(self, signum: int) -> None:
         assert self.process.pid is not None
@@ -208,19 +279,25 @@ class Server:
 
     def hit(self, kind: str, rng: random.Random) -> None:
         """Begin a fault; a thread ends it."""
-        now = time.monotonic()
         lasts_s = LASTS_S.get(kind, 1.0)
-        self.busy_until = now + lasts_s + 0.3
-        if kind in ("kill", "freeze"):
-            self.signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        self.busy_until = time.monotonic() + lasts_s + 0.3
+        if kind in ("kill", "freeze") or (kind == "half-open" and self.node is not None):
+            if self.node is not None and kind == "half-open":
+                self.node.cut(lasts_s)
+            self.signal(signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
             threading.Timer(lasts_s * rng.uniform(0.5, 1.5), self._mend, (kind,)).start()
         elif kind == "second learner":
-            threading.Thread(target=self._second_learner, daemon=True).start()
+            on_node(self.node, second_learner, f"http://{self.host}:{self._port}")
+        elif kind in ("flip", "partition"):
+            (self.folder / kind).touch()
+            if kind == "partition" and self.node is None:
+                self._orders.send((kind, lasts_s))
+        elif self.node is not None and kind in self.shapes:
+            self.node.shape(lasts_s, QDISCS[kind])
+        elif self.node is not None and kind == MUTE:
+            self.node.mute(lasts_s)
         else:
-            if kind in ("flip", "partition"):
-                (self.folder / kind).touch()
-            if kind != "flip":
-                self.proxy.set(kind, now + lasts_s)
+            self._orders.send((kind, lasts_s))
 
     def _mend(self, kind: str) -> None:
         if kind == "freeze":
@@ -229,23 +306,13 @@ class Server:
             self.process.join(2)
             self.start()
 
-    def _second_learner(self) -> None:
-        call = {
-            "incarnation": "a second learner",
-            "secret": "0" * 64,
-            "group_port": free_port(),
-            "world_size": 2,
-            "backend": "tcp",
-            "timeout_s": 0.5,
-        }
-        with contextlib.suppress(httpx.HTTPError):
-            httpx.post(f"http://127.0.0.1:{self.port}/init_communicator/", json=call, timeout=2.0, trust_env=False)
-
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGCONT)
-        self.process.kill()
-        self.process.join(5)
+        self._orders.close()
+        for process in (self.process, self._proxy):
+            process.kill()
+            process.join(5)
 
 
 # ---- the learner ---------------------------------------------------------------------------------------------------
@@ -264,6 +331,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
     os.dup2(out.fileno(), 2)
     group = {"WORLD_SIZE": NUM_RANKS, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in group.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ[TOKEN_VARIABLE] = TOKEN
     torch.set_num_threads(1)
     notes = (folder / f"notes{rank}.jsonl").open("a", buffering=1)
     read_rollout, deliver, backward, update = (
@@ -368,37 +436,59 @@ def learner_config(model: Path, folder: Path, servers: list[Server], *, ahead: b
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str]) -> None:
+    def __init__(self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str] | None, loopback: bool) -> None:
         from bench.models import text_model
         from learner.config.load import config_of
 
         RUNNING.set_forkserver_preload(["bench.chaos", "learner.build", "learner.sync.servers"])
         self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
-        self.ahead, self._kinds = ahead, kinds
+        self.ahead, self._stack = ahead, contextlib.ExitStack()
+        self._make_network(loopback)
+        self.kinds = kinds or [*FAULTS, *self._more_kinds]
         model, table = text_model(folder, "tiny"), folder / "table"
         write_samples(folder / "train.jsonl")
         say("starting servers")
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
         table_config = learner_config(model, folder, [])
         table_config["custom"] = {"trainer_variant": "sft"}
         write_table(model, folder / "train.jsonl", table, config_of(table_config))
-        self.servers = [Server(table, folder / f"server{i}", self._loop) for i in range(NUM_SERVERS)]
-        for server in self.servers:
-            asyncio.run_coroutine_threadsafe(server.proxy.listen(), self._loop).result(5)
-        for server in self.servers:
-            _wait(partial(_answers, server.url), 60.0, "a server")
+        nodes = [self._nodes.get(f"server{i}") for i in range(NUM_SERVERS)]
+        self.servers = [Server(table, folder / f"server{i}", node, self._shapes) for i, node in enumerate(nodes)]
+        self._wait_for_servers()
         self.config = folder / "run.yaml"
         write_yaml(self.config, learner_config(model, folder, self.servers, ahead=ahead))
         self.num_resumed = 0
         self._start_run()
 
+    def _make_network(self, loopback: bool) -> None:
+        """Namespaces if the machine makes them; `network` says how it went."""
+        self._hub: Node | None = None
+        self._nodes: dict[str, Node] = {}
+        self._shapes: list[str] = []
+        self._more_kinds: list[str] = []
+        self.network = "loopback, as asked for"
+        if loopback:
+            return
+        try:
+            names = [f"server{i}" for i in range(NUM_SERVERS)]
+            self._hub, self._nodes = self._stack.enter_context(network(names))
+        except NoNamespacesError as refused:
+            self.network = f"loopback: {refused}"
+            return
+        self._shapes = [kind for kind, qdisc in QDISCS.items() if self._nodes["server0"].can_shape(qdisc)]
+        self._more_kinds = [MUTE, *(kind for kind in self._shapes if kind not in FAULTS)]
+        by_kernel = f"shaped by the kernel: {', '.join(self._shapes) or 'nothing'}"
+        self.network = f"a namespace for each server, one for the learner; {by_kernel}"
+
+    def _wait_for_servers(self) -> None:
+        waiting = on_node(self._hub, wait_for_answers, [server.url for server in self.servers])
+        waiting.join(60.0 * NUM_SERVERS + 5.0)
+        if waiting.exitcode != 0:
+            raise TimeoutError(f"a server does not answer; see {self.folder}")
+
     def _start_run(self) -> None:
         (port,) = free_ports(1)
         places = [(self.config, rank, port, self.folder) for rank in range(NUM_RANKS)]
-        self.ranks = [RUNNING.Process(target=learn, args=place) for place in places]
-        for rank in self.ranks:
-            rank.start()
+        self.ranks = [on_node(self._hub, learn, *place) for place in places]
 
     def _resumed(self) -> bool:
         """After the run has ended: whether that was with a named error and a checkpoint, and it goes on from there."""
@@ -408,8 +498,7 @@ class Campaign:
         if self._alive() or not re.search(NAMED_ERROR, said, re.M):
             return False
         time.sleep(3.0)  # the last faults end, because all servers must answer at the start
-        for server in self.servers:
-            _wait(partial(_answers, server.url), 60.0, "a server")
+        self._wait_for_servers()
         values = learner_config(self.folder / "text-model-tiny", self.folder, self.servers, ahead=self.ahead)
         values["training"]["resume_from_checkpoint"] = "latest"
         write_yaml(self.config, values)
@@ -430,12 +519,12 @@ class Campaign:
             serving = [server for server in quiet if server.url in self._serving()]
             if len(serving) < 2:  # one must be left: losing all would end the run, and rightly so
                 continue
-            server, kind = self.rng.choice(quiet), self.rng.choice(self._kinds)
+            server, kind = self.rng.choice(quiet), self.rng.choice(self.kinds)
             if kind == "flip" and any((other.folder / "flip").exists() for other in self.servers):
                 continue  # a sync is repeated once because of a damaged bucket: a second one rightly ends the run
             self.faults.append(Fault(kind, server.url, time.time()))
             server.hit(kind, self.rng)
-        time.sleep(6.0)  # the last faults end
+        time.sleep(6.0 if fills_disk else 3.5)  # the last faults end
         self.died_early, self.disk_is_full = not self._alive(), fills_disk
         if fills_disk:
             self.faults.append(Fault(DISK_FULL, "", time.time()))
@@ -464,7 +553,7 @@ class Campaign:
             rank.kill()
         for server in self.servers:
             server.end()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._stack.close()
         return left
 
     def _serving(self) -> set[str]:
@@ -567,7 +656,7 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
         if call["error"]
     ]
     rows: dict[str, Any] = {}
-    for kind in FAULTS:
+    for kind in campaign.kinds:
         own = [fault for fault in campaign.faults if fault.kind == kind]
         detections, recoveries = [], []
         for fault in own:
@@ -590,6 +679,7 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
         rows[DISK_FULL] = {"number": 1, "noticed": 1, "detection_s": _spread(ended), "recovery_s": None}
     gaps = [b - a for a, b in pairwise(step_ends)]
     return {
+        "network": campaign.network,
         "faults": len(campaign.faults),
         "resumed": campaign.num_resumed,
         "seconds": round(step_ends[-1] - campaign.began_s, 1) if step_ends else 0.0,
@@ -633,11 +723,12 @@ def chaos(
     seed: int,
     fills_disk: bool = True,
     ahead: bool = False,
-    kinds: Sequence[str] = FAULTS,
+    loopback: bool = False,
+    kinds: Sequence[str] | None = None,
 ) -> tuple[Campaign, list[str]]:
     """Run the campaign; what did not hold. Without `fills_disk` the run is ended by SIGINT. `ahead`: rollouts are made
-    ahead of learning."""
-    campaign = Campaign(folder, seed, ahead=ahead, kinds=kinds)
+    ahead of learning. `loopback`: no namespaces. `kinds`: of faults; by default all that are possible."""
+    campaign = Campaign(folder, seed, ahead=ahead, kinds=kinds, loopback=loopback)
     try:
         campaign.run(seconds, pause_s, fills_disk=fills_disk)
     finally:
@@ -651,6 +742,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
     ahead: Annotated[bool, typer.Option(help="Make rollouts ahead of learning (async_actor_learner).")] = False,
+    loopback: Annotated[bool, typer.Option(help="No network namespaces, even if there could be.")] = False,
     keep: Annotated[Path | None, typer.Option(help="A folder for logs and the run; default: a temporary one.")] = None,
 ) -> None:
     """Inject faults into the servers of a real run, and check what must hold."""
@@ -658,7 +750,7 @@ def main(
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep or Path(temporary)).resolve()
-        campaign, broken = chaos(folder, seconds=seconds, pause_s=pause_s, seed=seed, ahead=ahead)
+        campaign, broken = chaos(folder, seconds=seconds, pause_s=pause_s, seed=seed, ahead=ahead, loopback=loopback)
         result = {**figures.circumstances(), "seed": seed, "ahead": ahead, **figures_of(campaign), "broken": broken}
     text = json.dumps(result, indent=1)
     if out is not None:

@@ -202,15 +202,15 @@ class TensorEngine:
         self._ask()
 
 
-def serve(port: int, engine: TensorEngine | None = None) -> int:
+def serve(port: int, engine: TensorEngine | None = None, *, host: str = "127.0.0.1", token: str | None = None) -> int:
     """Serve in this process until a signal."""
     torch.set_num_threads(1)
     service._versions = dict  # vLLM's would have to be imported
     config = ServerConfig(
-        model="tensors", port=port, shutdown_timeout_s=1.0, queue_timeout_s=10.0, drain_timeout_s=10.0
+        model="tensors", host=host, port=port, shutdown_timeout_s=1.0, queue_timeout_s=10.0, drain_timeout_s=10.0
     )
     listener = _bind(config)
-    return asyncio.run(serving.serve(engine or TensorEngine(), config, None, listener, sys.stderr))
+    return asyncio.run(serving.serve(engine or TensorEngine(), config, token, listener, sys.stderr))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def spread(rows: list[Row]) -> dict[str, Any]:
 
 def main(
     out: Annotated[Path, typer.Option(help="The results; what is there already is not made again.")],
-    seconds: Annotated[float, typer.Option(help="No fault begins later.")] = 200.0,
+    seconds: Annotated[float, typer.Option(help="No fault begins later after the first.")] = 200.0,
     kills: Annotated[int, typer.Option()] = 20,
     freezes: Annotated[int, typer.Option()] = 20,
     gpu: Annotated[bool, typer.Option(help="Servers and learner on GPUs.")] = False,
@@ -180,12 +180,13 @@ def main(
     """Kill and freeze one of two real servers in turn, and measure how the run goes on."""
     before = json.loads(out.read_text()) if out.is_file() else {"rows": []}
     rows: list[Row] = before["rows"]
-    end = time.monotonic() + seconds
-    broken = ""
+    broken, began = "", time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, supervised() as processes:
         try:
             world = World(processes, Path(folder), on_gpu=gpu)
             world.until(lambda: len(world.steps_after(0.0)) >= 3, 120.0)
+            say(f"servers and run started in {time.monotonic() - began:.0f} s")
+            end = time.monotonic() + seconds
             for kind in left(rows, kills, freezes):
                 if time.monotonic() > end:
                     break

@@ -319,7 +319,7 @@ def train_stage1(processes: Processes, first: Stage1, folder: Path, model: Path,
     checkpoints = sorted(learner.run_dir.glob("checkpoint-*"), key=lambda p: int(p.name.rpartition("-")[2]))
     if not checkpoints:
         raise ServerError("stage 1 has failed", found=last_words(learner.log), wanted="a checkpoint")
-    _export(checkpoints[-1], model)
+    export(checkpoints[-1], model)
     steps = steps_of(read_events(learner.run_dir))
     chosen = steps[:: max(1, len(steps) // 8)] + steps[-1:]
     losses = {step["global_step"]: round(step["loss"], 3) for step in chosen}
@@ -352,7 +352,7 @@ def stage1_config(first: Stage1, data: Path, run_dir: Path, ranks: int, workers:
     )
 
 
-def _export(checkpoint: Path, model: Path) -> None:
+def export(checkpoint: Path, model: Path) -> None:
     unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder with the final name is complete
     argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
     try:

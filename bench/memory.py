@@ -4,9 +4,9 @@ In: how many requests. Out: memory of the server and all its children (proportio
 how far it moves after the first fifth. The model is tiny and answers one token, so that the time goes into what is kept
 per request: images, prompts, answers. Images have up to 25,000 sizes.
 
-What is kept on purpose has a limit, and grows up to it: vLLM's processed images (`mm_processor_cache_gb`, 4 GiB), and
-without a GPU the KV cache, which takes memory as it is first written (`cpu_kv_cache_gib`). Both are small here, and
-full within the first fifth.
+What is kept on purpose has a limit, and grows up to it: vLLM's processed images (`mm_processor_cache_gb`, 4 GiB). They
+are few here, so that the limit is reached within the first fifth. The KV cache, which has its size from the start, is
+small, so that it hides nothing.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ REQUIREMENTS = {
     "R34": "How many sequences are decoded at once does not depend on the learner's micro-batch.",
     "R35": "Channel-A learns ground truth in canonical order, without rollouts.",
     "R36": "Packing is deterministic, always takes the oldest segment, and refuses one that is too long for a row.",
-    "R37": "Policy gradients in groups of rollouts.",
+    "R37": "Policy gradients in groups of rollouts, and learning from the best of several.",
     "R38": "Tasks, rewards, losses and readers of your own, by import path.",
     "R39": "Log-probabilities of sampled tokens, and several answers to a prompt, on request.",
     "R40": "Servers leave and join a running learner.",

@@ -20,7 +20,7 @@ import torch
 from learner.config.load import write_resolved
 from learner.config.plan import Plan, resolve, shards
 from learner.config.rules import learns_rollouts, needs_rollouts
-from learner.config.schema import RunConfig
+from learner.config.schema import BestOfConfig, RunConfig
 from learner.data import prompt
 from learner.data.batches import (
     Batches,
@@ -51,10 +51,12 @@ from learner.run.output_dir import claim_output_dir, torchrun_job
 from learner.run.stopping import Stopped, StopRequest
 from learner.run.trackers import check_trackers
 from learner.steps.ahead import Stage2Ahead
+from learner.steps.best_of import BestOfSource
 from learner.steps.buffered import BufferedSteps
 from learner.steps.groups import GroupSource
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
+from learner.steps.refill import RefilledSteps
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.steps.shares import Bounds
 from learner.steps.source import FreshSteps, StepSource
@@ -174,13 +176,18 @@ class Basis:
     data: RunData
 
     @property
+    def best_of(self) -> BestOfConfig:
+        return self.config.rollout_matching.best_of
+
+    @property
     def ground_truth(self) -> GroundTruthSource:
         return GroundTruthSource(self.task, loss=self.config.loss)
 
     @cached_property
     def rewards(self) -> Rewards:
         functions, weights = reward_functions(self.config), dict(self.config.reward.weights)
-        if self.config.custom.trainer_variant == "grpo" and not functions and not weights:
+        compares = self.config.custom.trainer_variant == "grpo" or self.best_of.rollouts_per_sample > 1
+        if compares and not functions and not weights:
             weights = {"f1": 1.0}
         return Rewards(tokenizer=self.policy.tokenizer, functions=functions, weights=weights, task=self.task)
 
@@ -359,7 +366,7 @@ def _step_source(
             row_maker=row_maker,
             clock=clock,
         )
-        return _stage2(basis, parts, capacity=_whole_groups(config, backend), total_steps=total_steps)
+        return _stage2(basis, parts, capacity=_places_at_once(config, backend), total_steps=total_steps)
     settings: dict[str, Any] = {
         "gradient_accumulation_steps": plan.gradient_accumulation_steps,
         "ranks": basis.ranks,
@@ -367,6 +374,11 @@ def _step_source(
         "encoder": basis.policy.encoder,
         "clock": clock,
     }
+    if config.custom.trainer_variant == "grpo" and config.grpo.max_refills:
+        groups = plan.effective_batch_size // config.grpo.num_generations
+        return RefilledSteps(
+            batches, source, row_maker, max_refills=config.grpo.max_refills, groups_per_step=groups, **settings
+        )
     if plan.m_steps == 1:
         drains_at = None if config.training.packing_drop_last else total_steps - 1
         return FreshSteps(batches, source, row_maker, drains_at=drains_at, **settings)
@@ -377,7 +389,7 @@ def _step_source(
 
 
 def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int) -> StepSource:
-    """`capacity`: how many samples the backend decodes at once for this rank."""
+    """`capacity`: how many places of a batch the backend decodes at once for this rank."""
     config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
     assert config.stage2_ab is not None
     if not plan.async_actor_learner or parts.b_ratio == 0:
@@ -397,10 +409,13 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
     )
 
 
-def _whole_groups(config: RunConfig, backend: Backend | None) -> int:
-    """How many samples the backend decodes at once for this rank; with `grpo` whole groups, at least one."""
-    size = config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1
-    return max(1, backend.chunk // size) * size if backend else 0
+def _places_at_once(config: RunConfig, backend: Backend | None) -> int:
+    """How many places of a batch the backend decodes at once for this rank, at least one. With `grpo` places are
+    rollouts, in whole groups; with `best_of` each has several rollouts."""
+    chunk = backend.chunk if backend else 0
+    if config.custom.trainer_variant == "grpo":
+        return max(1, chunk // config.grpo.num_generations) * config.grpo.num_generations
+    return max(1, chunk // config.rollout_matching.best_of.rollouts_per_sample)
 
 
 def _overlap(config: RunConfig, rollouts: SegmentSource) -> Overlap:
@@ -464,6 +479,8 @@ def _segment_source(
     assert backend is not None
     on_answer = answers.add if answers is not None else None
     settings: dict[str, Any] = {"loss": basis.config.loss, "on_answer": on_answer}
+    if basis.best_of.rollouts_per_sample > 1:
+        return BestOfSource(backend, basis.task, basis.rewards, best_of=basis.best_of, **settings)
     if basis.config.custom.trainer_variant != "grpo":
         return RolloutSource(backend, basis.task, basis.rewards, **settings)
     longest = basis.config.rollout_matching.decoding.max_new_tokens

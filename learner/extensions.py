@@ -65,6 +65,13 @@ class PrefixRewards(NamedTuple):
     ends: NDArray[np.int64]  # [n] one past the last response token of each object, ascending
 
 
+class UnionTarget(NamedTuple):
+    """What is learned from several answers to one prompt. `agreed`: predictions without a label that they share."""
+
+    target: Target
+    agreed: int
+
+
 class Task(Protocol):
     """Reads answers, scores them, and makes what is learned from them: `task.type`. To be subclassed.
 
@@ -119,6 +126,11 @@ class Task(Protocol):
     def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:
         """The part of the weighted sum that objects earn one by one, for `grpo.credit: object`; None: the task cannot
         tell."""
+        return None
+
+    def union(self, assignments: Sequence[Any], loss: LossConfig) -> UnionTarget | None:
+        """What is learned from all answers to one prompt, the best first, for `best_of.use: union`. Its prefix is that
+        of the first. None: the task cannot merge answers."""
         return None
 
     def scene(self, assignment: Any) -> Mapping[str, Any]:
@@ -344,7 +356,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
-_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards"}
+_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "union"}
 
 
 def _missing_methods(value: type) -> Iterator[str]:

@@ -36,6 +36,7 @@ from learner.run.groups import GroupsLog
 from learner.run.log import MetricsLog, PhaseClock, Timeline
 from learner.run.pictures import draw_scenes
 from learner.run.stopping import Stopped, StopRequest
+from learner.steps.best_of import best_of_metrics
 from learner.steps.groups import TAUGHT
 from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.sync.sync import Sync
@@ -118,6 +119,7 @@ class StepTotals:
         metrics.pop(TOTAL, None)
         metrics.update(mean_rewards(counts))
         metrics.update(policy_metrics(counts))
+        metrics.update(best_of_metrics(counts))
         if "matched" in counts:
             metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
         return StepResult(

@@ -128,16 +128,19 @@ def _prepare_environment(config: ServerConfig) -> None:
     settings = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
         # The workers' own groups: all workers are on this machine. By default gloo listens at the address that the
         # machine's name stands for, and takes connections from anybody.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; they are killed then
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
-        # Without a GPU oneDNN keeps what it has compiled for 1,024 shapes. Images have new ones again and again.
+        # Without a GPU, oneDNN and torch's layer above it (ideep) each keep what they have prepared for 1,024 shapes of
+        # matrices, ideep 270 KB a shape. Images have new shapes again and again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+        "LRU_CACHE_CAPACITY": "32",
     }
+    if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would win
+        settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():

@@ -66,7 +66,12 @@ class ServerConfig(Section):
         "accept adapters too (a learner's `sync.mode: adapter`); decodes slightly slower", False, req="R08"
     )
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 512] = key("highest rank of an adapter", 16, req="R08")
-    cpu_kv_cache_gib: int = key("memory of the KV cache without a GPU", 1, unit="GiB", ge=1)
+    cpu_kv_cache_gib: int = key(
+        "memory of the KV cache without a GPU; `engine_args: {kv_cache_memory_bytes: ...}` goes before it",
+        1,
+        unit="GiB",
+        ge=1,
+    )
     cpu_threads: int | None = key(
         "CPU threads without a GPU; null: one per core. With 1 the server starts in 60% of the time",
         None,

@@ -396,7 +396,8 @@ _PART_BYTES = 64 << 20
 def checkpoint_digest(path: str) -> str:
     """Of the weights' files, all bytes of them; several parts at a time."""
     files = [file for kind in ("*.safetensors", "*.bin", "*.pt") for file in sorted(Path(path).glob(kind))]
-    places = [(file, start) for file in files for start in range(0, file.stat().st_size, _PART_BYTES)]
+    sizes = [file.stat().st_size for file in files]
+    places = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, _PART_BYTES)]
 
     def of_part(place: tuple[Path, int]) -> bytes:
         with place[0].open("rb") as stream:
@@ -404,7 +405,7 @@ def checkpoint_digest(path: str) -> str:
             return hashlib.blake2b(stream.read(_PART_BYTES), digest_size=16).digest()
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        return hashlib.blake2b(b"".join(threads.map(of_part, places)), digest_size=16).hexdigest()
+        return hashlib.blake2b(str(sizes).encode() + b"".join(threads.map(of_part, places)), digest_size=16).hexdigest()
 
 
 def _num_threads() -> int:

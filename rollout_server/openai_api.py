@@ -8,19 +8,22 @@ Invariants:
   medium. So there is no second place that fetches URLs or opens files;
 - fields that vLLM takes and that are not listed here are refused: among them are a template and a processor's settings
   of the client's own;
-- requests are answered with the adapter that the learner has sent, whatever `model` says.
+- requests are answered with the adapter that the learner has sent, whatever `model` says;
+- a log-probability that is not finite ends the call, whatever vLLM's layer makes of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from shared.errors import RequestError, ServerError
+from shared.errors import NotFiniteError, RequestError, ServerError
+from shared.generation import check_logprobs
 from shared.wire import MAX_ANSWERS, ClientModel, Items, Message, Name, NoItems, TemplateValue, WireModel
 
 if TYPE_CHECKING:
@@ -115,15 +118,16 @@ class OpenAILayer:
 
     async def complete(self, call: OpenAICall, images: Sequence[Any]) -> bytes | AsyncGenerator[str]:
         """The answer; with `call.stream` its events, as they come. `images` are those of the call's messages, in order.
-        Raises RequestError, and what vLLM raises."""
+        Raises RequestError, NotFiniteError, and what vLLM raises."""
         serving = self._started()
+        _not_finite.set([])
         if isinstance(call, ChatCall):
             answer = await serving.chat.create_chat_completion(self._chat_request(call, images))
         else:
             answer = await serving.completion.create_completion(_completion_request(call))
         if hasattr(answer, "error"):
             raise _refused(answer.error)
-        return answer if isinstance(answer, AsyncGenerator) else _json(answer)
+        return _checked(answer) if isinstance(answer, AsyncGenerator) else _json(answer)
 
     def _chat_request(self, call: ChatCall, images: Sequence[Any]) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -195,6 +199,18 @@ def _refused(error: Any) -> RequestError:
     return RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
 
 
+# Of the call that runs: vLLM's layer makes an event of every error in a stream.
+_not_finite: ContextVar[list[NotFiniteError]] = ContextVar("not_finite")
+
+
+async def _checked(events: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            for error in _not_finite.get():
+                raise error
+            yield event
+
+
 class _Client:
     """The engine as vLLM's layer sees it."""
 
@@ -204,8 +220,17 @@ class _Client:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._llm.generate(*args, **{**kwargs, "lora_request": self._served_adapter()})
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        """Raises NotFiniteError."""
+        outputs = self._llm.generate(*args, **{**kwargs, "lora_request": self._served_adapter()})
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                try:
+                    check_logprobs(output)
+                except NotFiniteError as error:
+                    _not_finite.get().append(error)
+                    raise
+                yield output
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,7 +111,7 @@ class RolloutService:
         check_number("n", call.num_prompts * call.n, self.config)
         with self._counted():
             async with self._admitted(call.num_prompts * call.n):
-                answer = await self.engine.complete(call)
+                answer = await self._checked(self.engine.complete(call))
                 self.gate.check_sound()
         assert isinstance(answer, bytes), "a call without `stream` gets one answer"
         return answer
@@ -128,10 +128,13 @@ class RolloutService:
             async with self._admitted(call.num_prompts * call.n):
                 events = await self.engine.complete(call)
                 assert isinstance(events, AsyncGenerator), "a call with `stream` gets events"
-                async with aclosing(events):
-                    async for event in events:
-                        self.gate.check_sound()
-                        put(event.encode())
+                await self._checked(self._put_all(events, put))
+
+    async def _put_all(self, events: AsyncGenerator[str], put: Callable[[bytes], None]) -> None:
+        async with aclosing(events):
+            async for event in events:
+                self.gate.check_sound()
+                put(event.encode())
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -232,6 +232,14 @@ def read_generation(
     )
 
 
+def check_logprobs(output: Any) -> None:
+    """Raises NotFiniteError if vLLM's output has log-probabilities of sampled tokens, and one is not finite."""
+    for completion in output.outputs:
+        # A part of a stream without tokens may repeat earlier rows.
+        rows = zip(getattr(completion, "logprobs", None) or (), completion.token_ids, strict=False)
+        _check_finite([float(row[i].logprob) for row, i in rows])
+
+
 def _sampled_logprobs(completion: Any) -> list[float] | None:
     """One per token, or None if they were not asked for. Raises NotFiniteError."""
     rows = getattr(completion, "logprobs", None)

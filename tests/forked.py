@@ -12,7 +12,6 @@ The process of origin ends with the tests. It has one thread, so forking it is s
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import json
@@ -28,6 +27,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
+
+from bench.namespaces import enter
 
 ROOT = Path(__file__).parents[1]
 _MESSAGE_BYTES = 1 << 20
@@ -83,7 +84,7 @@ def start(
 ) -> Forked:
     """`python -m module arguments`, forked from a process that has imported the modules `loaded`.
 
-    `node`: a process whose user and network namespaces the program enters (`tests.namespaces`).
+    `node`: a process whose user and network namespaces the program enters (`bench.namespaces`).
     """
     origin = _origin(loaded)
     order = {"module": module, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd), "node": node}
@@ -182,21 +183,13 @@ def _obey(channel: socket.socket) -> dict[str, Any]:
         channel.send(json.dumps(answer).encode())
 
 
-def _enter(node: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    for kind in ("user", "net"):
-        with Path(f"/proc/{node}/ns/{kind}").open() as namespace:
-            if libc.setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), f"the {kind} namespace of process {node}")
-
-
 def _main(number: str, *loaded: str) -> NoReturn:
     for name in loaded:
         importlib.import_module(name)
     with socket.socket(fileno=int(number)) as channel:
         order = _obey(channel)
     if order["node"] is not None:
-        _enter(order["node"])
+        enter(order["node"])
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["env"])

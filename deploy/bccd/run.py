@@ -66,7 +66,7 @@ KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
 IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
 AHEAD: Mapping[str, Any] = {**IN_STEP, "async_actor_learner": {"enabled": True}}
 COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "recall")
-GROUP = 8  # rollouts of a photograph, in `grpo`
+GROUP = 8  # rollouts of a photograph, in `grpo` and `best_of`
 GRPO_RATE = 0.5  # its learning rate, over that of the other methods
 PROBE_STEPS = 60
 EVALUATIONS, EVALUATION_S = 4, 10.0  # in stage 1: how many, and what one takes at most
@@ -79,6 +79,7 @@ class Method:
     loss: Mapping[str, Any] = field(default_factory=dict)
     stage2_ab: Mapping[str, Any] | None = None
     grpo: Mapping[str, Any] | None = None
+    best_of: str | None = None  # what is made of a group of rollouts of each photograph; None: one rollout
 
 
 METHODS: Mapping[str, Method] = {
@@ -87,9 +88,13 @@ METHODS: Mapping[str, Method] = {
     "keep_unmatched": Method(loss=KEPT),
     "stage2_ab_training": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),
     "stage2_ab_training, ahead": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=AHEAD),
+    f"best of {GROUP}": Method(loss=TUNED, best_of="best"),
+    f"union of {GROUP}": Method(loss=KEPT, best_of="union"),
+    f"rejection-sampled of {GROUP}": Method(best_of="rejection"),
     "grpo": Method(variant="grpo", grpo={}),
     "grpo, object credit": Method(variant="grpo", grpo={"credit": "object"}),
     "grpo and sft": Method(variant="grpo", grpo={"sft_weight": 1.0}),
+    "grpo and rollout matching": Method(variant="grpo", loss=TUNED, grpo={"matching_weight": 1.0}),
 }
 
 
@@ -311,7 +316,7 @@ def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> Le
         steps=steps,
         batch_size=plan.stage1_batch,
         variant="sft",
-        matching=_matching(plan, {}),
+        matching=_matching(plan, {}, METHODS["sft"]),
         model={"dtype": "float32"},
         data={"val": str(plan.work / "val.jsonl"), "num_workers": _workers(all_cores=True)},
         training={
@@ -385,7 +390,7 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
         steps=plan.steps,
         batch_size=batch_size,
         variant=method.variant,
-        matching=_matching(plan, slot.vllm() if slot.server else {}, samples=is_grpo),
+        matching=_matching(plan, slot.vllm() if slot.server else {}, method),
         model={"dtype": "float32"},
         data={"test": str(plan.work / "test.jsonl"), "num_workers": _workers(all_cores=False)},
         task={"iou_threshold": 0.3},
@@ -408,12 +413,16 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
     )
 
 
-def _matching(plan: Plan, served: Mapping[str, Any], *, samples: bool = False) -> dict[str, Any]:
-    """The section `rollout_matching`. `served`: `vllm` with a server. `samples`: rollouts are drawn, not greedy."""
+def _matching(plan: Plan, served: Mapping[str, Any], method: Method) -> dict[str, Any]:
+    """The section `rollout_matching`. `served`: `vllm` with a server. Groups of rollouts are drawn, single ones are
+    greedy."""
+    samples = method.grpo is not None or method.best_of is not None
     matching: dict[str, Any] = {
         "decode_batch_size": 128,
         "decoding": {"temperature": float(samples), "max_new_tokens": plan.max_new_tokens},
     }
+    if method.best_of is not None:
+        matching["best_of"] = {"rollouts_per_sample": GROUP, "use": method.best_of}
     if served:
         return {**matching, "vllm": dict(served)}
     return {**matching, "rollout_backend": "hf"}

@@ -168,7 +168,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
     training, rollout, variant = config.training, config.rollout_matching, config.custom.trainer_variant
     gas = derived_gas(config, world_size)
     batch = training.per_device_train_batch_size * world_size * gas
-    rollouts = 0 if variant == "sft" else batch
+    rollouts = 0 if variant == "sft" else batch * rollout.best_of.rollouts_per_sample
     vllm = rollout.vllm if rollout.rollout_backend == "vllm" else None
     server, buffer = rollout.vllm.server, rollout.rollout_buffer
     colocated = vllm is not None and vllm.mode == "colocate"

@@ -13,7 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from learner.config.schema import GrpoConfig, LossConfig, RunConfig, ServerClientConfig, ServerEntry, TaskConfig
+from learner.config.schema import (
+    BestOfConfig,
+    GrpoConfig,
+    LossConfig,
+    RunConfig,
+    ServerClientConfig,
+    ServerEntry,
+    TaskConfig,
+)
 from shared.config.model import Mistake, Section, show
 from shared.wire import TOKEN_VARIABLE
 
@@ -458,6 +466,62 @@ def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found=found, wanted=wanted, remedy=remedy)
 
 
+def best_of_has_a_use(config: RunConfig) -> Iterator[Mistake]:
+    """`best_of` goes with `rollout_matching_sft` and `stage2_ab_training`; `use` and `min_reward` need more than one
+    rollout per sample, and `min_reward` goes with `use: rejection` (R37)."""
+    best, variant, path = config.rollout_matching.best_of, config.custom.trainer_variant, f"{ROLLOUT}.best_of"
+    changed = [name for name, field in BestOfConfig.model_fields.items() if getattr(best, name) != field.default]
+    if changed and variant not in ("rollout_matching_sft", "stage2_ab_training"):
+        found, wanted = f"a section that {variant} does not read", "no such section"
+        remedy = "set grpo.num_generations instead" if variant == "grpo" else "remove it: sft has no rollouts"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=remedy)
+    elif changed and best.rollouts_per_sample == 1:
+        found, wanted = f"{', '.join(changed)} with one rollout per sample", "rollouts_per_sample above 1"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy="raise rollouts_per_sample, or remove the section")
+    elif best.min_reward is not None and best.use != "rejection":
+        remedy = "remove it, or set use: rejection"
+        found = f"{best.min_reward:g} with use: {best.use}"
+        yield Mistake(path=f"{path}.min_reward", found=found, wanted="use: rejection", remedy=remedy)
+
+
+def best_of_samples(config: RunConfig) -> Iterator[Mistake]:
+    """`best_of` draws its rollouts: `decoding.temperature` is above 0 (R37)."""
+    decoding, number = config.rollout_matching.decoding, config.rollout_matching.best_of.rollouts_per_sample
+    if number > 1 and decoding.mode != "sample":
+        wanted = f"sampling: {number} rollouts of a sample that are decoded by {decoding.mode} are all the same"
+        remedy = f"set {ROLLOUT}.decoding.temperature above 0 (1.0), or best_of.rollouts_per_sample: 1"
+        found = f"{decoding.mode} decoding"
+        yield Mistake(path=f"{ROLLOUT}.decoding.temperature", found=found, wanted=wanted, remedy=remedy)
+
+
+def best_of_union(config: RunConfig) -> Iterator[Mistake]:
+    """`best_of.use: union` goes with `loss.missed_order: canonical`, and not with `task.type: key_value` (R37)."""
+    if config.rollout_matching.best_of.use != "union":
+        return
+    if config.task.type == "key_value":
+        remedy = "set use: best"
+        wanted = "a task that can merge answers, such as detection"
+        yield Mistake(path=f"{ROLLOUT}.best_of.use", found="union with key_value", wanted=wanted, remedy=remedy)
+    if config.loss.missed_order != "canonical":
+        wanted, remedy = "canonical, for best_of.use: union", "set it to canonical, or set best_of.use: best"
+        yield Mistake(path="loss.missed_order", found=config.loss.missed_order, wanted=wanted, remedy=remedy)
+
+
+def rewards_exist(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo` and `best_of` need a reward: detection has its own, another task needs `reward.functions`, or
+    `reward.weights` of rewards of its own (R37 R38)."""
+    variant, number = config.custom.trainer_variant, config.rollout_matching.best_of.rollouts_per_sample
+    if variant != "grpo" and number == 1:
+        return
+    own_task = config.task.type not in ("detection", "key_value")
+    if config.task.type == "detection" or config.reward.functions or (own_task and config.reward.weights):
+        return
+    found = f"no reward with task.type: {config.task.type}"
+    wanted = f"one, because {'grpo' if variant == 'grpo' else 'best_of'} compares rollouts by it"
+    remedy = "name functions in reward.functions"
+    yield Mistake(path="reward.functions", found=found, wanted=wanted, remedy=remedy)
+
+
 # ---- stage2_ab -----------------------------------------------------------------------------------------------------
 
 
@@ -592,11 +656,43 @@ def grpo_overlong(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.sft_weight` mixes within a step; with the section `stage2_ab` Channel-A is the teacher forcing (R37)."""
-    if config.custom.trainer_variant == "grpo" and config.grpo.sft_weight and config.stage2_ab is not None:
-        remedy = "set grpo.sft_weight: 0, and lower stage2_ab.schedule.b_ratio"
-        wanted = "0 with the section stage2_ab, whose Channel-A is teacher forcing"
-        yield Mistake(path="grpo.sft_weight", found=given(config.grpo, "sft_weight"), wanted=wanted, remedy=remedy)
+    """`grpo.sft_weight` and `grpo.matching_weight` mix within a step; with the section `stage2_ab` Channel-A is the
+    teacher forcing, and Channel-B has one segment per rollout (R37)."""
+    if config.custom.trainer_variant != "grpo" or config.stage2_ab is None:
+        return
+    for name, wanted, remedy in (
+        ("sft_weight", "whose Channel-A is teacher forcing", ", and lower stage2_ab.schedule.b_ratio"),
+        ("matching_weight", "whose Channel-B learns each rollout once", ", or remove stage2_ab"),
+    ):
+        if getattr(config.grpo, name):
+            yield Mistake(
+                path=f"grpo.{name}",
+                found=given(config.grpo, name),
+                wanted=f"0 with the section stage2_ab, {wanted}",
+                remedy=f"set grpo.{name}: 0{remedy}",
+            )
+
+
+def grpo_refills(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.max_refills` needs `grpo.skip_no_signal` and `training.max_steps`, and goes neither with `stage2_ab`, whose
+    steps are shares of an epoch, nor with a `rollout_buffer`, whose windows have a fixed size (R37)."""
+    if config.custom.trainer_variant != "grpo" or not config.grpo.max_refills:
+        return
+    path, found, off = "grpo.max_refills", given(config.grpo, "max_refills"), "set grpo.max_refills: 0"
+    buffer = config.rollout_matching.rollout_buffer
+    if not config.grpo.skip_no_signal:
+        wanted = "true with grpo.max_refills: groups that are replaced must not count in the mean"
+        yield Mistake(path="grpo.skip_no_signal", found="false", wanted=wanted, remedy=f"set it to true, or {off}")
+    if config.training.max_steps is None:
+        wanted = "training.max_steps: a step takes as much data as it needs, so epochs do not tell the run's length"
+        remedy = f"replace training.num_train_epochs, or {off}"
+        yield Mistake(path="training.max_steps", found="no number of steps", wanted=wanted, remedy=remedy)
+    if config.stage2_ab is not None:
+        wanted = "0 with the section stage2_ab, whose steps are fixed shares of an epoch"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or remove stage2_ab")
+    if buffer is not None and buffer.enabled and buffer.m_steps > 1:
+        wanted = "0 with a rollout_buffer, which learns the same micro-batches again"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or {ROLLOUT}.rollout_buffer: null")
 
 
 RULES: tuple[Rule, ...] = (
@@ -617,6 +713,10 @@ RULES: tuple[Rule, ...] = (
     adapter_sync,
     buffer_variant,
     offload_can_be_served,
+    best_of_has_a_use,
+    best_of_samples,
+    best_of_union,
+    rewards_exist,
     stage2_section,
     stage2_batch,
     overlap_needs_servers,
@@ -628,4 +728,5 @@ RULES: tuple[Rule, ...] = (
     grpo_reference,
     grpo_overlong,
     grpo_mix,
+    grpo_refills,
 )

@@ -297,7 +297,7 @@ class TrainingConfig(Section):
     per_device_train_batch_size: int = key("dataloader batch of a rank", 1, unit="samples per micro-step", ge=1)
     effective_batch_size: int | None = key(
         "batch of an optimizer step over all ranks, a multiple of per_device_train_batch_size x ranks. "
-        "`stage2_ab_training` requires it: it is the number of rollouts per step there",
+        "`stage2_ab_training` requires it: it is the number of samples that a Channel-B step rolls out",
         None,
         unit="samples",
         req="D8 R31 R33",
@@ -584,6 +584,36 @@ class OffloadConfig(Section):
     offload_optimizer: bool = key("the optimizer's moments", False, req="R20")
 
 
+class BestOfConfig(Section):
+    """Several rollouts of each sample, from which one target is made; for `rollout_matching_sft` and
+    `stage2_ab_training`. The best rollout has the largest weighted sum of rewards (`reward`); of equal ones it is the
+    first. Batch sizes count samples: a step makes `rollouts_per_sample` times as many rollouts."""
+
+    rollouts_per_sample: int = key(
+        "rollouts of each sample; more than 1 need sampling (`decoding.temperature` above 0)",
+        1,
+        unit="rollouts",
+        req="R37",
+        ge=1,
+    )
+    use: Literal["best", "union", "rejection"] = key(
+        "`best`: the best rollout is matched and corrected, as a single one would be. `union`: likewise; boxes without "
+        "a label that at least half of the rollouts have are kept among the appended objects, without loss "
+        "(detection). `rejection`: the best rollout is learned as it is, its own tokens with weight 1. Nothing is "
+        "learned of a sample whose best rollout does not reach `min_reward`, or was cut at `max_new_tokens`. Of `loss` "
+        "only `function` applies to it",
+        "best",
+        req="R37",
+    )
+    min_reward: float | None = key(
+        "`use: rejection`: the smallest weighted sum of rewards that is learned; null: any above the mean of the "
+        "sample's rollouts",
+        None,
+        unit="reward",
+        req="R37",
+    )
+
+
 class RolloutMatchingConfig(Section):
     """How rollouts are made."""
 
@@ -600,6 +630,7 @@ class RolloutMatchingConfig(Section):
         ge=1,
     )
     decoding: DecodingConfig = key("decoding", DecodingConfig(), req="D7")
+    best_of: BestOfConfig = key("several rollouts of each sample", BestOfConfig(), req="R37")
     vllm: VllmConfig = key("`rollout_backend: vllm`", VllmConfig(), req="R02")
     rollout_buffer: RolloutBufferConfig | None = key("reuse of rollouts; null: none", None, req="D2 R18")
     offload: OffloadConfig = key("offloading while colocated vLLM generates", OffloadConfig(), req="R20")
@@ -689,9 +720,25 @@ class GrpoConfig(Section):
         False,
         req="R37",
     )
+    max_refills: int = key(
+        "dynamic sampling (DAPO): while fewer groups have a signal than a step has groups, the step takes another "
+        "micro-batch of the data, at most this many; 0: none. Every sample that was drawn counts as used. Needs "
+        "`skip_no_signal` and `training.max_steps`; not with `stage2_ab` or a `rollout_buffer`",
+        0,
+        unit="micro-batches per step",
+        req="R37",
+        ge=0,
+    )
     sft_weight: float = key(
         "teacher forcing in the same step: the ground truth of every group, whose tokens together weigh this many "
         "times the group's; 0: none",
+        0.0,
+        req="R37",
+        ge=0.0,
+    )
+    matching_weight: float = key(
+        "rollout matching in the same step: the best rollout of every group, matched and corrected as the section "
+        "`loss` says, whose tokens together weigh this many times the group's; 0: none",
         0.0,
         req="R37",
         ge=0.0,

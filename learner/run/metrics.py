@@ -79,7 +79,10 @@ GRPO = (
     Metric("grpo/reward_std", "", "standard deviation of the rewards in a group; mean over groups"),
     Metric("grpo/no_signal", "share", "groups without signal: no token has an advantage"),
     Metric("grpo/groups", "groups", "groups that were learned; sum over ranks"),
-    Metric("grpo/taught", "segments", "ground truth of groups, with `sft_weight`; sum over ranks"),
+    Metric("grpo/refills", "micro-batches", "with `max_refills`: drawn in this step beyond the planned ones"),
+    Metric(
+        "grpo/taught", "segments", "of groups, with `sft_weight` or `matching_weight`: taught besides; sum over ranks"
+    ),
     Metric("grpo/drawn_elsewhere", "tokens", "tokens whose log-probability the engine gave; sum over ranks"),
     Metric("grpo/tokens", "tokens", "tokens that were reinforced; sum over ranks"),
     Metric("grpo/entropy", "nats", "entropy of the policy at a token; mean"),
@@ -89,6 +92,18 @@ GRPO = (
     Metric("grpo/ratio", "", "probability now over that before the first update on the rollout; mean"),
     Metric("grpo/clipped", "share", "tokens that `clip_low` or `clip_high` keeps from being learned further"),
     Metric("grpo/kl", "nats", "divergence from the model without its adapter; mean; 0 without `kl_weight`"),
+)
+
+# Steps with `best_of`.
+BEST_OF = (
+    Metric("best_of/reward", "", "weighted sum of the rewards of each sample's best rollout; mean over samples"),
+    Metric("best_of/learned", "share", "samples of which something is learned; below 1 with `use: rejection` only"),
+    Metric("best_of/samples", "samples", "samples with several rollouts; sum over ranks"),
+    Metric(
+        "best_of/agreed",
+        "objects",
+        "with `use: union`: boxes without a label that at least half of a sample's rollouts have; sum over ranks",
+    ),
 )
 
 # Steps with `rollout_buffer`.
@@ -227,6 +242,12 @@ GROUPS: tuple[tuple[str, str, tuple[Metric, ...]], ...] = (
     ("What was learned", "Under `metrics` of `step`.", LEARNING),
     ("Rollouts", "Under `metrics` of a `step` that learned rollouts. Sums over ranks.", ROLLOUTS),
     ("Rewards", "Under `metrics` of `step` and `eval`, with `reward.functions` or `reward.weights`.", REWARDS),
+    (
+        "Best of several rollouts",
+        "Under `metrics` of `step`, with `best_of`. Counts of objects are those of the best rollouts, `rollout_tokens` "
+        "and rewards those of all.",
+        BEST_OF,
+    ),
     ("Policy gradients", "Under `metrics` of `step`, with `grpo`.", GRPO),
     ("Buffered rollouts", "Under `metrics` of `step`, with `rollout_buffer`.", BUFFER),
     ("Stage 2", "Under `metrics` of `step`, with `stage2_ab_training`. `async/`: with `async_actor_learner`.", STAGE2),

@@ -27,14 +27,14 @@ from learner.records import EncodedPrompt, PolicyTokens, Rollout, Sample, Segmen
 from learner.rollout.backend import RolloutBackend, RolloutStream
 from learner.run.groups import ScoredAnswer
 from learner.run.log import PhaseClock
-from learner.steps.segments import RolloutSource, SegmentStream
+from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
 from learner.target.advantages import object_advantages, overlong_penalty, sequence_advantages
-from learner.target.target import IGNORED, build_segment
+from learner.target.target import build_segment, own_target
 from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
-TAUGHT = "grpo/taught"  # segments of ground truth (`sft_weight`): no rollouts
+TAUGHT = "grpo/taught"  # segments besides those of the rollouts (`sft_weight`, `matching_weight`)
 _ROUNDING = 1e-9  # of advantages: the mean of equal rewards may differ from them in the last bit
 
 
@@ -49,8 +49,7 @@ class _Scored:
         self.rollout, self.prompt = rollout, prompt
         self.assignment = source.task.match(source.task.parse(rollout))
         self.parts = source.rewards.parts(rollout, self.assignment)
-        stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
-        self.token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
+        self.num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
         penalty = overlong_penalty(
             len(rollout.response_token_ids),
             most=source.max_new_tokens,
@@ -89,13 +88,21 @@ class GroupSource(RolloutSource):
         self._on_group = on_group
         self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
 
-    def _segments(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+    def _groups(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[list[_Scored]]:
         scored = [_Scored(rollout, prompt, self) for rollout, prompt in zip(rollouts, prompts, strict=True)]
         size = self.grpo.num_generations
         groups = [scored[i : i + size] for i in range(0, len(scored), size)]
+        assert all(len({one.rollout.sample.sample_id for one in group}) == 1 for group in groups), "a group is torn"
+        return groups
+
+    def reinforced(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+        """Of whole groups: the segment of each rollout, in order."""
+        return self._reinforced(self._groups(rollouts, prompts))
+
+    def _reinforced(self, groups: Sequence[Sequence[_Scored]]) -> list[Segment]:
+        """Of each rollout, in order."""
         if not groups:
             return []
-        assert all(len({one.rollout.sample.sample_id for one in group}) == 1 for group in groups), "a group is torn"
         rewards = np.array([[one.reward for one in group] for group in groups])
         advantages = self._advantages(groups, rewards)
         found: list[Segment] = []
@@ -104,7 +111,7 @@ class GroupSource(RolloutSource):
             has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: float(own.std())}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
-            found += segments if has_signal or not self.grpo.skip_no_signal else map(_silent, segments)
+            found += segments if has_signal or not self.grpo.skip_no_signal else map(silent, segments)
             if self._on_group is not None:
                 self._on_group([_scored_answer(*one) for one in zip(group, per_token, strict=True)])
         return found
@@ -141,14 +148,9 @@ class GroupSource(RolloutSource):
         return [float(one.std()) + 1e-6 for one in compared]
 
     def _segment(self, one: _Scored, advantages: NDArray[np.float64]) -> Segment:
-        rollout, length = one.rollout, len(one.token_ids)
-        weight, extra = self._weights(length)
-        target = Target(
-            token_ids=one.token_ids,
-            labels=one.token_ids.copy(),
-            loss_weights=np.full(length, weight, dtype=np.float32),
-            prefix_length=len(rollout.response_token_ids),
-        )
+        rollout = one.rollout
+        weight, extra = self._weights(one.num_tokens)
+        target = own_target(rollout, weight)
         if self._on_answer is not None:
             self._on_answer(one.assignment, target)
         stats = {
@@ -180,61 +182,55 @@ class GroupSource(RolloutSource):
         first_req_idx: int,
         clock: PhaseClock,
     ) -> list[Segment]:
-        """Of each rollout, in order; with `sft_weight` the ground truth of each group behind them."""
+        """Of each rollout, in order. Behind them, of each group, what is taught besides: the ground truth with
+        `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
         rollouts = self._rollouts(
             samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
         )
         with clock.phase("target"):
-            segments = self._segments(rollouts, prompts)
+            groups = self._groups(rollouts, prompts)
+            segments = self._reinforced(groups)
             if self.grpo.sft_weight:
-                segments += self._taught(samples, prompts, segments)
+                segments += [one for group in groups for one in self._ground_truth(group)]
+            if self.grpo.matching_weight:
+                segments += [one for group in groups for one in self._matched(group)]
             return segments
 
-    def _taught(
-        self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], segments: Sequence[Segment]
-    ) -> list[Segment]:
-        """The ground truth of each group, also of one that is skipped for want of a signal."""
-        size, found = self.grpo.num_generations, []
-        for start in range(0, len(samples), size):
-            group = segments[start : start + size]
-            lengths = [len(one) - one.prompt_length for one in group]
-            weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
-            target = self.task.ground_truth(samples[start], self._loss)
-            sample_id = samples[start].sample_id
-            segment = build_segment(prompts[start], target, sample_id=sample_id, stats={TAUGHT: 1.0})
-            scale = self.grpo.sft_weight * weight / max(float(segment.loss_weights.sum()), 1e-6)
-            if scale > 0:
-                found.append(replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32)))
-        return found
+    def _ground_truth(self, group: Sequence[_Scored]) -> list[Segment]:
+        target = self.task.ground_truth(group[0].rollout.sample, self._loss)
+        return self._taught(group, group[0], target, self.grpo.sft_weight)
+
+    def _matched(self, group: Sequence[_Scored]) -> list[Segment]:
+        best = max(group, key=lambda one: one.reward)  # of equal ones the first
+        return self._taught(group, best, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
+
+    def _taught(self, group: Sequence[_Scored], one: _Scored, target: Target, factor: float) -> list[Segment]:
+        """A segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if nothing
+        of it has a weight."""
+        lengths = [rollout.num_tokens for rollout in group]
+        weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
+        segment = build_segment(one.prompt, target, sample_id=one.rollout.sample.sample_id, stats={TAUGHT: 1.0})
+        scale = factor * weight / max(float(segment.loss_weights.sum()), 1e-6)
+        if not scale or not segment.loss_weights.any():
+            return []
+        return [replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32))]
 
     def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
         together = len(prompts) if self.grpo.advantage == "batch" else self.grpo.num_generations
-        return _GroupStream(self._segments, rollouts, prompts, together)
+        return _GroupStream(self, rollouts, prompts, together)
 
 
 class _GroupStream(SegmentStream):
     """The segments of `together` places in a row, when the last rollout of them has ended."""
 
     def __init__(
-        self,
-        segments: Callable[[Sequence[Rollout], Sequence[EncodedPrompt]], list[Segment]],
-        rollouts: RolloutStream,
-        prompts: Sequence[EncodedPrompt],
-        together: int,
+        self, source: GroupSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt], together: int
     ) -> None:
-        self._segments, self._rollouts, self._prompts, self._together = segments, rollouts, prompts, together
+        self._source, self._rollouts, self._prompts, self._together = source, rollouts, prompts, together
 
     def __iter__(self) -> Iterator[tuple[int, Segment]]:
-        ended: dict[int, dict[int, Rollout]] = {}
-        for place, rollout in self._rollouts:
-            first = place - place % self._together
-            group = ended.setdefault(first, {})
-            group[place] = rollout
-            places = range(first, min(first + self._together, len(self._prompts)))
-            if len(group) == len(places):
-                made = self._segments([group[i] for i in places], [self._prompts[i] for i in places])
-                del ended[first]
-                yield from zip(places, made, strict=True)
+        for places, group in in_groups(self._rollouts, size=self._together, number=len(self._prompts)):
+            yield from zip(places, self._source.reinforced(group, [self._prompts[i] for i in places]), strict=True)
 
     def close(self) -> None:
         self._rollouts.close()
@@ -243,8 +239,8 @@ class _GroupStream(SegmentStream):
 def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:
     """The advantages of an answer's steps, [n + 1] for n objects or [1], as those of its tokens [T]."""
     if one.by_object is None:
-        return np.full(len(one.token_ids), step[0])
-    return step[np.searchsorted(one.by_object.ends, np.arange(len(one.token_ids)), side="right")]
+        return np.full(one.num_tokens, step[0])
+    return step[np.searchsorted(one.by_object.ends, np.arange(one.num_tokens), side="right")]
 
 
 def _scored_answer(one: _Scored, advantages: NDArray[np.float64]) -> ScoredAnswer:
@@ -264,13 +260,3 @@ def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: 
     if logprobs is not None:
         aligned[1][start:] = logprobs
     return PolicyTokens(advantages=aligned[0], rollout_logprobs=aligned[1], first_logprobs=aligned[2])
-
-
-def _silent(segment: Segment) -> Segment:
-    """Without loss and without weight: only its counts remain."""
-    return replace(
-        segment,
-        labels=np.full_like(segment.labels, IGNORED),
-        loss_weights=np.zeros_like(segment.loss_weights),
-        extra_weight=0.0,
-    )

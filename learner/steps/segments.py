@@ -6,8 +6,11 @@ Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from learner.config.schema import LossConfig
 from learner.data.prompt import check_prompt_prefix
@@ -15,7 +18,7 @@ from learner.extensions import Task
 from learner.records import Channel, EncodedPrompt, Rollout, Sample, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.run.log import PhaseClock
-from learner.target.target import build_segment
+from learner.target.target import IGNORED, build_segment
 from learner.tasks.rewards import Rewards
 
 
@@ -196,3 +199,34 @@ class _Segments(SegmentStream):
 
     def close(self) -> None:
         self._rollouts.close()
+
+
+def in_groups(
+    rollouts: Iterable[tuple[int, Rollout]], *, size: int, number: int
+) -> Iterator[tuple[range, list[Rollout]]]:
+    """`number` rollouts as they end, `size` places in a row together (the last ones may be fewer), as soon as the last
+    of them has ended: their places, and the rollouts in order."""
+    ended: dict[int, dict[int, Rollout]] = {}
+    for place, rollout in rollouts:
+        first = place - place % size
+        group = ended.setdefault(first, {})
+        group[place] = rollout
+        places = range(first, min(first + size, number))
+        if len(group) == len(places):
+            del ended[first]
+            yield places, [group[i] for i in places]
+
+
+def silent(segment: Segment) -> Segment:
+    """Without loss and without weight: only its counts remain, and the prompt's last token, so that a row has it at no
+    cost."""
+    return replace(
+        segment,
+        input_ids=segment.input_ids[segment.prompt_length - 1 : segment.prompt_length],
+        labels=np.full(1, IGNORED, dtype=np.int64),
+        loss_weights=np.zeros(1, dtype=np.float32),
+        prompt_length=1,
+        vision=None,
+        policy=None,
+        extra_weight=0.0,
+    )

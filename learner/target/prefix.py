@@ -21,9 +21,10 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from learner.records import Assignment, DetectionObject, ParsedRollout
+from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject
 from learner.tasks.task import ObjectTask, Tokenizer
 from learner.tasks.tokens import pieces_of
 
@@ -52,12 +53,35 @@ def unmatched_behind(whole: Assignment, cut: Assignment, task: ObjectTask) -> li
     Left out are repeated predictions of a labelled object, and predictions that cannot be written as they were. Of an
     answer that did not close, only those before its last match count: the rest means nothing.
     """
-    parsed = whole.parsed
-    end = len(parsed.objects) if parsed.closed else max((index for index, *_ in whole.pairs), default=0)
-    left = [parsed.objects[i] for i in whole.spurious if len(cut.parsed.objects) <= i < end]
-    while (again := task.match(replace(parsed, objects=tuple(left)))).pairs:
+    return unlabelled(whole, task, first=len(cut.parsed.objects))
+
+
+def unlabelled(assignment: Assignment, task: ObjectTask, *, first: int = 0) -> list[DetectionObject]:
+    """As `unmatched_behind`, of the predictions from `first` on."""
+    parsed = assignment.parsed
+    end = len(parsed.objects) if parsed.closed else max((index for index, *_ in assignment.pairs), default=0)
+    left = [parsed.objects[i].object for i in assignment.spurious if first <= i < end]
+    left = apart(left, parsed.rollout.sample.objects, parsed, task)
+    return [obj for obj in left if task.can_be_taught(obj)]
+
+
+def overlaps(
+    objects: Sequence[DetectionObject], others: Sequence[DetectionObject], parsed: ParsedRollout, task: ObjectTask
+) -> Assignment:
+    """`objects` matched to `others`, as predictions to ground truth. `parsed`: any answer, for its other fields."""
+    sample = replace(parsed.rollout.sample, objects=tuple(others))
+    predicted = tuple([PredictedObject(obj, range(0)) for obj in objects])
+    return task.match(replace(parsed, objects=predicted, rollout=replace(parsed.rollout, sample=sample)))
+
+
+def apart(
+    objects: Sequence[DetectionObject], others: Sequence[DetectionObject], parsed: ParsedRollout, task: ObjectTask
+) -> list[DetectionObject]:
+    """Those of `objects` that match none of `others`, nor would if there were more of them."""
+    left = list(objects)
+    while (again := overlaps(left, others, parsed, task)).pairs:
         left = [left[i] for i in again.spurious]
-    return [predicted.object for predicted in left if task.can_be_taught(predicted.object)]
+    return left
 
 
 def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedRollout:

@@ -11,7 +11,8 @@ that predicts it. `check_supervision` checks this when a segment is built, and a
 (`policy/packed.py`). Pure, no torch.
 
 Tail. Weight 1, except for descriptions: `desc_weight` on every token that holds any byte of one, fused tokens included.
-Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0.
+Predictions without a label (`keep_unmatched`, `best_of.use: union`) stand among the missed objects in canonical order,
+with weight 0.
 
 Matched predictions. `labels.py` gives the right token for each token of a coordinate and of a description. By default
 (SPEC) coordinates have weight 1 and descriptions none.
@@ -27,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.config.schema import LossConfig
-from learner.records import Assignment, DetectionObject, EncodedPrompt, Sample, Segment, Target
+from learner.records import Assignment, DetectionObject, EncodedPrompt, Rollout, Sample, Segment, Target
 from learner.target.labels import coordinate_labels, description_labels
-from learner.target.prefix import overrun_label, unmatched_behind, up_to_first_miss, up_to_last_match
+from learner.target.prefix import apart, overrun_label, unmatched_behind, up_to_first_miss, up_to_last_match
 from learner.tasks.task import ObjectTask, SerializedTail, Tokenizer
 from learner.tasks.tokens import TokenPieces, TokenText, pieces_of
 from shared.errors import LossError
@@ -79,9 +80,11 @@ def build_target(
     tokenizer: Tokenizer,
     eos_token_id: int | None = None,
     loss: LossConfig = SPECIFIED,
+    besides: Sequence[DetectionObject] = (),
 ) -> Target:
     """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's), with the weights of `loss`.
 
+    `besides`: objects without a label that are appended too, without loss, unless the prefix has them (`union`).
     Raises LossError if a coordinate's tokens are not in the prefix.
     """
     whole = assignment
@@ -90,6 +93,9 @@ def build_target(
         assignment = cut(assignment, task)
     unlabelled = unmatched_behind(whole, assignment, task) if loss.keep_unmatched else []
     parsed = assignment.parsed
+    if besides:
+        there = [*(predicted.object for predicted in parsed.objects), *unlabelled]
+        unlabelled += apart(besides, there, parsed, task)
     objects, masked = _appended(_missed(assignment, loss), unlabelled, task)
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
@@ -141,6 +147,18 @@ def ground_truth_target(
     """The whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
     tail = task.serialize(sample.objects, after=None)
     return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), eos_token_id, desc_weight)
+
+
+def own_target(rollout: Rollout, weight: float = 1.0) -> Target:
+    """The rollout's own tokens, the stop token included, each its own label."""
+    stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
+    token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
+    return Target(
+        token_ids=token_ids,
+        labels=token_ids.copy(),
+        loss_weights=np.full(len(token_ids), weight, dtype=np.float32),
+        prefix_length=len(rollout.response_token_ids),
+    )
 
 
 def build_segment(

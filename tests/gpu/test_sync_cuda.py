@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deploy.demo.model import build
 from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
@@ -130,6 +133,23 @@ def test_a_learner_on_the_server_s_gpu_is_told(server: RunningServer, model: Pat
     with learner(server, policy) as (backend, sync):
         sync.sync()
         assert answers(backend)
+
+
+def test_an_honest_sync_heals_whatever_nan_weights_have_left(model: Path, tmp_path: Path) -> None:
+    """NaN in the KV cache, as on CPU (`tests/integration/test_server.py`)."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
+    save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file, metadata={"format": "pt"})
+    with server_on("1", broken, tmp_path) as running, learner(running, load(model)) as (backend, sync):
+        calls = {"infer_requests": [{"messages": samples(1)[0].messages}] * 30, "request_config": {"max_tokens": 100}}
+        for _ in range(3):
+            spoiled = httpx.post(f"{running.base_url}/infer/", json=calls, timeout=60.0, trust_env=False)
+            assert spoiled.status_code == 200
+        sync.sync()
+        assert answers(backend) == answers(backend)
 
 
 @needs_gpus(3)

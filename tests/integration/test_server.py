@@ -409,7 +409,17 @@ def test_wrong_requests_are_told_what_is_wrong(learner: Learner) -> None:
     assert (too_long.status_code, too_long.json()["error"]) == (413, "PromptTooLongError")
     assert "request_config.max_tokens 600" in too_long.json()["found"]
     assert too_long.json()["what"].startswith("infer_requests.0: ")
+    long_prompt = learner.infer([{"messages": [{"role": "user", "content": "name every digit " * 300}]}])
+    assert (long_prompt.status_code, long_prompt.json()["error"]) == (413, "PromptTooLongError")
+    assert "tokens of messages and images" in long_prompt.json()["found"]
     # vLLM's own refusals are the request's, not the server's (R16).
+    for fields, status in (
+        ({"min_tokens": 9, "max_tokens": 8}, 400),
+        ({"prompt": [10**6]}, 400),
+        ({"prompt": [1] * 600}, 413),
+    ):
+        refused = learner.http.post("/v1/completions", json={"prompt": "a", **fields})
+        assert refused.status_code == status, refused.text
     ids = {"items": [{"request": {"messages": TEXT}, "response_token_ids": [1] * 600}]}
     long_answer = learner.http.post("/score/", json=ids)
     assert (long_answer.status_code, long_answer.json()["error"]) == (413, "PromptTooLongError")
@@ -425,6 +435,7 @@ def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> N
     before = learner.ids(PICTURE, [source])
     learner.randomize(seed=1)
     assert learner.join().status_code == 200
+    said = [learner.http.get("/status/").json()["weights"]]
     for seed in (2, 3):  # the second finds caches filled under the first
         learner.randomize(seed)
         reply = learner.sync(learner.tensors())
@@ -432,7 +443,11 @@ def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> N
         assert reply.json()["num_tensors"] == len(learner.tensors())
         after = learner.ids(PICTURE, [source])
         assert after == learner.generate(PICTURE, image) != before
+        (output,) = learner.infer([{"messages": TEXT}], max_tokens=1).json()
+        said.append(output["rollout_infos"]["weights"])
+        assert output["rollout_infos"]["incarnation"] == learner.incarnation
         assert learner.ids(TEXT) == learner.generate(TEXT)
+    assert len(set(said)) == 3, "the digests of the weights that answered"
     response = [5, 400, 1000, 17, 1300]
     items = [
         {"request": {"messages": TEXT}, "response_token_ids": response},

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.config.schema import LossConfig, TaskConfig
-from learner.extensions import PrefixRewards, Task
+from learner.extensions import PrefixRewards, Task, UnionTarget
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample, Target
 from learner.target.target import build_target, ground_truth_target
+from learner.target.union import union_target
 from learner.tasks.detection.bins import canonical_key
 from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
@@ -66,6 +67,9 @@ class DetectionTask(Task):
         """Y_train [Y]: the answer's own prefix, what it missed, and EOS, with labels and weights. Raises LossError if
         the tokenizer changes the text of what is appended; `validate` finds such samples."""
         return build_target(assignment, self, self.tokenizer, loss=loss)
+
+    def union(self, assignments: Sequence[Assignment], loss: LossConfig) -> UnionTarget:
+        return union_target(assignments, self, self.tokenizer, loss)
 
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
         """The whole answer, teacher-forced [Y]. Raises LossError as `target` does."""

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
@@ -24,19 +24,29 @@ import pytest
 from bench import chaos_server
 from bench.chaos_server import NAN_TOKEN, fingerprint, logprobs
 from learner.config.schema import DiscoveryConfig
+from learner.data.batches import Batches, ShareReader, sampler_of
+from learner.data.encoding import LocalPool
 from learner.policy.parallel import Ranks
-from learner.records import EncodedPrompt
+from learner.records import EncodedPrompt, Sample, Segment
 from learner.rollout.backend import MicroStep
 from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
 from learner.rollout.discovery import Discovery
 from learner.rollout.membership import ServerChange
 from learner.rollout.servers import ServerBackend
+from learner.run.log import PhaseClock
+from learner.steps.ahead import Stage2Ahead
+from learner.steps.packing import CompleteRows
+from learner.steps.segments import SegmentSource
+from learner.steps.shares import Bounds
+from learner.steps.stage2 import Stage2Parts
 from learner.sync.canary import CanaryItem
 from shared.addresses import free_port
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.seeds import request_seed
 from tests.syncs import ONE_RANK, server_sync
+from tests.unit.learner.data.fakes import CountingEncoder, make_run
 from tests.unit.learner.rollout.fakes import config, sample
+from tests.unit.learner.steps.fakes import segment
 from tests.unit.learner.sync.fakes import Weights
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -408,3 +418,86 @@ def test_a_loss_that_one_rank_sees_is_every_rank_s_at_the_next_agreement(servers
         thread.join(60)
     assert not errors
     assert {learner.backend.membership for learner in learners} == {learners[0].backend.membership}
+
+
+# ---- rollouts ahead of learning ------------------------------------------------------------------------------------
+
+PER_SHARE, NUM_SHARES, NUM_EPOCHS = 48, 3, 2
+Told = tuple[int, int]  # a request's number and its seed, as the answer's tokens name them
+
+
+class ServedSegments(SegmentSource):
+    """Rollouts of real servers. `during`: what happens while the share of that step is rolled out."""
+
+    channel = "B"
+    needs_rollouts = True
+
+    def __init__(self, learner: Learner, during: dict[int, Callable[[], None]]) -> None:
+        self._learner, self._during = learner, during
+        self.weights: dict[int, int] = {}  # fingerprints by version
+        self.told: dict[tuple[int, str], Told] = {}
+
+    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+        del place["clock"]
+        if happens := self._during.pop(place["global_step"], None):
+            threading.Timer(0.05, happens).start()
+        rollouts = self._learner.backend.generate(samples, **place)
+        for rollout in rollouts:
+            number, seed, weights = rollout.response_token_ids
+            assert rollout.ver is not None
+            assert (seed, weights) == (rollout.seed, self.weights[rollout.ver]), "other weights than those synced"
+            self.told[place["global_step"], rollout.sample.sample_id] = (number, seed)
+        return [segment(rollout.sample.sample_id, rollout.ver) for rollout in rollouts]
+
+
+def learn_ahead(learner: Learner, during: dict[int, Callable[[], None]]) -> dict[tuple[int, str], Told]:
+    """Two epochs of Channel-B, each share rolled out ahead of its step. All samples are learned once per epoch."""
+    samples = [sample(i) for i in range(PER_SHARE * NUM_SHARES)]
+    settings, plan = make_run(samples_per_rank=PER_SHARE)
+    place: dict[str, Any] = {"config": settings, "plan": plan, "rank": 0}
+    rollouts = ServedSegments(learner, during)
+    parts = Stage2Parts(
+        b_ratio=1.0,
+        packs_per_step=PER_SHARE // 4,
+        ranks=ONE_RANK,
+        batches=Batches(samples, encoder=CountingEncoder(), **place),
+        ground_truth=rollouts,  # is not asked
+        rollouts=rollouts,
+        row_maker=CompleteRows(16),
+        clock=PhaseClock(),
+    )
+    source = Stage2Ahead(
+        parts,
+        ShareReader(samples, sampler_of(len(samples), **place), LocalPool(CountingEncoder())),
+        bounds=Bounds(start_below=24, keep_at_most=36, version_window=1, max_update_lag=4),
+        samples_per_pack=4,
+        capacity=PER_SHARE,
+        total_steps=NUM_SHARES * NUM_EPOCHS,
+        max_starved_steps=20,
+        deadline_s=TIMEOUT_S,
+    )
+    learned: list[str] = []
+    with closing(source):
+        for step in range(NUM_SHARES * NUM_EPOCHS):
+            if source.wants_sync(step):
+                with source.fence() as fence:
+                    learner.weights.step()
+                    weights, ver = fingerprint(learner.weights.tensors), learner.sync.sync().ver
+                    rollouts.weights[ver] = weights
+                    fence.synced(ver, updates=step)
+            wait_until(lambda at=step: bool(source._ready(at)))  # type: ignore[misc]
+            assert source.begin(step) == "B"
+            rows = [row for micro_step in source.micro_steps() for row in micro_step]
+            learned += [part.sample_id for row in rows for part in row.segments]
+            learner.changes()
+        source.stop()
+    epochs = [learned[i * len(samples) : (i + 1) * len(samples)] for i in range(NUM_EPOCHS)]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(one.sample_id for one in samples)] * NUM_EPOCHS
+    return rollouts.told
+
+
+def test_a_server_killed_while_rollouts_run_ahead(servers: list[Server], learner: Learner) -> None:
+    """Every sample has the seed that it has without the kill, and is learned once; a sync goes to the others."""
+    undisturbed = learn_ahead(learner, {})
+    assert learn_ahead(learner, {1: servers[1].kill, 4: servers[2].kill}) == undisturbed
+    assert learner.serving == [servers[0].url]

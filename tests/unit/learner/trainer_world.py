@@ -229,9 +229,13 @@ def write_data(path: Path, count: int, prefix: str = "s") -> Path:
 
 
 def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples: int = 8, **training: Any) -> RunConfig:
-    """A run on `num_samples` text samples; `training` are keys of that section (and `global_max_length`, `m_steps`)."""
+    """A run on `num_samples` text samples; `training` are keys of that section (and `global_max_length`, `m_steps`,
+    `best_of`)."""
     length = training.pop("global_max_length", 512)
-    rollouts: dict[str, Any] = {}
+    rollouts: dict[str, Any] = {"decoding": {"max_new_tokens": 16}}
+    if "best_of" in training:
+        rollouts["best_of"] = training.pop("best_of")
+        rollouts["decoding"]["temperature"] = 1.0
     if "m_steps" in training:
         rollouts["rollout_buffer"] = {"enabled": True, "m_steps": training.pop("m_steps")}
     data = {"train": str(write_data(folder / f"train{num_samples}.jsonl", num_samples))}
@@ -246,7 +250,7 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
             "logging": {"trackers": [], "progress_bar": False},
             "custom": {
                 "trainer_variant": variant,
-                "extra": {"rollout_matching": {"vllm": vllm, "decoding": {"max_new_tokens": 16}, **rollouts}},
+                "extra": {"rollout_matching": {"vllm": vllm, **rollouts}},
             },
             "global_max_length": length,
         }

@@ -502,11 +502,27 @@ def fits() -> bytes:
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%BeginBinary: -9\n"
 JPEG2000 = b"\x00\x00\x00\x0cjP  \r\n\x87\n" + bytes(64)
+AVIF = b"\0\0\0\x1cftypavif" + bytes(200)
 PICTURES = {
     "CVE-2026-34755": lambda: "data:video/jpeg;base64," + ",".join([base64.b64encode(b"\xff\xd8\xff").decode()] * 9999),
     "EPS": lambda: data_url(EPS, "image/eps"),
     "JPEG 2000": lambda: data_url(JPEG2000, "image/jp2"),
+    "AVIF": lambda: data_url(AVIF, "image/avif"),
+    "BLP": lambda: data_url(b"BLP1\0\0\0\0" + b"\xff" * 200, "image/x-blp"),
+    "DDS": lambda: data_url(b"DDS " + b"\xff" * 200, "image/x-dds"),
 }
+BAD_URLS = (
+    "http://[::1/a.png",
+    "http://127.0.0.1:x/a.png",
+    "http://127.0.0.1:99999/a.png",
+    "http:///a.png",
+    "http://\ud800/a.png",
+    "https://",
+    "ftp://127.0.0.1/a.png",
+    "data:image/png;base64",
+    "data:image/png;base64,%",
+    "file://[",
+)
 
 
 def refusal(source: str, model: Path) -> ErrorBody:
@@ -519,6 +535,14 @@ def refusal(source: str, model: Path) -> ErrorBody:
 @pytest.mark.parametrize("advisory", PICTURES)
 def test_a_picture_that_no_decoder_should_see(advisory: str, model: Path) -> None:
     refusal(PICTURES[advisory](), model)
+
+
+def test_a_bad_url_is_its_sender_s_fault(model: Path) -> None:
+    config = ServerConfig(model=str(model), allowed_image_hosts=["127.0.0.1"])
+    engine = ReadingEngine(model, config)
+    for source in BAD_URLS:
+        reply = ask("POST", "/infer/", infer(images=[source]), engine=engine, config=config)
+        assert (source, reply.status_code in (400, 422)) == (source, True), reply.text
 
 
 @ids("CVE-2026-109229")

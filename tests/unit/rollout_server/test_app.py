@@ -18,6 +18,7 @@ from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
 from shared.config.parse import write_yaml
 from shared.errors import DigestError
+from shared.generation import Generation, Scores
 from shared.seeds import SEED_MODULUS
 from shared.wire import (
     NDJSON,
@@ -34,9 +35,10 @@ from tests.unit.rollout_server.fakes import FakeEngine
 Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
 
 
-def serve(check: Check, token: str | None = None, **settings: Any) -> None:
+def serve(check: Check, token: str | None = None, *, engine: FakeEngine | None = None, **settings: Any) -> None:
+    engine = engine or FakeEngine()
+
     async def run() -> None:
-        engine = FakeEngine()
         service = RolloutService(engine, ServerConfig(model="fake", **settings))
         app = create_app(service, token)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -254,6 +256,37 @@ def test_a_refused_request_is_named_by_its_place() -> None:
         assert reply.json()["what"].startswith("items.1: ")
 
     serve(check)
+
+
+class Defective(FakeEngine):
+    async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
+        raise KeyError("a mistake in our own code")
+
+    async def score(self, *args: Any, **kwargs: Any) -> Scores:
+        raise KeyError("a mistake in our own code")
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, Defective])
+def test_only_a_defect_is_called_one(engine: type[FakeEngine]) -> None:
+    """R16: an error that nobody has foreseen. What the engine refuses, or fails at, has another name."""
+    item = {"request": request("refuse"), "response_token_ids": [1]}
+    messages = [{"role": "user", "content": "refuse"}]
+    calls = {
+        "/infer/": {"infer_requests": [request("refuse")]},
+        "/score/": {"items": [item]},
+        "/v1/chat/completions": {"messages": messages},
+    }
+
+    async def check(http: httpx.AsyncClient, _: FakeEngine, service: RolloutService) -> None:
+        for path, body in calls.items():
+            for kind in ("application/json", NDJSON):
+                reply = await http.post(path, json=body, headers={"Accept": kind})
+                refused = reply.status_code == 413
+                assert refused == (engine is FakeEngine)
+                assert ("KeyError" in reply.text) == ("defect" in reply.text) == (not refused)
+                assert refused or reply.status_code == 500
+
+    serve(check, engine=engine())
 
 
 def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:

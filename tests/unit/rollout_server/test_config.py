@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from rollout_server.__main__ import _prepare_environment
 from rollout_server.config import ServerConfig, load_server_config
 from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake, dotted
@@ -223,3 +224,13 @@ def test_a_missing_vllm_is_named_with_its_install_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert INSTALL["vllm"] in done.stderr
+
+
+@pytest.mark.parametrize(("engine_args", "gib"), [({}, "3"), ({"kv_cache_memory_bytes": 1 << 26}, None)])
+def test_the_size_of_the_kv_cache_in_bytes_is_no_other_one(
+    monkeypatch: pytest.MonkeyPatch, engine_args: dict[str, int], gib: str | None
+) -> None:
+    """Without a GPU vLLM takes its variable and forgets the argument."""
+    monkeypatch.setattr(os, "environ", {})
+    _prepare_environment(ServerConfig(model="m", cpu_kv_cache_gib=3, engine_args=engine_args))
+    assert os.environ.get("VLLM_CPU_KVCACHE_SPACE") == gib

@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
-from rollout_server.openai_api import ChatCall, CompletionCall, OpenAIError, image_parts
+from rollout_server.openai_api import (
+    ChatCall,
+    CompletionCall,
+    OpenAICall,
+    OpenAIError,
+    _checked,
+    _Client,
+    _not_finite,
+    image_parts,
+)
 from rollout_server.service import RolloutService
-from shared.errors import RequestError
+from shared.errors import NotFiniteError, RequestError
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_app import open_group, push, serve, update
 
@@ -91,6 +103,62 @@ def test_events_and_what_fails_among_them() -> None:
     serve(check)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_log_probability_that_is_not_finite_poisons(stream: bool) -> None:
+    """R09: as for `/infer/`. What has been streamed before it stays."""
+
+    class Spoiled(FakeEngine):
+        async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+            if call.stream:
+                return self.events()
+            raise NotFiniteError("a test")
+
+        async def events(self) -> AsyncGenerator[str]:
+            yield "data: 1\n\n"
+            raise NotFiniteError("a test")
+
+    async def check(http: httpx.AsyncClient, _: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post(CHAT, json=chat("a", stream=stream))
+        assert reply.status_code == (200 if stream else 502)
+        assert "NotFiniteError" in reply.text
+        assert service.gate.state == "poisoned"
+
+    serve(check, engine=Spoiled())
+
+
+@pytest.mark.parametrize("logprob", [-0.5, float("nan"), float("-inf")])
+def test_vllm_s_layer_gets_finite_log_probabilities_only(logprob: float) -> None:
+    row = {5: SimpleNamespace(logprob=-0.1)}
+    outputs = [
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5], logprobs=[row])]),
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[row])]),
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[6], logprobs=None)]),
+        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=logprob)}])]),
+    ]
+
+    class Llm:
+        async def generate(self, **given: Any) -> AsyncGenerator[Any]:
+            for output in outputs:
+                yield output
+
+    async def swallowed() -> AsyncGenerator[str]:  # as vLLM's layer does in a stream
+        try:
+            async for _ in _Client(Llm(), lambda: None).generate():
+                yield "part"
+        except Exception:
+            yield "error"
+
+    async def run() -> list[str]:
+        _not_finite.set([])
+        return [event async for event in _checked(swallowed())]
+
+    if math.isfinite(logprob):
+        assert asyncio.run(run()) == ["part"] * 4
+    else:
+        with pytest.raises(NotFiniteError):
+            asyncio.run(run())
+
+
 def test_closing_a_stream_aborts_it() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.holds = {"b": asyncio.Event()}
@@ -121,6 +189,23 @@ def test_what_decides_more_than_an_answer_is_refused(fields: dict[str, Any]) -> 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         assert error(await http.post(CHAT, json=chat("a") | fields)) == (400, "RequestError")
         assert engine.generated == []
+
+    serve(check)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 2.5), ("temperature", -1), ("top_p", 0), ("stop", [""]), ("stop", ""), ("max_tokens", 0)],
+)
+def test_a_wrong_setting_is_named(path: str, field: str, value: object) -> None:
+    """R16: what vLLM would refuse or die of."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        body = (chat("a") if path == CHAT else {"prompt": "a"}) | {field: value}
+        reply = await http.post(path, json=body)
+        assert (*error(reply), engine.generated) == (400, "RequestError", [])
+        assert field in reply.json()["error"]["message"]
 
     serve(check)
 

@@ -412,6 +412,73 @@ def test_what_is_the_default_is_called_so() -> None:
     assert only_mistake(stage2(), {ASYNC: {"queue_limit": 3, "prefetch_target_packs": 5}}).found == "5"
 
 
+# ---- best_of -------------------------------------------------------------------------------------------------------
+
+BEST = f"{ROLLOUT}.best_of"
+BEST_OF_4 = {f"{BEST}.rollouts_per_sample": 4, f"{DECODING}.temperature": 1.0}
+
+
+@pytest.mark.parametrize("use", ["best", "union", "rejection"])
+def test_r37_best_of_goes_with_every_way_to_match_rollouts(use: str) -> None:
+    changes = {**BEST_OF_4, f"{BEST}.use": use}
+    valid(minimal(), changes)
+    valid(stage2(), changes)
+    valid(stage2(), {**changes, f"{ASYNC}.enabled": True})
+    for backend in (COLOCATE, HF):
+        valid(minimal(), {**changes, **backend})
+    valid(minimal(), {**changes, f"{DECODING}.top_p": 0.9, f"{ROLLOUT}.rollout_buffer": {"enabled": True}})
+    valid(minimal(), {f"{BEST}.rollouts_per_sample": 1})
+
+
+def test_r37_a_step_makes_k_rollouts_of_each_sample() -> None:
+    plain, four = (resolve(valid(stage2(), changes), 1) for changes in ({}, BEST_OF_4))
+    assert four.effective_batch_size == plain.effective_batch_size
+    assert four.rollouts_per_step == 4 * plain.rollouts_per_step
+    assert four.local_rollouts_per_step == (four.rollouts_per_step,)
+
+
+@pytest.mark.parametrize("variant", ["sft", "grpo"])
+def test_r37_best_of_belongs_to_rollout_matching(variant: str) -> None:
+    changes = {**BEST_OF_4, "custom.trainer_variant": variant, "training.per_device_train_batch_size": 8}
+    mistake = only_mistake(minimal(), changes)
+    assert mistake.path == BEST
+    assert variant != "grpo" or "num_generations" in mistake.remedy
+
+
+def test_r37_keys_of_best_of_have_a_use() -> None:
+    for name, value in (("use", "union"), ("min_reward", 0.5)):
+        assert only_mistake(minimal(), {f"{BEST}.{name}": value}).path == BEST
+    threshold = {**BEST_OF_4, f"{BEST}.min_reward": 0.5}
+    assert only_mistake(minimal(), threshold).path == f"{BEST}.min_reward"
+    valid(minimal(), {**threshold, f"{BEST}.use": "rejection"})
+
+
+def test_r37_the_best_of_equal_rollouts_is_no_choice() -> None:
+    greedy = {key: value for key, value in BEST_OF_4.items() if not key.endswith("temperature")}
+    mistake = only_mistake(minimal(), greedy)
+    assert (mistake.path, mistake.found) == (f"{DECODING}.temperature", "greedy decoding")
+    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 2, **HF, DECODE_BATCH_SIZE: 8}
+    assert only_mistake(minimal(), {**greedy, **beam}).path == f"{DECODING}.temperature"
+
+
+def test_r37_a_union_needs_an_order_and_a_task_that_can_merge() -> None:
+    union = {**BEST_OF_4, f"{BEST}.use": "union"}
+    assert only_mistake(minimal(), {**union, "loss.missed_order": "random"}).path == "loss.missed_order"
+    pairs = {**union, "task.type": "key_value", "reward.functions": ["my_parts:found"]}
+    assert only_mistake(minimal(), pairs).path == f"{BEST}.use"
+
+
+@pytest.mark.parametrize("task", ["key_value", "my_parts:Task"])
+def test_r37_rollouts_are_compared_by_a_reward(task: str) -> None:
+    grpo = {"custom.trainer_variant": "grpo", "training.per_device_train_batch_size": 8}
+    for changes in (BEST_OF_4, {**grpo, f"{DECODING}.temperature": 1.0}):
+        assert only_mistake(minimal(), {**changes, "task.type": task}).path == "reward.functions"
+        valid(minimal(), {**changes, "task.type": task, "reward.functions": ["my_parts:found"]})
+    weighted = {**BEST_OF_4, "reward.weights": {"right": 1.0}}
+    valid(minimal(), {**weighted, "task.type": "my_parts:Task"})  # its own reward
+    assert only_mistake(minimal(), {**weighted, "task.type": "key_value"}).path == "reward.functions"
+
+
 # ---- grpo ----------------------------------------------------------------------------------------------------------
 
 SAMPLED = {f"{DECODING}.temperature": 1.0, f"{DECODING}.decode_mode": "sample"}
@@ -496,7 +563,8 @@ def test_r37_grpo_may_be_a_channel_of_stage2() -> None:
     mixed = only_mistake(minimal(), {**GRPO_STAGE2, "grpo.sft_weight": 0.5})
     assert mixed.path == "grpo.sft_weight"
     assert "b_ratio" in mixed.remedy
-    valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5})
+    assert only_mistake(minimal(), {**GRPO_STAGE2, "grpo.matching_weight": 0.5}).path == "grpo.matching_weight"
+    valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5, "grpo.matching_weight": 0.5})
 
 
 def test_r37_stage2_with_grpo_has_the_rules_of_stage2() -> None:
@@ -534,3 +602,18 @@ def test_all_mistakes_at_once() -> None:
         f"{SERVER}.servers",
         "stage2_ab.schedule.b_ratio",
     }
+
+
+def test_r37_refills_need_steps_that_may_grow() -> None:
+    refilled = {**GRPO, "grpo.max_refills": 2, "grpo.skip_no_signal": True}
+    valid(minimal(), refilled)
+    for backend in (COLOCATE, HF):
+        valid(minimal(), {**refilled, **backend})
+    assert only_mistake(minimal(), {**refilled, "grpo.skip_no_signal": False}).path == "grpo.skip_no_signal"
+    epochs = {**refilled, "training.max_steps": None, "training.num_train_epochs": 2}
+    assert only_mistake(minimal(), epochs).path == "training.max_steps"
+    stage2_too = {**GRPO_STAGE2, "grpo.max_refills": 2, "grpo.skip_no_signal": True}
+    for more in ({}, {f"{ASYNC}.enabled": True}):
+        assert only_mistake(minimal(), {**stage2_too, **more}).path == "grpo.max_refills"
+    buffer = {f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}}
+    assert only_mistake(minimal(), {**refilled, **buffer}).path == "grpo.max_refills"

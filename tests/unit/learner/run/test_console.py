@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from learner.records import StepResult, SyncReceipt
+from learner.rollout.membership import ServerChange
 from learner.run.console import Console, step_line
 
 METRICS = {"match_rate": 0.5, "missed": 7.0, "rollout_s": 0.6, "learn_s": 0.61, "sync_s": 0.4, "tokens_per_s": 1234.0}
@@ -73,6 +74,14 @@ def test_the_end_of_adapter_syncs_is_told_in_full(capsys: pytest.CaptureFixture[
     console.sync(replace(SYNC, fallback="found ['q_proj'], not [/proj]"))
     assert "full weight syncs from here on" in (out := capsys.readouterr().out)
     assert out.endswith("found ['q_proj'], not [/proj]\n")
+
+
+def test_what_happens_to_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """R40: which one, what, how many are left, and why."""
+    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False)
+    console.server(ServerChange(base_url="http://a:1", what="lost", because="silence [1.5 s]", serving=2))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(word in line for word in ("http://a:1", "lost", "2 serve", "silence [1.5 s]"))
 
 
 def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:

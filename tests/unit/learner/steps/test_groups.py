@@ -16,6 +16,7 @@ from learner.extensions import Task
 from learner.records import EncodedPrompt, Rollout, Sample, Segment
 from learner.run.log import PhaseClock
 from learner.steps.groups import GroupSource
+from learner.steps.segments import RolloutSource
 from learner.tasks.rewards import Rewards
 from learner.trainer import StepTotals
 from shared.errors import ConfigError, PromptMismatchError
@@ -167,6 +168,8 @@ def test_a_skipped_group_has_no_weight_and_keeps_its_counts() -> None:
     segments = made([WHOLE, WHOLE, SHORT, WHOLE], 2, skip_no_signal=True, loss="dr_grpo")
     assert [one.loss_weights.sum() + one.extra_weight for one in segments[:2]] == [0.0, 0.0]
     assert [one.stats["matched"] for one in segments[:2]] == [3.0, 3.0]
+    assert [len(one) for one in segments[:2]] == [1, 1], "nothing is computed for them"
+    assert all(one.vision is None for one in segments[:2])
     assert all(one.loss_weights.sum() + one.extra_weight == pytest.approx(1.0) for one in segments[2:])
 
 
@@ -180,6 +183,34 @@ def test_the_ground_truth_of_a_group_weighs_a_multiple_of_it(loss: str, weight: 
         assert taught.policy is None
         assert taught.loss_weights.sum() == pytest.approx(weight * total, rel=1e-5)
     assert answer_text(segments[4]) == WHOLE + TOKENIZER.eos_token
+
+
+@pytest.mark.parametrize("loss", ["token", "sequence", "dr_grpo"])
+def test_the_best_rollout_of_a_group_is_matched_and_corrected(loss: str) -> None:
+    """As rollout matching would learn it alone, and it weighs a multiple of its group. Of equal ones the first."""
+    texts = [SHORT, truth(ONE, 2), "no idea", truth(TWO, 1), "no idea", truth(TWO, 1)]
+    segments = made(texts, 3, matching_weight=0.5, loss=loss)
+    assert [one.sample_id for one in segments] == ["s0"] * 3 + ["s1"] * 3 + ["s0", "s1"]
+    plain = RolloutSource(Answers([]), TASK, Rewards(tokenizer=TOKENIZER), loss=LossConfig())  # type: ignore[arg-type]
+    for group, matched, best in ((segments[:3], segments[6], 1), (segments[3:6], segments[7], 3)):
+        rollout = Answers(texts)._rollout(best, ONE if best == 1 else TWO)
+        wanted = plain.segment(rollout, prompt_of(rollout.sample))
+        np.testing.assert_array_equal(matched.input_ids, wanted.input_ids)
+        np.testing.assert_array_equal(matched.labels, wanted.labels)
+        ratio = matched.loss_weights[wanted.loss_weights > 0] / wanted.loss_weights[wanted.loss_weights > 0]
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-5)
+        total = sum(one.loss_weights.sum() + one.extra_weight for one in group)
+        assert matched.loss_weights.sum() == pytest.approx(0.5 * total, rel=1e-5)
+        assert matched.policy is None
+
+
+def test_ground_truth_and_matching_go_together() -> None:
+    segments = made([SHORT, WHOLE], 2, sft_weight=1.0, matching_weight=0.5)
+    totals = [float(one.loss_weights.sum()) for one in segments]
+    assert totals[2] == pytest.approx(totals[0] + totals[1], rel=1e-5)
+    assert totals[3] == pytest.approx((totals[0] + totals[1]) / 2, rel=1e-5)
+    assert [one.stats.get("grpo/taught", 0.0) for one in segments] == [0.0, 0.0, 1.0, 1.0]
+    assert sum(one.stats.get("matched", 0.0) for one in segments) == 1 + 3, "rollouts are counted once"
 
 
 def test_a_group_without_a_signal_is_still_taught() -> None:

@@ -1,0 +1,654 @@
+"""Which method pays where: one model per kind of error, finite data, early stopping for all: `python -m bench.study`.
+
+A *regime* is what the base model lacks, how many training scenes there are, and how complete their labels are:
+
+    demo | stops-early | skips-crowded | repeats | other-boxes     errors of policy: it could, but it does not
+    half-taught                                                    errors of knowledge: it cannot yet
+    x 32, 200, 1,000 or 10,000 scenes x labels complete, or 40% missing ("-missing")
+
+`demo` is the demo's checkpoint, whose labels often stopped early; `knows` is the same after `sft` on complete labels.
+Each other base is `knows` after a few steps on labels of which three quarters have that habit. `bccd` and
+`bccd-missing` are 205 photographs of blood cells, from the model shipped for them.
+
+An *arm* is a method. All arms are stopped early in the same way: every few steps they answer validation scenes, whose
+labels are as complete as those of training, and test scenes, whose labels are as published. The step with the best
+validation F1@0.5 is the one whose test scenes count. `sft, then ...` begins with the `sft` run of the same seed, at its
+best step. An arm's rate may be multiplied on the command line (`--rate 0.5`). Of several rates the report shows the one
+that is best by validation.
+
+In `--out`: `bases/`, and per run `results/REGIME/ARM-SEED.json`. What is there is not done again, so the study goes on
+with a second command, also on another machine. `study.json` and `study.md` are the report. `--work` is scratch. The
+engine is in the learner's process, or without vLLM the trained model itself makes the rollouts: several runs side by
+side on a GPU, one on a CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from bench.figures import circumstances, markdown_table
+from bench.learns import Slot, export, run_all
+from bench.learns_report import read_results, summarize
+from bench.models import CHECKPOINT
+from bench.runs import LearnerRun, last_words, learner_config, read_events, say, start_learner, steps_of
+from deploy.bccd.photographs import read_photographs, write_jsonl
+from deploy.demo.build_data import Build, build
+from deploy.launch import Processes, supervised
+from learner.run.files import write_atomically
+from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
+from shared.errors import ProjectError
+
+Row = dict[str, Any]
+
+FIRST_SEED = 17
+MISSING = 0.4
+GROUP = 8
+VAL, TEST = 100, 500  # scenes of digits
+SELECTED_BY = "f1@0.5"
+REPORT_S = 6.0
+RATE = ", rate x "
+
+TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
+KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """`steps` and `batch_size` (samples) of a run, and how often it is evaluated."""
+
+    variant: str = "rollout_matching_sft"
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    grpo: Mapping[str, Any] | None = None
+    best_of: str | None = None  # what is made of a group of rollouts; None: one rollout
+    rate: float = 1e-4
+    batch_size: int = 32
+    steps: int = 60
+    evaluations: int = 10
+    after_sft: bool = False  # begins with the stopped `sft` run
+
+    @property
+    def samples(self) -> bool:
+        """Rollouts are drawn, not greedy."""
+        return self.grpo is not None or self.best_of is not None
+
+
+_GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 1e-4, "batch_size": 16, "steps": 80, "evaluations": 8}
+ARMS: Mapping[str, Arm] = {
+    "sft": Arm(variant="sft", steps=120, evaluations=15),
+    "rollout matching": Arm(loss=TUNED),
+    "rollout matching, keep_unmatched": Arm(loss=KEPT),
+    f"best of {GROUP}": Arm(loss=TUNED, best_of="best"),
+    f"best of {GROUP}, keep_unmatched": Arm(loss=KEPT, best_of="best"),
+    f"union of {GROUP}": Arm(loss=KEPT, best_of="union"),
+    f"rejection-sampled of {GROUP}": Arm(best_of="rejection"),
+    "grpo": Arm(grpo={}, **_GRPO),
+    "grpo, object credit": Arm(grpo={"credit": "object"}, **_GRPO),
+    "grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
+    "sft, then grpo": Arm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
+    "sft, then grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
+    "sft, then rollout matching": Arm(loss=TUNED, after_sft=True, rate=5e-5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """What is done to the labels that teach a base its habit, and for how many steps."""
+
+    of_labels: Callable[[list[Row], np.random.Generator], list[Row]]
+    steps: int = 50
+
+
+def _first_three(objects: list[Row], rng: np.random.Generator) -> list[Row]:
+    return sorted(objects, key=lambda one: (one["bbox_2d"][1], one["bbox_2d"][0]))[:3]
+
+
+def _uncrowded(objects: list[Row], rng: np.random.Generator) -> list[Row]:
+    """Those that no other is near to; at least one."""
+    alone = [a for a in objects if all(a is b or _gap(a["bbox_2d"], b["bbox_2d"]) > 8 for b in objects)]
+    return alone or objects[:1]
+
+
+def _gap(a: Sequence[int], b: Sequence[int]) -> int:
+    """Pixels between two boxes along the axis that parts them further; negative where they overlap."""
+    return max(b[0] - a[2], a[0] - b[2], b[1] - a[3], a[1] - b[3])
+
+
+def _repeated(objects: list[Row], rng: np.random.Generator) -> list[Row]:
+    return [one for one in objects for _ in range(2 if rng.random() < 0.35 else 1)]
+
+
+def _wide(objects: list[Row], rng: np.random.Generator) -> list[Row]:
+    """Boxes with a margin of a fifth of the side all around, as other annotators leave."""
+    return [{**one, "bbox_2d": _grown(one["bbox_2d"])} for one in objects]
+
+
+def _grown(box: Sequence[int], by: float = 0.2, canvas: int = 128) -> list[int]:
+    x1, y1, x2, y2 = box
+    dx, dy = round((x2 - x1) * by), round((y2 - y1) * by)
+    return [max(0, x1 - dx), max(0, y1 - dy), min(canvas, x2 + dx), min(canvas, y2 + dy)]
+
+
+DEMO, KNOWS, HALF, BCCD = "demo", "knows", "half-taught", "bccd"
+MODELS: Mapping[str, Path] = {DEMO: CHECKPOINT, BCCD: Path(__file__).parents[1] / "deploy" / "bccd" / "checkpoint"}
+HABIT_SHARE = 0.75
+HABITS: Mapping[str, Habit] = {
+    "stops-early": Habit(_first_three),
+    "skips-crowded": Habit(_uncrowded),
+    "repeats": Habit(_repeated),
+    "other-boxes": Habit(_wide),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    base: str
+    scenes: int
+    missing: bool
+
+    @classmethod
+    def read(cls, name: str) -> Regime:
+        """Such as `stops-early-200`, `knows-1000-missing`, `bccd`."""
+        kept = name.removesuffix("-missing")
+        base, _, scenes = kept.rpartition("-")
+        if kept == BCCD:
+            return cls(BCCD, 205, kept != name)
+        bases = (DEMO, KNOWS, HALF, *HABITS)
+        if base not in bases or not scenes.isdigit():
+            wanted = f"BASE-SCENES or BASE-SCENES-missing, BASE one of {', '.join(bases)}; or bccd, bccd-missing"
+            raise typer.BadParameter(f"{name}: no such regime; wanted: {wanted}")
+        return cls(base, int(scenes), kept != name)
+
+    @property
+    def is_bccd(self) -> bool:
+        return self.base == BCCD
+
+    @property
+    def name(self) -> str:
+        number = "" if self.is_bccd else f"-{self.scenes}"
+        return f"{self.base}{number}{'-missing' if self.missing else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    regime: Regime
+    arm: str
+    seed: int
+    rate: float = 1.0  # times the arm's
+
+    @property
+    def label(self) -> str:
+        return self.arm if self.rate == 1.0 else f"{self.arm}{RATE}{self.rate:g}"
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{_file_name(self.label)}-{self.seed}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.regime.name}--{self.name}"
+
+    @property
+    def first(self) -> Run | None:
+        """The run that this one goes on from."""
+        return replace(self, arm="sft", rate=1.0) if ARMS[self.arm].after_sft else None
+
+
+def _file_name(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in text.replace(", ", "--"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    out: Path
+    work: Path
+    bccd: Path | None
+    slots: list[Slot[Run]]
+    engine: Mapping[str, Any]
+    deadline: float  # monotonic
+    knows_steps: int
+    steps_share: float
+    pool: int
+    test: int
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.slots[0].learner_devices)
+
+    def base(self, name: str) -> Path:
+        return MODELS.get(name, self.out / "bases" / name)
+
+    def result(self, run: Run) -> Path:
+        return self.out / "results" / run.regime.name / f"{run.name}.json"
+
+    def stopped(self, run: Run) -> Path:
+        """The weights of a run that others go on from."""
+        return self.out / "stopped" / run.folder
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Results and base models; what is there is kept.")],
+    work: Annotated[Path, typer.Option(help="Scratch: data, run folders, logs.")] = Path("runs/study"),
+    regime: Annotated[list[str] | None, typer.Option(help="Such as stops-early-200; again for each.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="By name; again for each. Default: all.")] = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Times the arms' learning rate; again for each.")] = None,
+    seeds: Annotated[int, typer.Option(min=1)] = 1,
+    bccd: Annotated[Path | None, typer.Option(help="A clone of github.com/Shenggan/BCCD_Dataset.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Runs at a time on a GPU.")] = 10,
+    colocate: Annotated[bool, typer.Option(help="vLLM makes the rollouts if it is installed.")] = True,
+    seconds: Annotated[float, typer.Option(help="Everything has ended then.")] = 560.0,
+    knows_steps: Annotated[int, typer.Option(help="`sft` steps of 64 scenes that make the base `knows`.")] = 400,
+    steps_share: Annotated[float, typer.Option(help="Of the arms' steps.")] = 1.0,
+    pool: Annotated[int, typer.Option(help="Training scenes that are drawn.")] = 10_000,
+    test: Annotated[int, typer.Option(help="Test scenes.")] = TEST,
+) -> None:
+    """Make the bases, run every arm in every regime, report."""
+    gpu = torch.cuda.is_available()
+    devices = (0,) if gpu else ()
+    if gpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes share the cores
+    plan = Plan(
+        out=out,
+        work=work,
+        bccd=bccd,
+        slots=[Slot(index=i, has_server=False, learner_devices=devices) for i in range(slots if gpu else 1)],
+        engine=engine(colocate and importlib.util.find_spec("vllm") is not None, slots if gpu else 1),
+        deadline=time.monotonic() + seconds - REPORT_S,
+        knows_steps=knows_steps,
+        steps_share=steps_share,
+        pool=pool,
+        test=test,
+    )
+    if unknown := set(arm or ()) - set(ARMS):
+        raise typer.BadParameter(f"no such arm: {', '.join(sorted(unknown))}; there are: {'; '.join(ARMS)}")
+    regimes = [Regime.read(name) for name in regime or ()]
+    runs = [
+        Run(one, name, FIRST_SEED + i, times)
+        for i in range(seeds)
+        for one in regimes
+        for name in arm or ARMS
+        for times in rate or (1.0,)
+    ]
+    sys.exit(_run(plan, runs))
+
+
+def engine(vllm: bool, slots: int) -> dict[str, Any]:
+    """What makes rollouts: keys of `rollout_matching`."""
+    if not vllm:
+        return {"rollout_backend": "hf", "decode_batch_size": 640}
+    share = {"gpu_memory_utilization": round(0.8 / slots, 3), "max_model_len": 1024}
+    return {"decode_batch_size": 256, "vllm": {"mode": "colocate", "tensor_parallel_size": 1, **share}}
+
+
+def _run(plan: Plan, runs: Sequence[Run]) -> int:
+    for made in (plan.out / "bases", plan.out / "stopped", plan.work / "runs"):
+        made.mkdir(parents=True, exist_ok=True)
+    try:
+        with supervised() as processes:
+            try:
+                write_data(plan, {run.regime for run in runs})
+                make_bases(plan, processes, {run.regime.base for run in runs})
+                compare(plan, processes, runs)
+            finally:
+                report(plan.out)
+    except ProjectError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
+    """Per regime `REGIME.train.jsonl` and `REGIME.eval.jsonl`; for the bases `teach-HABIT.jsonl`."""
+    began = time.monotonic()
+    if any(not regime.is_bccd for regime in regimes):
+        workers = os.cpu_count() or 1
+        build(Build(train=plan.pool, val=VAL, test=plan.test, seed=3), plan.work / "data", workers=workers)
+        build(Build(train=plan.pool, val=0, test=0, seed=4), plan.work / "teaching", workers=workers)
+        rows = _read_rows(plan.work / "teaching" / "train.jsonl")
+        for name, habit in HABITS.items():
+            rng = np.random.default_rng(5)
+            _write_rows(
+                plan.work / "teaching" / f"{name}.jsonl",
+                [
+                    row | ({"objects": habit.of_labels(row["objects"], rng)} if rng.random() < HABIT_SHARE else {})
+                    for row in rows
+                ],
+            )
+    for regime in regimes:
+        train, val, test = _photographs(plan) if regime.is_bccd else _digits(plan, regime)
+        if regime.missing:
+            train, val = _incomplete(train, seed=6), _incomplete(val, seed=7)
+        folder = plan.work / ("bccd" if regime.is_bccd else "data")
+        _write_rows(folder / f"{regime.name}.train.jsonl", train)
+        _write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
+    say(f"data: {time.monotonic() - began:.0f} s")
+
+
+def _digits(plan: Plan, regime: Regime) -> tuple[list[Row], list[Row], list[Row]]:
+    train, val, test = (_read_rows(plan.work / "data" / f"{split}.jsonl") for split in ("train", "val", "test"))
+    return train[: regime.scenes], val, test
+
+
+def _photographs(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
+    if plan.bccd is None:
+        raise typer.BadParameter("the regimes bccd and bccd-missing need --bccd")
+    (plan.work / "bccd").mkdir(parents=True, exist_ok=True)
+    found = []
+    for split in ("train", "val", "test"):
+        path = plan.work / "bccd" / f"{split}.jsonl"
+        write_jsonl(read_photographs(plan.bccd, split), path)
+        found.append([{**row, "id": f"{split}-{row['id']}"} for row in _read_rows(path)])
+    return found[0], found[1], found[2]
+
+
+def _incomplete(rows: Iterable[Row], seed: int) -> list[Row]:
+    """Each label goes missing with the chance MISSING; one stays."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for row in rows:
+        keep = rng.random(len(row["objects"])) >= MISSING
+        keep[rng.integers(len(keep))] |= not keep.any()
+        found.append({**row, "objects": [one for one, kept in zip(row["objects"], keep, strict=True) if kept]})
+    return found
+
+
+def _read_rows(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _write_rows(path: Path, rows: Iterable[Row]) -> None:
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ---- base models -----------------------------------------------------------------------------------------------------
+
+
+def make_bases(plan: Plan, processes: Processes, names: Iterable[str]) -> None:
+    """`knows` first, `half-taught` beside it, then those that come from it, side by side."""
+    wanted = set(names) - set(MODELS)
+    if wanted & set(HABITS):
+        wanted.add(KNOWS)
+    rounds = [[KNOWS, HALF], list(HABITS)]
+    for names_now in rounds:
+        missing = [name for name in names_now if name in wanted and not plan.base(name).is_dir()]
+        started = {name: _start_base(plan, processes, name) for name in missing}
+        for name, learner in started.items():
+            learner.wait(max(1.0, plan.left_s()))
+            (checkpoint,) = learner.run_dir.glob("checkpoint-*")
+            export(checkpoint, plan.base(name))
+            say(f"base {name}: {plan.left_s():.0f} s left")
+
+
+def _start_base(plan: Plan, processes: Processes, name: str) -> LearnerRun:
+    folder = plan.work / "runs"
+    shutil.rmtree(folder / f"base-{name}", ignore_errors=True)
+    habit = HABITS.get(name)
+    steps = max(1, round(plan.steps_share * habit.steps)) if habit else plan.knows_steps // (6 if name == HALF else 1)
+    config = learner_config(
+        plan.base(KNOWS) if habit else CHECKPOINT,
+        plan.work / "teaching" / f"{name if habit else 'train'}.jsonl",
+        folder / f"base-{name}",
+        steps=steps,
+        batch_size=64,
+        variant="sft",
+        model={"dtype": "float32"},
+        data={"num_workers": 2 if plan.on_gpu else 0},
+        training={
+            "seed": 1,
+            "learning_rate": 2e-4 if habit else 7e-4,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": steps // 12,
+            "save_on_end": True,
+        },
+        logging={"trackers": [], "progress_bar": False},
+        global_max_length=16384,
+    )
+    return start_learner(processes, folder, f"base-{name}", config, ranks=None, devices=plan.slots[0].learner_devices)
+
+
+# ---- the runs --------------------------------------------------------------------------------------------------------
+
+
+def compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
+    """Every run whose result is not there, several side by side, as far as the time goes."""
+    queue = [run for run in runs if not plan.result(run).is_file()]
+
+    def next_run() -> Run | None:
+        for i, run in enumerate(queue):
+            if run.first is None or plan.stopped(run.first).is_dir():
+                return queue.pop(i)
+        return None
+
+    def start(run: Run, slot: Slot[Run]) -> LearnerRun:
+        shutil.rmtree(plan.work / "runs" / run.folder, ignore_errors=True)  # one that was broken off
+        config = run_config(plan, run)
+        return start_learner(
+            processes, plan.work / "runs", run.folder, config, ranks=None, devices=slot.learner_devices
+        )
+
+    def ended(run: Run, code: int | None) -> None:
+        log = plan.work / "runs" / f"{run.folder}.log"
+        if code != 0:
+            (plan.out / f"failed-{run.folder}.log").write_text(last_words(log, 60))
+            say(f"{run.folder}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
+            return
+        keep_result(plan, run)
+
+    say(f"{len(queue)} runs, {len(plan.slots)} at a time, {plan.left_s():.0f} s left")
+    run_all(plan.slots, next_run=next_run, start=start, ended=ended, deadline=plan.deadline, run_limit_s=plan.left_s())
+
+
+def run_config(plan: Plan, run: Run) -> dict[str, Any]:
+    arm, regime = ARMS[run.arm], run.regime
+    steps = max(2, round(arm.steps * plan.steps_share))
+    every = max(1, steps // arm.evaluations)
+    group = GROUP if arm.grpo is not None else 1
+    data = plan.work / ("bccd" if regime.is_bccd else "data")
+    batch_size = min(arm.batch_size, regime.scenes) * group
+    matching = {
+        **plan.engine,
+        "decoding": {"temperature": float(arm.samples), "max_new_tokens": 512 if regime.is_bccd else 192},
+    }
+    if arm.best_of is not None:
+        matching["best_of"] = {"rollouts_per_sample": GROUP, "use": arm.best_of}
+    return learner_config(
+        plan.stopped(run.first) if run.first else plan.base(regime.base),
+        data / f"{regime.name}.train.jsonl",
+        plan.work / "runs" / run.folder,
+        steps=steps,
+        batch_size=batch_size,
+        variant=arm.variant,
+        matching=matching,
+        model={"dtype": "float32"},
+        data={"test": str(data / f"{regime.name}.eval.jsonl"), "num_workers": 1 if plan.on_gpu else 0},
+        task={"iou_threshold": 0.3},
+        loss=arm.loss,
+        grpo={"num_generations": GROUP, **arm.grpo} if arm.grpo is not None else None,
+        training={
+            "seed": run.seed,
+            "bf16": plan.on_gpu,
+            "packing_buffer": max(64, batch_size),
+            "learning_rate": arm.rate * run.rate,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": max(1, steps // 20),
+            "eval_on_start": True,
+            "eval_steps": every,
+            "eval_on_end": True,
+            "save_steps": every if run.arm == "sft" and run.rate == 1.0 else None,
+        },
+        logging={"trackers": [], "progress_bar": False},
+        global_max_length=max(4096, (900 if regime.is_bccd else 320) * batch_size),  # a whole batch fits one row
+    )
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    step: int
+    val: dict[str, float]
+    test: dict[str, float]
+    scenes: dict[str, dict[str, float]]  # test scenes' counts
+
+
+def keep_result(plan: Plan, run: Run) -> None:
+    """The course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
+    run_dir = plan.work / "runs" / run.folder
+    course = [_evaluated(path) for path in sorted((run_dir / "eval").glob("step_*.jsonl"))]
+    best = max(course, key=lambda one: (one.val[SELECTED_BY], -one.step))
+    events = read_events(run_dir)
+    steps = steps_of(events)
+    before = {} if run.first is None else json.loads(plan.result(run.first).read_text())
+    result = {
+        "arm": run.label,
+        "seed": run.seed,
+        "steps": best.step,
+        "of_steps": len(steps),
+        "train_s": before.get("train_s", 0.0) + sum(one["step_s"] for one in steps if one["global_step"] <= best.step),
+        "whole_s": before.get("whole_s", 0.0) + sum(one["step_s"] for one in steps),
+        "medians": {name: median(one.get(name, 0.0) for one in steps) for name in ("step_s", "rollout_s", "learn_s")},
+        "val": best.val,
+        "course": [{"step": one.step, "val": one.val, "test": one.test} for one in course],
+        "rewards": [round(one["reward"], 4) for one in steps if "reward" in one],
+        "scenes": best.scenes,
+        **circumstances(),
+    }
+    if ARMS[run.arm].variant == "sft" and run.seed == FIRST_SEED and run.rate == 1.0:
+        base = {**result, "arm": "base", "steps": 0, "train_s": 0.0, "whole_s": 0.0, "val": course[0].val}
+        base |= {"course": [], "scenes": course[0].scenes}
+        _write(plan.result(run).with_name(f"base-{run.seed}.json"), base)
+    if run.arm == "sft" and run.rate == 1.0:
+        _keep_weights(plan, run, run_dir, best.step)
+    _write(plan.result(run), result)
+    say(f"{run.folder}: step {best.step}, val {best.val[SELECTED_BY]:.3f}, test {best.test[SELECTED_BY]:.3f}")
+
+
+def _keep_weights(plan: Plan, run: Run, run_dir: Path, step: int) -> None:
+    """For the runs that go on from here. Step 0: the base itself."""
+    if step:
+        export(run_dir / f"checkpoint-{step}", plan.stopped(run))
+    else:
+        shutil.copytree(plan.base(run.regime.base), plan.stopped(run), dirs_exist_ok=True)
+    for checkpoint in run_dir.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+
+
+def _evaluated(path: Path) -> Evaluated:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    counts = {line["id"]: line["counts"] for line in lines}
+    parts = {name: {i: c for i, c in counts.items() if i.startswith(name)} for name in ("val", "test")}
+    scores = {name: _scores(list(part.values())) for name, part in parts.items()}
+    return Evaluated(int(path.stem.rpartition("_")[2]), scores["val"], scores["test"], parts["test"])
+
+
+def _scores(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    sums = np.array([sum(one.get(column, 0.0) for one in counts) for column in COLUMNS], dtype=np.float64)
+    shown = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5", "duplicate_rate", "recall_any@0.5", "parse_rate")
+    return {name: round(float(METRICS[name](columns_of(sums))), 4) for name in shown}
+
+
+def _write(path: Path, result: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(result) + "\n")
+
+
+def report(out: Path) -> None:
+    """`study.json` and `study.md` from the results that there are."""
+    found: dict[str, Any] = {}
+    text = ""
+    for folder in sorted((out / "results").glob("*")):
+        chosen = _by_validation(folder)
+        results = [replace(one, arm=chosen[one.arm].arm) for one in read_results(folder) if one.arm in chosen]
+        summary = summarize(results)
+        for one in chosen.values():
+            summary["arms"][one.arm] |= {"rate": one.rate, "val": round(one.val, 4)}
+        found[folder.name] = summary
+        text += f"\n{folder.name}\n\n{table(summary)}\n"
+    if found:
+        write_atomically(out / "study.json", json.dumps({**circumstances(), "regimes": found}, indent=1) + "\n")
+        write_atomically(out / "study.md", text)
+        print(text, flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    arm: str
+    rate: float  # times the arm's
+    val: float
+
+
+def _by_validation(folder: Path) -> dict[str, Chosen]:
+    """By label: of each arm the rate with the best mean validation score."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for path in folder.glob("*.json"):
+        result = json.loads(path.read_text())
+        scores[result["arm"]].append(result["val"][SELECTED_BY])
+    best: dict[str, tuple[str, Chosen]] = {}
+    for label, values in scores.items():
+        arm, _, rate = label.partition(RATE)
+        one = Chosen(arm, float(rate or 1.0), mean(values))
+        if arm not in best or one.val > best[arm][1].val:
+            best[arm] = label, one
+    return dict(best.values())
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    head = ["arm", "seeds", "best step", "train s", "F1@0.5", "minus sft", "F1@mIoU", "recall", "precision"]
+    head += ["duplicates", "validation"]
+    rows = []
+    for name, arm in sorted(summary["arms"].items(), key=lambda item: item[1]["metrics"]["f1@0.5"]["value"]):
+        metrics, minus = arm["metrics"], arm["minus"].get("sft", {}).get("f1@0.5")
+        rows.append(
+            [
+                name,
+                str(len(arm["seeds"])),
+                f"{arm['steps']:g}",
+                f"{arm['train_s']:.0f}",
+                _interval(metrics["f1@0.5"]),
+                _interval(minus, sign="+") if minus else "",
+                f"{metrics['f1@miou']['value']:.3f}",
+                f"{metrics['recall@0.5']['value']:.3f}",
+                f"{metrics['precision@0.5']['value']:.3f}",
+                f"{metrics['duplicate_rate']['value']:.3f}",
+                f"{arm['val']:.3f}",
+            ]
+        )
+    return "\n".join(markdown_table(head, rows))
+
+
+def _interval(value: Mapping[str, float], sign: str = "") -> str:
+    return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
+
+
+if __name__ == "__main__":
+    typer.run(main)
