@@ -375,9 +375,9 @@ def _step_source(
         "clock": clock,
     }
     if config.custom.trainer_variant == "grpo" and config.grpo.max_refills:
-        groups = plan.effective_batch_size // config.grpo.num_generations
+        groups_per_step = plan.effective_batch_size // config.grpo.num_generations
         return RefilledSteps(
-            batches, source, row_maker, max_refills=config.grpo.max_refills, groups_per_step=groups, **settings
+            batches, source, row_maker, max_refills=config.grpo.max_refills, groups_per_step=groups_per_step, **settings
         )
     if plan.m_steps == 1:
         drains_at = None if config.training.packing_drop_last else total_steps - 1
