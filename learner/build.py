@@ -287,6 +287,8 @@ def check_packing_buffer(
         return
     if plan.per_device_train_batch_size == 1:
         return  # every row takes at least one segment
+    if config.rollout_matching.best_of.use == "rejection":
+        return  # a segment may be as short as its rollout, or one token
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
     gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
     fewest = [fewest_tokens(sample, encoder) for sample in samples]
