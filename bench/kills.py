@@ -44,7 +44,7 @@ from shared.wire import SERVER_ID_VARIABLE
 
 INFER_TIMEOUT_S, TIMEOUT_S = 5.0, 60.0
 FREEZE_S = INFER_TIMEOUT_S + 3.0
-NOTICED_WITHIN_S = 30.0
+NOTICED_WITHIN_S = 60.0
 BACK_WITHIN_S = 200.0
 NAMES = ("one", "two")
 Row = dict[str, Any]
