@@ -45,6 +45,7 @@ from learner.run.answers import AnswersLog
 from learner.run.checkpoint import CheckpointStore
 from learner.run.console import Console
 from learner.run.files import writing
+from learner.run.groups import GroupsLog
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
 from learner.run.output_dir import claim_output_dir, torchrun_job
 from learner.run.stopping import Stopped, StopRequest
@@ -108,8 +109,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
     clock = PhaseClock(on_phase=timeline.phase)
-    answers = _answers(basis)
-    source = _step_source(basis, batches, backend, clock, total_steps, answers)
+    answers, groups = _answers(basis), _groups(basis, stack)
+    source = _step_source(basis, batches, backend, clock, total_steps, answers, groups)
     after_backend.push(_closing(source))
     stack.callback(source.stop)
     return Trainer(
@@ -136,6 +137,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         clock=clock,
         console=console,
         answers=answers,
+        groups=groups,
     )
 
 
@@ -350,10 +352,11 @@ def _step_source(
     clock: PhaseClock,
     total_steps: int,
     answers: AnswersLog | None,
+    groups: GroupsLog | None,
 ) -> StepSource:
     """Where each step's rows come from."""
     config, plan = basis.config, basis.plan
-    source, row_maker = _segment_source(basis, backend, answers), _row_maker(config)
+    source, row_maker = _segment_source(basis, backend, answers, groups), _row_maker(config)
     if config.stage2_ab is not None:
         parts = Stage2Parts(
             b_ratio=config.stage2_ab.schedule.b_ratio,
@@ -460,7 +463,19 @@ def _answers(basis: Basis) -> AnswersLog | None:
     return AnswersLog(Path(basis.config.training.output_dir), basis.policy.tokenizer, size)
 
 
-def _segment_source(basis: Basis, backend: RolloutBackend | None, answers: AnswersLog | None) -> SegmentSource:
+def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
+    """Where rank 0's rewards and groups go."""
+    config = basis.config
+    if not config.logging.groups or config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
+        return None
+    log = GroupsLog(Path(config.training.output_dir), basis.task, config.logging.groups)
+    stack.callback(log.close)
+    return log
+
+
+def _segment_source(
+    basis: Basis, backend: RolloutBackend | None, answers: AnswersLog | None, groups: GroupsLog | None
+) -> SegmentSource:
     if not learns_rollouts(basis.config):
         return basis.ground_truth
     assert backend is not None
@@ -471,6 +486,7 @@ def _segment_source(basis: Basis, backend: RolloutBackend | None, answers: Answe
     if basis.config.custom.trainer_variant != "grpo":
         return RolloutSource(backend, basis.task, basis.rewards, **settings)
     longest = basis.config.rollout_matching.decoding.max_new_tokens
+    settings["on_group"] = groups.add if groups is not None else None
     return GroupSource(backend, basis.task, basis.rewards, grpo=basis.config.grpo, max_new_tokens=longest, **settings)
 
 

@@ -32,6 +32,7 @@ from learner.run.answers import AnswersLog
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.console import Console
 from learner.run.evaluation import evaluate, write_evaluation
+from learner.run.groups import GroupsLog
 from learner.run.log import MetricsLog, PhaseClock, Timeline
 from learner.run.pictures import draw_scenes
 from learner.run.stopping import Stopped, StopRequest
@@ -186,6 +187,7 @@ class Trainer:
         clock: PhaseClock,
         console: Console,
         answers: AnswersLog | None = None,
+        groups: GroupsLog | None = None,
     ) -> None:
         self.config, self.total_steps, self.ranks = config, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
@@ -193,7 +195,7 @@ class Trainer:
         self.task, self.rewards = task, rewards
         self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
         self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
-        self.timeline, self.clock, self.answers = timeline, clock, answers
+        self.timeline, self.clock, self.answers, self.groups = timeline, clock, answers, groups
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
         self.state = TrainerState()
@@ -383,6 +385,8 @@ class Trainer:
         self.console.step(result, receipt)
         if self.answers is not None:
             self.answers.write(result.global_step)
+        if self.groups is not None:
+            self.groups.write(result.global_step)
 
     def waiting(self) -> list[str]:
         """Samples that were handed out, on any rank, and are not learned yet. Collective."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDTH, HEIGHT = 380.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
@@ -23,11 +23,20 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in the order of x."""
+    """Points in the order of x. `spread` of each makes a band around the line; empty: none."""
 
     name: str
     points: Sequence[Point]
     color: str
+    spread: Sequence[float] = ()
+
+    def columns(self) -> list[Column]:
+        """The points, thinned. With a spread, a column's range is that around its mean."""
+        found = thin(self.points)
+        if not self.spread:
+            return found
+        spreads = thin([(x, d if math.isfinite(y) else y) for (x, y), d in zip(self.points, self.spread, strict=True)])
+        return [replace(c, low=c.y - d.y, high=c.y + d.y) for c, d in zip(found, spreads, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +129,7 @@ class Plane:
     right: float = WIDTH - RIGHT
     top: float = TOP
     height: float = HEIGHT
+    counted: bool = True  # x is a number of something
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low or 1.0
@@ -133,7 +143,7 @@ class Plane:
         """As far as the axis' name leaves room. Steps and versions are counted, so they get whole numbers."""
         end = self.right - 8 * len(self.x_label)
         marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high and self.x(t) < end]
-        return [t for t in marks if t == int(t) or self.x_high - self.x_low < 1]
+        return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +176,7 @@ def line_chart(
     note: str = "",
 ) -> Chart | None:
     """One line per series, with y from 0 or below. `dots`: each point has one, unless there are too many."""
-    drawn = [(s, columns) for s in series if (columns := thin(s.points))]
+    drawn = [(s, columns) for s in series if (columns := s.columns())]
     if not drawn:
         return None
     everything = [c for _, columns in drawn for c in columns]

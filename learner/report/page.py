@@ -11,6 +11,7 @@ import yaml
 
 from learner.report import results
 from learner.report.charts import number
+from learner.report.groups import reward_section
 from learner.report.read import RunSet, read_runs
 from learner.report.scenes import gallery
 from learner.report.scores import progress_of
@@ -52,6 +53,7 @@ def render(runs: RunSet) -> str:
     """The whole page of one run, or of several side by side."""
     progress = progress_of(runs.runs)
     several = len(runs.runs) > 1
+    rewards = [reward_section(r, heading=f"Rewards: {r.name}" if several else "Rewards") for r in runs.runs]
     sections = [training(r, heading=f"Training: {r.name}" if several else "Training") for r in runs.runs]
     return TEMPLATES.get_template("page.html").render(
         title=runs.title,
@@ -67,6 +69,7 @@ def render(runs: RunSet) -> str:
         classes=results.class_table(progress),
         confusion=results.confusion_matrix(progress[0]),
         metrics=results.metrics_table(progress),
+        rewards=[section for section in rewards if section],
         trainings=[section for section in sections if section],
         gallery=gallery(progress),
         runs=[(f"{run.name}: " if several else "", run) for run in runs.runs],

@@ -23,7 +23,7 @@ from learner.records import DetectionObject, GeometryKind, StepResult, SyncRecei
 from learner.tasks.detection.bins import arity_is_right
 from shared.errors import DataError
 
-METRICS, EVAL_FILE = "metrics.jsonl", re.compile(r"step_(\d+)\.jsonl")
+METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_(\d+)\.jsonl")
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt)
 
@@ -41,6 +41,26 @@ class Scene:
     predictions: tuple[DetectionObject, ...]
     num_dropped: int
     truncated: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoredScene:
+    """One answer of a group. `advantage` is the mean over its tokens; `by_object` that of each prediction, if objects
+    have advantages of their own."""
+
+    scene: Scene
+    reward: float
+    advantage: float
+    by_object: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupStep:
+    """Rewards of a step's rollouts on rank 0, at least one, and the answers of one group, if it was recorded."""
+
+    global_step: int
+    rewards: tuple[float, ...]
+    answers: tuple[ScoredScene, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +123,7 @@ class Run:
     syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
     timelines: tuple[StepTimeline, ...]
+    groups: tuple[GroupStep, ...]
     data: RunData | None
     wall_s: float  # between the first and the last event
     last_event_s: float | None  # Unix seconds
@@ -186,8 +207,9 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
     steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
     timelines = {line.global_step: line for line in map(_timeline, named.get("timeline", ()))}
     evals, eval_damage = _evals(path if with_scenes else None, named.get("eval", ()), config)
+    groups, group_damage = _groups(path / GROUPS) if with_scenes else ((), "")
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
-    notes = [config_note, _damage(METRICS, damaged), *eval_damage]
+    notes = [config_note, _damage(METRICS, damaged), *eval_damage, group_damage]
     return Run(
         name=_title(path),
         path=path,
@@ -196,6 +218,7 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
         syncs=_syncs(events),
         evals=evals,
         timelines=tuple(timelines[key] for key in sorted(timelines)),
+        groups=groups,
         data=_data(named["data"][-1]) if "data" in named else None,
         wall_s=max(times) - min(times) if times else math.nan,
         last_event_s=max(times) if times else None,
@@ -344,6 +367,42 @@ def _evals(
         for step in sorted(metrics.keys() | scenes.keys())
     )
     return points, notes
+
+
+def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
+    """By step; of a step that a resumed run repeated, the last line."""
+    lines, damaged = _read_jsonl(path)
+    found = {step.global_step: step for step in map(_group_step, lines) if step is not None}
+    unread = sum(_group_step(line) is None for line in lines)
+    return tuple(found[key] for key in sorted(found)), _damage(path.name, damaged + unread)
+
+
+def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
+    """None if it is none, or without rewards."""
+    try:
+        rewards = tuple(float(reward) for group in line["rewards"] for reward in group)
+        group = line.get("group", {})
+        answers = [_scored_scene(group, one) for one in group.get("answers", ())]
+        step = int(line["global_step"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    if not rewards or not all(map(math.isfinite, rewards)):
+        return None
+    return GroupStep(global_step=step, rewards=rewards, answers=tuple(one for one in answers if one is not None))
+
+
+def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> ScoredScene | None:
+    """None for a task that is not drawn."""
+    scene = read_scene({**group, **answer})
+    if scene is None:
+        return None
+    by_object = tuple(float(value) for value in answer.get("by_object", ()))
+    return ScoredScene(
+        scene=scene,
+        reward=float(answer["reward"]),
+        advantage=float(answer["advantage"]),
+        by_object=by_object if len(by_object) == len(scene.predictions) else (),
+    )
 
 
 def read_scene(line: Mapping[str, Any]) -> Scene | None:

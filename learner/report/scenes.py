@@ -160,6 +160,15 @@ def _file_name(images: Sequence[str]) -> str:
 
 
 def _panel(name: str, scene: Scene) -> Panel:
+    counts, shapes = shapes_of_scene(scene)
+    return Panel(name=name, scene=scene, f1=classify(scene).f1, counts=counts, shapes=shapes)
+
+
+def shapes_of_scene(
+    scene: Scene, advantages: Sequence[float] = ()
+) -> tuple[list[str], list[tuple[str, str, DetectionObject]]]:
+    """What was found, in words, and the scene's objects as (color, tooltip, object). `advantages` are those of the
+    predictions, for the tooltips."""
     result = classify(scene)
     found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
     ignored = result.outcomes.count("ignored")
@@ -168,9 +177,10 @@ def _panel(name: str, scene: Scene) -> Panel:
     counts += ["cut off"] if scene.truncated else []
     shapes = [_shape("region", region) for region in scene.ignored]
     shapes += [_shape("truth" if i in result.found else "missed", o) for i, o in enumerate(scene.truth)]
-    for item, outcome, iou in zip(scene.predictions, result.outcomes, result.ious, strict=True):
-        shapes.append(_shape(_COLORS[outcome], item, f", IoU {iou:.2f}"))
-    return Panel(name=name, scene=scene, f1=result.f1, counts=counts, shapes=shapes)
+    earned = [f", advantage {value:+.3f}" for value in advantages] or [""] * len(scene.predictions)
+    for item, outcome, iou, tip in zip(scene.predictions, result.outcomes, result.ious, earned, strict=True):
+        shapes.append(_shape(_COLORS[outcome], item, f", IoU {iou:.2f}{tip}"))
+    return counts, shapes
 
 
 def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, str, DetectionObject]:

@@ -44,7 +44,7 @@ STEP_COLUMNS = {
 }
 NamedLine = tuple[str, str, str]  # a line's name, what it shows, its color
 # Metrics that other charts and tables show, wholly or in sum, and those that are folded away.
-SHOWN = ("match_rate", "missed", "spurious", "unusable", "tokens_per_s")
+SHOWN = ("reward", "match_rate", "missed", "spurious", "unusable", "tokens_per_s")
 STAGE2_SHOWN = (
     *(f"{STAGE2}{name}" for name in ("executed_b_share", "rollout_s")),
     *(f"{AHEAD}{name}" for name in ("queue_depth", "age_versions", "age_updates", "packs_dropped_stale")),

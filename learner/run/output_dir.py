@@ -31,6 +31,7 @@ OWN = (
     JOB,
     "metrics.jsonl",
     "answers.json",
+    "groups.jsonl",
     "report.html",
     "learner_rank*.log",
     "tensorboard",

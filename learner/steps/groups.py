@@ -25,6 +25,7 @@ from learner.data.prompt import check_prompt_prefix
 from learner.extensions import PrefixRewards, Task
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Sample, Segment, Target
 from learner.rollout.backend import RolloutBackend, RolloutStream
+from learner.run.groups import ScoredAnswer
 from learner.run.log import PhaseClock
 from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
 from learner.target.advantages import object_advantages, overlong_penalty, sequence_advantages
@@ -81,8 +82,10 @@ class GroupSource(RolloutSource):
         max_new_tokens: int,
         loss: LossConfig,
         on_answer: Callable[[Any, Target], None] | None = None,
+        on_group: Callable[[Sequence[ScoredAnswer]], None] | None = None,
     ) -> None:
         super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer)
+        self._on_group = on_group
         self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
 
     def _groups(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[list[_Scored]]:
@@ -109,6 +112,8 @@ class GroupSource(RolloutSource):
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: float(own.std())}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
             found += segments if has_signal or not self.grpo.skip_no_signal else map(silent, segments)
+            if self._on_group is not None:
+                self._on_group([_scored_answer(*one) for one in zip(group, per_token, strict=True)])
         return found
 
     def _advantages(
@@ -236,6 +241,16 @@ def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:
     if one.by_object is None:
         return np.full(one.num_tokens, step[0])
     return step[np.searchsorted(one.by_object.ends, np.arange(one.num_tokens), side="right")]
+
+
+def _scored_answer(one: _Scored, advantages: NDArray[np.float64]) -> ScoredAnswer:
+    return ScoredAnswer(
+        sample=one.rollout.sample,
+        assignment=one.assignment,
+        reward=one.reward,
+        advantages=advantages,
+        ends=one.by_object.ends if one.by_object is not None else None,
+    )
 
 
 def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: Sequence[float] | None) -> PolicyTokens:

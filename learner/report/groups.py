@@ -1,0 +1,142 @@
+"""Rewards of a run, and groups of rollouts with their answers side by side (`grpo`, R37).
+
+In: the metrics of a run, and its `groups.jsonl`. Out: a `RewardSection` for `templates/page.html`: the reward over
+steps, its distribution at the beginning and at the end, and up to MAX_GROUPS groups from the first step to the last.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.records import DetectionObject
+from learner.report.charts import Chart, Column, Plane, Series, line_chart, number, ticks
+from learner.report.read import GroupStep, Run, ScoredScene
+from learner.report.scenes import LEGEND, Picture, image_roots, load_picture, shapes_of_scene
+
+MAX_GROUPS = 4
+NUM_BINS = 12
+BEGIN, END = ("first quarter", "before"), ("last quarter", "after")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerPanel:
+    """One answer of a group. `counts` says what it found."""
+
+    scored: ScoredScene
+    counts: Sequence[str]
+    shapes: Sequence[tuple[str, str, DetectionObject]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRow:
+    """One group, its answers from the best reward to the worst."""
+
+    global_step: int
+    scene_id: str
+    picture: Picture | None
+    panels: Sequence[AnswerPanel]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardSection:
+    heading: str
+    charts: Sequence[Chart]
+    groups: Sequence[GroupRow]
+    legend: Sequence[tuple[str, str]]
+
+
+def reward_section(run: Run, *, heading: str) -> RewardSection | None:
+    """None for a run without rewards."""
+    charts = [chart for chart in (_curve(run), _histogram(run.groups)) if chart]
+    groups = _groups(run)
+    if not charts and not groups:
+        return None
+    shown = ("truth", "missed", "hit", "class", "spurious")
+    return RewardSection(heading=heading, charts=charts, groups=groups, legend=[(c, LEGEND[c]) for c in shown])
+
+
+def _curve(run: Run) -> Chart | None:
+    """Means are over all ranks, the band is of the rollouts of rank 0."""
+    spread = {float(step.global_step): statistics.pstdev(step.rewards) for step in run.groups}
+    sampled = [(float(s.global_step), s.metrics["reward"]) for s in run.steps if "reward" in s.metrics]
+    greedy = [(float(e.global_step), e.metrics["reward"]) for e in run.evals if "reward" in e.metrics]
+    bands = [spread.get(x, 0.0) for x, _ in sampled]
+    series = [Series("rollouts of the step", sampled, "after", spread=bands if spread else ())]
+    series += [Series("evaluation, greedy", greedy, "other")] if greedy else []
+    note = "Band: one standard deviation of the step's rollouts." if spread else ""
+    return line_chart("Reward", series, note=note)
+
+
+def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
+    """Of all rollouts of rank 0 in the first and in the last quarter of the steps."""
+    quarter = math.ceil(len(groups) / 4)
+    if not quarter:
+        return None
+    parts = [[reward for step in some for reward in step.rewards] for some in (groups[:quarter], groups[-quarter:])]
+    everything = parts[0] + parts[1]
+    low, high = min(everything), max(everything)
+    width = (high - low) / NUM_BINS or 1.0
+    shares = [_shares(part, low, width) for part in parts]
+    top = max(max(one) for one in shares)
+    plane = Plane(x_low=low, x_high=low + NUM_BINS * width, y_ticks=ticks(0.0, top), x_label="reward", counted=False)
+    stacks = []
+    for i in range(NUM_BINS):
+        begin = low + i * width
+        for (name, color), share, place in zip((BEGIN, END), shares, (0.27, 0.73), strict=True):
+            at = begin + place * width
+            tip = (
+                f"{name}: {share[i]:.0%} of the rollouts have a reward from {number(begin)} to {number(begin + width)}"
+            )
+            stacks.append(
+                (Column(x=at, y=share[i], low=0.0, high=share[i], first=at, last=at), tip, [(color, 0.0, share[i])])
+            )
+    return Chart(
+        title="Rewards of rollouts, share",
+        legend=[BEGIN, END] if len(groups) > 1 else [BEGIN],
+        plane=plane,
+        stacks=stacks,
+        stack_width=(plane.x(width) - plane.x(0)) * 0.42,
+        note=f"Steps {_steps(groups[:quarter])}, and {_steps(groups[-quarter:])}.",
+    )
+
+
+def _shares(rewards: Sequence[float], low: float, width: float) -> list[float]:
+    """[NUM_BINS]; the last bin holds its upper edge."""
+    counts = [0] * NUM_BINS
+    for reward in rewards:
+        counts[min(NUM_BINS - 1, int((reward - low) / width))] += 1
+    return [count / len(rewards) for count in counts]
+
+
+def _steps(groups: Sequence[GroupStep]) -> str:
+    first, last = groups[0].global_step, groups[-1].global_step
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _groups(run: Run) -> list[GroupRow]:
+    """Evenly from the first to the last that was recorded."""
+    recorded = [step for step in run.groups if step.answers]
+    count = min(MAX_GROUPS, len(recorded))
+    places = sorted({round(i * (len(recorded) - 1) / max(1, count - 1)) for i in range(count)})
+    roots = image_roots(run)
+    return [_row(recorded[place], roots) for place in places]
+
+
+def _row(step: GroupStep, roots: Sequence[Path]) -> GroupRow:
+    ordered = sorted(step.answers, key=lambda one: -one.reward)
+    scene = ordered[0].scene
+    return GroupRow(
+        global_step=step.global_step,
+        scene_id=scene.scene_id,
+        picture=load_picture(scene.images[0], roots) if scene.images else None,
+        panels=[_panel(one) for one in ordered],
+    )
+
+
+def _panel(scored: ScoredScene) -> AnswerPanel:
+    counts, shapes = shapes_of_scene(scored.scene, scored.by_object)
+    return AnswerPanel(scored=scored, counts=counts, shapes=shapes)
