@@ -377,10 +377,8 @@ def _step_source(
         "clock": clock,
     }
     if config.custom.trainer_variant == "grpo" and config.grpo.max_refills:
-        groups = plan.effective_batch_size // config.grpo.num_generations
-        return RefilledSteps(
-            batches, source, row_maker, max_refills=config.grpo.max_refills, groups_per_step=groups, **settings
-        )
+        settings["groups_per_step"] = plan.effective_batch_size // config.grpo.num_generations
+        return RefilledSteps(batches, source, row_maker, max_refills=config.grpo.max_refills, **settings)
     if plan.m_steps == 1:
         drains_at = None if config.training.packing_drop_last else total_steps - 1
         return FreshSteps(batches, source, row_maker, drains_at=drains_at, **settings)
