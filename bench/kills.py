@@ -23,33 +23,28 @@ import statistics
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
+from bench import forked
 from bench.figures import circumstances
 from bench.models import demo_model, demo_scenes
-from bench.runs import (
-    LearnerRun,
-    Server,
-    read_events,
-    say,
-    serve,
-    served_by,
-    small_server,
-    start_learner,
-    start_server,
-    visible,
-)
+from bench.runs import LearnerRun, Server, read_events, say, served_by, small_server, start_learner, visible
 from bench.training import demo_run
-from deploy.launch import Processes, server_argv, supervised
+from deploy.launch import Process, Processes, server_argv, supervised
+from rollout_server.config import load_server_config
+from shared.addresses import free_port
+from shared.config.parse import write_yaml
 from shared.errors import ProjectError
+from shared.wire import SERVER_ID_VARIABLE
 
 INFER_TIMEOUT_S, TIMEOUT_S = 5.0, 60.0
 FREEZE_S = INFER_TIMEOUT_S + 3.0
-NOTICED_WITHIN_S = 30.0
+NOTICED_WITHIN_S = 60.0
 BACK_WITHIN_S = 200.0
 NAMES = ("one", "two")
 Row = dict[str, Any]
@@ -71,12 +66,10 @@ class World:
             gpu_memory_utilization=0.2,
             kv_cache_bytes=1 << 30,
         ) | {"dtype": "float32"}
-        # On two cores they would only slow each other down.
-        first = serve(processes, folder, NAMES[0], settings, devices=self._devices)
-        second = start_server(processes, folder, NAMES[1], settings, devices=self._devices)
-        second.wait_ready()
-        self.servers = [first, second]
-        vllm = served_by(first, second, sync={"mode": "full"})
+        for name in NAMES:
+            write_yaml(folder / f"{name}.yaml", {**settings, "port": free_port()}, "bench")
+        self.servers = [self._start(name) for name in NAMES]
+        vllm = served_by(*self.servers, sync={"mode": "full"})
         vllm["server"] |= {"infer_timeout_s": INFER_TIMEOUT_S, "timeout_s": TIMEOUT_S, "min_servers": 1}
         short = {"decoding": {"temperature": 0.0, "max_new_tokens": 32}}
         config = demo_run(model, data, folder / "run", vllm, steps=1_000_000, batch_size=4, **short)
@@ -133,12 +126,32 @@ class World:
         return "" if code == 130 and found else f"exit code {code}, {len(found)} checkpoints"
 
     def _start_again(self, index: int) -> None:
-        name, url = NAMES[index], self.servers[index].url
         self._processes.forget(self.servers[index].process)
-        argv, log = server_argv(str(self._folder / f"{name}.yaml")), self._folder / f"{name}.log"
-        process = self._processes.start(name, argv, devices=visible(*self._devices), log=log, again=True)
-        self.servers[index] = Server(process=process, url=url)
-        self.servers[index].wait_ready()
+        self.servers[index] = self._start(NAMES[index])
+
+    def _start(self, name: str) -> Server:
+        """A ready server of that name; its log goes on. On CPU it is forked, because importing vLLM takes longer than
+        all the rest; CUDA does not outlive a fork."""
+        path, log = str(self._folder / f"{name}.yaml"), self._folder / f"{name}.log"
+        url = load_server_config(path).base_url
+        if self._devices:
+            argv, devices = server_argv(path), visible(*self._devices)
+            process = self._processes.start(name, argv, devices=devices, log=log, again=True)
+        else:
+            process = self._fork(name, path, log)
+            self._processes.started.append(process)
+        server = Server(process=process, url=url)
+        server.wait_ready()
+        return server
+
+    def _fork(self, name: str, path: str, log: Path) -> Process:
+        server_id = uuid.uuid4().hex[:12]
+        environment = os.environ | {SERVER_ID_VARIABLE: server_id, "OMP_WAIT_POLICY": "PASSIVE"}
+        with log.open("ab") as out:
+            server = forked.start(
+                forked.SERVER, "rollout_server", ["--config", path], env=environment, stdout=out, stderr=out
+            )
+        return Process(name, cast(Any, server), log, server_id)
 
 
 def _learner(on_gpu: bool) -> list[int]:

@@ -102,6 +102,7 @@ ARMS: Mapping[str, Arm] = {
     "grpo": Arm(grpo={}, **_GRPO),
     "grpo, object credit": Arm(grpo={"credit": "object"}, **_GRPO),
     "grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
+    "grpo and rollout matching": Arm(grpo={"credit": "object", "matching_weight": 1.0}, loss=TUNED, **_GRPO),
     "sft, then grpo": Arm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
     "sft, then grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
     "sft, then rollout matching": Arm(loss=TUNED, after_sft=True, rate=5e-5),

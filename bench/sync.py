@@ -279,7 +279,7 @@ def adapter_run(mode: str, model: Path, data: Path, folder: Path, server: Server
 # ---- the canary's reads through the prefix cache ---------------------------------------------------------------------
 
 
-def canary_reads(folder: Path, *, num_syncs: int = 15, rounds: int = 3) -> list[Figure]:
+def canary_reads(folder: Path, *, num_syncs: int = 8, rounds: int = 3) -> list[Figure]:
     """`num_syncs` syncs to each server, `rounds` times in turn."""
     model, data = demo_model(folder), demo_scenes(folder)
     seconds: dict[str, list[float]] = {"with a prefix cache": [], "without": []}

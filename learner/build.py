@@ -289,6 +289,8 @@ def check_packing_buffer(
         return
     if plan.per_device_train_batch_size == 1:
         return  # every row takes at least one segment
+    if config.rollout_matching.best_of.use == "rejection":
+        return  # a segment may be as short as its rollout, or one token
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
     gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
     fewest = [fewest_tokens(sample, encoder) for sample in samples]
@@ -375,10 +377,8 @@ def _step_source(
         "clock": clock,
     }
     if config.custom.trainer_variant == "grpo" and config.grpo.max_refills:
-        groups_per_step = plan.effective_batch_size // config.grpo.num_generations
-        return RefilledSteps(
-            batches, source, row_maker, max_refills=config.grpo.max_refills, groups_per_step=groups_per_step, **settings
-        )
+        settings["groups_per_step"] = plan.effective_batch_size // config.grpo.num_generations
+        return RefilledSteps(batches, source, row_maker, max_refills=config.grpo.max_refills, **settings)
     if plan.m_steps == 1:
         drains_at = None if config.training.packing_drop_last else total_steps - 1
         return FreshSteps(batches, source, row_maker, drains_at=drains_at, **settings)

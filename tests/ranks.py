@@ -1,4 +1,4 @@
-"""A program run once per rank, as torchrun would run it: a test module, or the learner; forked (`tests.forked`)."""
+"""A program run once per rank, as torchrun would run it: a test module, or the learner; forked (`bench.forked`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import forked
+from bench.forked import ROOT
 from shared.addresses import free_port
-from tests import forked
-from tests.forked import ROOT
 
 
 def launch(

@@ -3,7 +3,7 @@
     with running_server({"model": str(folder)}, tmp_path) as server:
         httpx.get(f"{server.base_url}/status/")
 
-Without a GPU they are forked from a process that has imported vLLM (`tests.forked`). `new_python=True` starts one
+Without a GPU they are forked from a process that has imported vLLM (`bench.forked`). `new_python=True` starts one
 as a user does, with `python -m rollout_server`.
 
 No process outlives the block: the server gets SIGTERM and a deadline, then its whole session gets SIGKILL.
@@ -26,8 +26,8 @@ import httpx
 import torch
 import yaml
 
+from bench import forked
 from shared.addresses import free_port
-from tests import forked
 
 # Small and quick: what a test does not say. One thread, for the machine is shared.
 DEFAULTS: Mapping[str, Any] = {

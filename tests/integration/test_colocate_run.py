@@ -1,6 +1,6 @@
 """Whole runs of the learner with vLLM in the same processes: no server, one rank and two (R02, R04).
 
-One engine over two ranks, and one that does not start, run under torchrun; the other ranks are forked.
+One engine over two ranks runs under torchrun; the other ranks are forked.
 Each run learns two steps and evaluates. What it learns does not depend on how many ranks there are, nor on how many of
 them share an engine.
 """
@@ -150,8 +150,8 @@ def test_two_ranks_sync_their_adapter_alone(folder: Path) -> None:
 
 
 def test_an_engine_that_does_not_start_is_a_message(folder: Path) -> None:
-    """R16: exit code 2 through torchrun, with the keys that help."""
-    run = learn(folder, "full", nproc=1, torchrun=True, cpu_kv_cache_gib=1_000_000)
+    """R16: exit code 2, with the keys that help. (`test_training.py` has torchrun.)"""
+    run = learn(folder, "full", nproc=1, cpu_kv_cache_gib=1_000_000)
     assert run.exit_code == 2, run.printed
     assert "Traceback" not in run.printed
     assert "the colocated engine does not start" in run.printed

@@ -20,11 +20,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from bench.forked import LEARNER, Forked, start
 from deploy.demo.model import build
 from learner.run.checkpoint import verify
 from shared.addresses import free_ports
 from tests import runs
-from tests.forked import LEARNER, Forked, start
 from tests.servers import RunningServer, running_server, wait_gone
 
 pytestmark = pytest.mark.integration

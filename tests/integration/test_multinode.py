@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.forked import SERVER, Forked, start
 from deploy.demo import build_data
 from deploy.demo.model import build
 from tests import runs
-from tests.forked import SERVER, Forked, start
 from tests.namespaces import Node, network
 from tests.servers import DEFAULTS, stop
 
@@ -109,7 +109,7 @@ class World:
     stack: contextlib.ExitStack
 
     def serve(self, name: str) -> Forked:
-        """A server, forked (`tests.forked`)."""
+        """A server, forked (`bench.forked`)."""
         path, node = self.folder / f"{name}.yaml", self.nodes[name]
         config = {"model": str(self.folder / "model"), "host": node.address, "port": PORT}
         path.write_text(yaml.safe_dump({**DEFAULTS, **config, "allowed_image_roots": [str(self.folder)]}))

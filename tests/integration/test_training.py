@@ -1,5 +1,5 @@
 """Whole runs of the learner against one real server: rollouts, syncs, evaluation, resume, ranks, LoRA. The ranks
-are forked (`tests.forked`); a user's mistake is told through torchrun too.
+are forked (`bench.forked`); a user's mistake is told through torchrun too.
 
 Every run is another learner incarnation on the same running server, which is never restarted.
 """

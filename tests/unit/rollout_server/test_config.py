@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from bench.forked import RANK_OF_A_TEST, finish
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.config import ServerConfig, load_server_config
 from shared.addresses import free_port
@@ -20,7 +21,6 @@ from shared.config.model import ConfigErrors, Mistake, dotted
 from shared.config.parse import dump_yaml, load_yaml, parse, write_yaml
 from shared.packages import INSTALL
 from tests.examples import examples
-from tests.forked import RANK_OF_A_TEST, finish
 from tests.unit.shared.config.strategies import refused, sections
 
 

@@ -163,12 +163,15 @@ def test_a_buffer_that_must_overflow_is_refused_before_the_first_step(tiny_text:
     config, plan = make_run(samples_per_rank=8)
     custom = config.custom.model_copy(update={"trainer_variant": "rollout_matching_sft"})
 
-    def check(length: int, steps: int) -> None:
-        changed = config.model_copy(update={"custom": custom, "global_max_length": length})
+    def check(length: int, steps: int, use: str = "best") -> None:
+        values = {**config.model_dump(), "custom": custom.model_dump(), "global_max_length": length}
+        values["custom"]["extra"]["rollout_matching"]["best_of"] |= {"rollouts_per_sample": 2, "use": use}
+        changed = RunConfig.model_validate(values)
         check_packing_buffer(samples, encoder, changed, plan, steps)
 
     tokens = fewest_tokens(samples[0], encoder)
     with pytest.raises(ConfigError, match=r"packing_buffer must overflow.*per_device_train_batch_size"):
         check(tokens, 100)
     check(tokens, 2)
+    check(tokens, 100, use="rejection")  # which may learn nothing of a sample
     check(8 * tokens, 100)

@@ -4,10 +4,10 @@
     process.wait(60)
 
 In: what the process of origin imports, then the module that `python -m` would run, its arguments and environment. Out:
-an object with the part of `subprocess.Popen` that tests use. Each program leads a session of its own. From the fork on
-nothing is shared: arguments, environment, working directory, output, signals and exit are those of a new program.
+an object with the part of `subprocess.Popen` that is used here. Each program leads a session of its own. From the fork
+on nothing is shared: arguments, environment, working directory, output, signals and exit are those of a new program.
 
-The process of origin ends with the tests. It has one thread, so forking it is safe.
+The process of origin ends with the program that asks. It has one thread, so forking it is safe.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -42,8 +43,8 @@ SERVER = ("rollout_server.serving", "rollout_server.engine", "vllm.v1.engine.asy
 class Forked:
     """A running program."""
 
-    def __init__(self, origin: _Origin, pid: int) -> None:
-        self._origin, self.pid = origin, pid
+    def __init__(self, origin: _Origin, pid: int, args: Sequence[str]) -> None:
+        self._origin, self.pid, self.args = origin, pid, args
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -51,7 +52,7 @@ class Forked:
             self.returncode = self._origin.ask({"poll": self.pid})
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = math.inf) -> int:
         """Raises subprocess.TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -88,7 +89,7 @@ def start(
     """
     origin = _origin(loaded)
     order = {"module": module, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd), "node": node}
-    return Forked(origin, origin.ask(order, [stdout.fileno(), stderr.fileno()]))
+    return Forked(origin, origin.ask(order, [stdout.fileno(), stderr.fileno()]), [module, *arguments])
 
 
 def finish(
@@ -135,7 +136,7 @@ class _Origin:
         self._lock = threading.Lock()
         with far:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.forked", str(far.fileno()), *loaded],
+                [sys.executable, "-P", "-m", "bench.forked", str(far.fileno()), *loaded],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 pass_fds=[far.fileno()],
@@ -148,7 +149,7 @@ class _Origin:
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(order).encode()], files)
             answer = self._channel.recv(_MESSAGE_BYTES)
-        assert answer, f"the process that tests fork from ended with exit code {self._process.poll()}"
+        assert answer, f"the process to fork from ended with exit code {self._process.poll()}"
         return json.loads(answer)
 
 
@@ -161,7 +162,7 @@ def _origin(loaded: tuple[str, ...]) -> _Origin:
 
 
 def _obey(channel: socket.socket) -> dict[str, Any]:
-    """Answer orders until the tests end. In a program that was forked: returns what to run."""
+    """Answer orders until nobody asks any more. In a program that was forked: returns what to run."""
     while True:
         message, files, *_ = socket.recv_fds(channel, _MESSAGE_BYTES, 2)
         if not message:
