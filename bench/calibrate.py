@@ -4,6 +4,11 @@ In: DIR of `bench.study`, with `study.json`, and per regime `features/REGIME.jso
 `rollout-learner predict-gain --json` measured of the regime's base model on its training data. Out: a linear formula
 per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error over regimes that were
 left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes gets none, and is named.
+
+The features of a regime, with any run's YAML of the study or of the demo:
+
+    rollout-learner predict-gain --config deploy/demo/grpo.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
+        --json DIR/features/REGIME.json
 """
 
 from __future__ import annotations
