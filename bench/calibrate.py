@@ -1,9 +1,14 @@
 """Fit what `predict-gain` predicts: `python -m bench.calibrate --study DIR --out learner/predict/calibration.json`.
 
-In: DIR with a folder per regime, and in each `features.json` (of `rollout-learner predict-gain --json`) and
-`results.json` with `"gains"`: by method, F1@0.5 above early-stopped `sft`, from -1 to 1. Out: a linear formula per
-method, with its R2 and its error over regimes that were left out, each in turn (`learner.predict.gain`). A regime
-without a method counts for the other methods only.
+In: DIR of `bench.study`, with `study.json`, and per regime `features/REGIME.json`: what
+`rollout-learner predict-gain --json` measured of the regime's base model on its training data. Out: a linear formula
+per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error over regimes that were
+left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes gets none, and is named.
+
+The features of a regime, with any run's YAML of the study or of the demo:
+
+    rollout-learner predict-gain --config deploy/demo/grpo.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
+        --json DIR/features/REGIME.json
 """
 
 from __future__ import annotations
@@ -16,65 +21,84 @@ from typing import Annotated, Any
 
 import typer
 
-from learner.predict.gain import FEATURES, Formula, fit, write_calibration
+from learner.predict.gain import FEATURES, Formula, fewest_regimes, fit, write_calibration
 from shared.errors import DataError, ProjectError
+
+COMPARED_WITH, BASE, METRIC = "sft", "base", "f1@0.5"
 
 
 def main(
-    study: Annotated[Path, typer.Option(help="Folder with a folder per regime.")],
+    study: Annotated[Path, typer.Option(help="Folder of bench.study.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     features: Annotated[str, typer.Option(help="Features of the formulas, with commas.")] = ",".join(FEATURES),
 ) -> None:
     """Fit, print and write."""
     try:
-        formulas = calibrate(read_study(study), features.split(","))
+        formulas, too_few = calibrate(read_study(study), features.split(","))
         write_calibration(formulas, out)
     except ProjectError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    print("\n".join(f"{method}: {_told(formula)}" for method, formula in formulas.items()))
+    print("\n".join(f"{arm}: {_told(formula)}" for arm, formula in formulas.items()))
+    print("\n".join(f"{arm}: left out, only {number} regimes" for arm, number in too_few.items()))
 
 
-Regime = tuple[Mapping[str, float], Mapping[str, float]]  # features, and gains by method
+Regime = tuple[Mapping[str, float], Mapping[str, float]]  # features, and gains by arm
 
 
 def read_study(folder: Path) -> list[Regime]:
-    """Every regime that has both files. Raises DataError."""
-    found = []
-    for path in sorted(folder.glob("*/features.json")):
-        results = path.with_name("results.json")
-        if results.is_file():
-            found.append((_mapping(path, "features"), _mapping(results, "gains")))
+    """Every regime whose features were measured. Raises DataError."""
+    found: list[Regime] = []
+    for name, summary in _json(folder / "study.json", "regimes").items():
+        path = folder / "features" / f"{name}.json"
+        if path.is_file():
+            features = {key: float(value) for key, value in _json(path, "features").items()}
+            found.append((features, _gains(summary["arms"])))
     if not found:
         raise DataError(
             "no regime to calibrate on",
-            found=f"no */features.json beside a results.json in {folder}",
-            wanted="a folder per regime with both files",
-            remedy="run the study first",
+            found=f"no features/REGIME.json for a regime of {folder / 'study.json'}",
+            wanted="the features of each regime",
+            remedy="rollout-learner predict-gain --config RUN.yaml --json DIR/features/REGIME.json",
         )
     return found
 
 
-def calibrate(regimes: Sequence[Regime], names: Sequence[str]) -> dict[str, Formula]:
-    """A formula per method. Raises DataError if a method has too few regimes."""
-    methods = sorted({method for _, gains in regimes for method in gains})
-    fitted = {}
-    for method in methods:
-        having = [(features, gains[method]) for features, gains in regimes if method in gains]
-        fitted[method] = fit([features for features, _ in having], [gain for _, gain in having], names)
-    return fitted
+def _gains(arms: Mapping[str, Any]) -> dict[str, float]:
+    """Over the arm `sft`; arms that were not compared with it have none."""
+    compared = {arm: summary["minus"].get(COMPARED_WITH) for arm, summary in arms.items() if arm != BASE}
+    return {arm: float(minus[METRIC]["value"]) for arm, minus in compared.items() if minus}
 
 
-def _mapping(path: Path, key: str) -> Mapping[str, float]:
+def calibrate(regimes: Sequence[Regime], names: Sequence[str]) -> tuple[dict[str, Formula], dict[str, int]]:
+    """A formula per arm, and the arms that were run on too few regimes, with how many. Raises DataError if no arm is
+    left."""
+    fitted, too_few = {}, {}
+    for arm in sorted({arm for _, gains in regimes for arm in gains}):
+        having = [(features, gains[arm]) for features, gains in regimes if arm in gains]
+        if len(having) < fewest_regimes(names):
+            too_few[arm] = len(having)
+        else:
+            fitted[arm] = fit([features for features, _ in having], [gain for _, gain in having], names)
+    if not fitted:
+        raise DataError(
+            "too few regimes for a formula",
+            found=f"{too_few}",
+            wanted=f"an arm on {fewest_regimes(names)} regimes, for {len(names)} features",
+            remedy="measure more regimes, or use fewer features",
+        )
+    return fitted, too_few
+
+
+def _json(path: Path, key: str) -> Mapping[str, Any]:
     try:
-        value: Any = json.loads(path.read_text())[key]
-        return {str(name): float(number) for name, number in value.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return dict(json.loads(path.read_text())[key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             "a file of the study cannot be used",
             found=f"{path}: {type(error).__name__}: {error}",
-            wanted=f"JSON with {key!r}: numbers by name",
-            remedy="run that regime again",
+            wanted=f"JSON with {key!r}: an object",
+            remedy="run that part of the study again",
         ) from error
 
 

@@ -92,9 +92,9 @@ def report(
     gains: Mapping[str, float],
 ) -> None:
     """The features, the rules, and the gains that a calibration predicts."""
-    shown = Table("feature", "value", "95% interval", "meaning")
-    for name, estimate in found.items():
-        shown.add_row(name, f"{estimate.value:.4f}", f"{estimate.low:.4f} to {estimate.high:.4f}", MEANINGS[name])
+    shown = Table("feature", "value [95% interval]", "meaning", box=None, padding=(0, 2, 0, 0))
+    for name, one in found.items():
+        shown.add_row(name, f"{one.value:6.3f} [{one.low:.3f}, {one.high:.3f}]", MEANINGS[name])
     console.print(shown)
     console.print(f"\nRecommended: {recommendation.method}")
     for rule in recommendation.rules:

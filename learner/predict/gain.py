@@ -49,13 +49,18 @@ class Formula:
         return self.intercept + sum(weight * features[name] for name, weight in self.coefficients.items())
 
 
+def fewest_regimes(names: Sequence[str]) -> int:
+    """Without one of them, there are still more regimes than coefficients."""
+    return len(names) + 3
+
+
 def fit(regimes: Sequence[Mapping[str, float]], gains: Sequence[float], names: Sequence[str] = FEATURES) -> Formula:
     """The formula of one method over regimes with measured gains. Raises DataError with too few regimes."""
-    if len(regimes) < len(names) + 3:
+    if len(regimes) < fewest_regimes(names):
         raise DataError(
             "too few regimes for a formula",
             found=f"{len(regimes)} regimes, {len(names)} features",
-            wanted=f"{len(names) + 3} regimes or more",
+            wanted=f"{fewest_regimes(names)} regimes or more",
             remedy="measure more regimes, or use fewer features",
         )
     inputs = np.array([[1.0, *(_feature(regime, name) for name in names)] for regime in regimes])  # [R, 1 + F]

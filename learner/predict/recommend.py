@@ -37,7 +37,7 @@ SFT = "sft"
 ROLLOUT_MATCHING = "rollout_matching_sft"
 KEEP_UNMATCHED = "rollout_matching_sft with keep_unmatched"
 GRPO = "grpo, after sft"
-BEST_OF_K = "best of K"
+BEST_OF_K = "best of K (best_of.rollouts_per_sample)"
 NOTHING = "nothing to gain"
 
 
@@ -99,7 +99,7 @@ def _when_sft_is_done(found: Mapping[str, Estimate]) -> str:
     if "overfit_nats" not in found:
         return ". Without a validation file: not known whether sft still gains"
     known = (
-        "sft overfits here: stop it at its best validation score" if _overfits(found) else "sft does not overfit yet"
+        "sft overfits here: stop it at its best validation score" if _overfits(found) else "sft is not shown to overfit"
     )
     return (
         f". {known} (validation labels cost {_shown(found['overfit_nats'])} nats per token more than training labels)"

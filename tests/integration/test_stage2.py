@@ -17,7 +17,7 @@ import yaml
 from deploy.demo import build_data
 from deploy.demo.model import build
 from learner.report.page import render
-from learner.report.read import read_runs
+from learner.report.read import read_run, read_runs
 from shared.addresses import free_port
 from shared.seeds import request_seed
 from tests.ranks import learner
@@ -231,6 +231,12 @@ def test_policy_gradients_learn_what_the_server_drew(runs: dict[str, Run], name:
         assert set(metrics) >= {"reward", "reward/format", "reward/count", "grpo/reward_std"}
         if metrics.get("stage2_ab/async/age_updates", 0.0) == 0.0:
             assert metrics["grpo/gap"] <= 1e-5, "the weights that drew them are the weights that learn"
+    recorded = read_run(runs[name].folder).groups
+    assert recorded, "rank 0's rewards, for the report"
+    assert all(len(one.rewards) % 2 == 0 for one in recorded)
+    if name == "grpo":
+        assert [one.global_step for one in recorded] == [step["global_step"] for step in steps]
+        assert len(recorded[0].answers) == 2
 
 
 def test_the_union_of_two_rollouts_is_one_segment(runs: dict[str, Run]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from deploy.demo import build_data
 from learner.__main__ import main
 from learner.predict import recommend as rules
-from learner.predict.features import MEANINGS
+from learner.predict.command import report
+from learner.predict.features import MEANINGS, Estimate
 from learner.predict.gain import Formula, write_calibration
 
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
@@ -50,6 +53,15 @@ def test_missing_labels_are_found_by_the_shipped_checkpoint(tmp_path: Path, caps
     assert told["predicted_gain_points"] == {"grpo": pytest.approx(1.0)}
     assert "+1.0 F1 points" in shown.out
     assert not (tmp_path / "run").exists()
+
+
+def test_without_a_calibration_no_gain_is_made_up() -> None:
+    found = {name: Estimate(0.5, 0.4, 0.6) for name in MEANINGS}
+    out = io.StringIO()
+    report(Console(file=out, width=200), found, rules.recommend(found), {}, {})
+    assert "Predicted gain" not in out.getvalue()
+    assert "bench.calibrate" in out.getvalue()
+    assert all(name in out.getvalue() for name in MEANINGS)
 
 
 @pytest.mark.parametrize(

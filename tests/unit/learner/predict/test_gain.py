@@ -52,19 +52,33 @@ def test_too_few_regimes_or_a_missing_feature_is_an_error() -> None:
         Formula(intercept=0.0, coefficients={"nats_val": 1.0}, r2=1.0, rmse=0.0, num_regimes=9).gain({})
 
 
+def write_study(folder: Path, number: int) -> None:
+    """As bench.study writes it: `grpo` was run everywhere, another arm once, and one regime has no features."""
+    found = {}
+    (folder / "features").mkdir()
+    for i, one in enumerate(regimes(number)):
+        gain = {"sft": {"f1@0.5": {"value": 0.3 * one[NAMES[1]], "low": 0.0, "high": 1.0}}}
+        found[f"regime-{i}"] = {"arms": {"sft": {"minus": {}}, "base": {"minus": gain}, "grpo": {"minus": gain}}}
+        (folder / "features" / f"regime-{i}.json").write_text(json.dumps({"features": one}))
+    found["regime-0"]["arms"]["best of 8"] = {"minus": gain}
+    found["not measured"] = {"arms": {}}
+    (folder / "study.json").write_text(json.dumps({"regimes": found}))
+
+
 def test_a_study_becomes_a_calibration(tmp_path: Path) -> None:
-    for i, one in enumerate(regimes(8)):
-        folder = tmp_path / f"regime-{i}"
-        folder.mkdir()
-        (folder / "features.json").write_text(json.dumps({"features": one}))
-        gains = {"grpo": 0.3 * one[NAMES[1]]}
-        (folder / "results.json").write_text(json.dumps({"gains": gains}))
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "unfinished" / "features.json").write_text("{}")
-    formulas = calibrate(read_study(tmp_path), NAMES)
+    write_study(tmp_path, 8)
+    formulas, too_few = calibrate(read_study(tmp_path), NAMES)
     write_calibration(formulas, tmp_path / "calibration.json")
     assert read_calibration(tmp_path / "calibration.json") == formulas
+    assert list(formulas) == ["grpo"]
     assert formulas["grpo"].coefficients[NAMES[1]] == pytest.approx(0.3)
+    assert too_few == {"best of 8": 1}
+
+
+def test_a_study_of_few_regimes_has_no_formula(tmp_path: Path) -> None:
+    write_study(tmp_path, 4)
+    with pytest.raises(DataError, match="too few regimes"):
+        calibrate(read_study(tmp_path), NAMES)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"grpo": 1}', '{"grpo": {"intercept": 0}}'])

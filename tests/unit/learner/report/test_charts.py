@@ -93,3 +93,14 @@ def test_without_points_there_is_no_chart() -> None:
     assert stacked_chart("x", [Series("a", [(1.0, 0.0)], "learn")]) is None
     assert bar_chart("x", []) is None
     assert interval_chart("x", []) is None
+
+
+def test_a_spread_is_a_band_around_the_line() -> None:
+    """Also where points are merged, and where some are not numbers."""
+    points = [(float(x), math.nan if x == 3 else x / 10) for x in range(200)]
+    columns = Series("reward", points, "after", spread=[0.25] * 200).columns()
+    assert len(columns) <= MAX_COLUMNS
+    for column in columns:
+        assert (column.y - column.low, column.high - column.y) == (pytest.approx(0.25), pytest.approx(0.25))
+    plain = Series("reward", points[:3], "after").columns()
+    assert all(column.low == column.y == column.high for column in plain)
