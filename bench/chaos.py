@@ -42,6 +42,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import pickle
 import random
@@ -86,6 +87,7 @@ FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt"
 MUTE, SLOW_LINK = "mute", "slow link"  # in namespaces only
 DISK_FULL = "disk full"
 LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0, MUTE: 2.0, SLOW_LINK: 2.0}
+SETTLES_S = 0.3  # between two faults of a server, at least
 QDISCS = {"delay": "netem delay 600ms 400ms", SLOW_LINK: "tbf rate 8mbit burst 16000 latency 400ms"}
 PORT, PROXY_PORT, GROUP_PORT = 8000, 8001, 51216  # in a namespace all ports are free
 TOKEN = "chaos"
@@ -280,11 +282,12 @@ class Server:
     def hit(self, kind: str, rng: random.Random) -> None:
         """Begin a fault; a thread ends it."""
         lasts_s = LASTS_S.get(kind, 1.0)
-        self.busy_until = time.monotonic() + lasts_s + 0.3
+        self.busy_until = time.monotonic() + lasts_s + SETTLES_S
         if kind in ("kill", "freeze") or (kind == "half-open" and self.node is not None):
             if self.node is not None and kind == "half-open":
                 self.node.cut(lasts_s)
             self.signal(signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
+            self.busy_until = math.inf  # until it is mended
             threading.Timer(lasts_s * rng.uniform(0.5, 1.5), self._mend, (kind,)).start()
         elif kind == "second learner":
             on_node(self.node, second_learner, f"http://{self.host}:{self._port}")
@@ -305,6 +308,7 @@ class Server:
         else:
             self.process.join(2)
             self.start()
+        self.busy_until = time.monotonic() + SETTLES_S
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

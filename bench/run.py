@@ -80,7 +80,7 @@ PARTS: Mapping[Part, Sequence[Job]] = {
     "training": [Job(function="bench.training:measure")],
     "first_token": [Job(function="bench.training:first_token")],
     "adapters": [Job(function="bench.sync:adapters")],
-    "canary_reads": [_try("bench.sync:canary_reads")],
+    "canary_reads": [_try("bench.infer:canary_reads")],
     "ahead": [Job(function="bench.ahead:measure")],
     "sync": [_cuda(2, "bench.sync:full", size="4B")],
     "infer": [

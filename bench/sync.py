@@ -10,8 +10,6 @@ fails its canary. First syncs warm up and do not count.
   the time for all at once against one.
 - `adapters`: adapter sync against full sync on the demo's model: seconds and bytes of both, with one server and the
   same LoRA policy. First merged weights, then the adapter alone. Sending the base weights does not count.
-- `canary_reads`: what the canary's reads through the prefix cache cost. Full syncs of the demo's model to a server with
-  a prefix cache, in turn with syncs to a server without one, which has nothing to read.
 """
 
 from __future__ import annotations
@@ -212,7 +210,6 @@ def _broadcast(group: Communicator, num_buckets: int, bucket_bytes: int) -> None
 
 ADAPTER_WARM_UP = 2
 RANK = 16
-CACHE_BLOCK = 32  # tokens; what is shorter is not cached, and vLLM's default on CPU is 128
 # The server can adapt the language model, not the vision tower.
 _TARGETS = r".*language_model.*_proj"
 
@@ -274,31 +271,3 @@ def adapter_run(mode: str, model: Path, data: Path, folder: Path, server: Server
     path = folder / f"adapters-{mode}.yaml"
     write_yaml(path, config, "bench")
     return load_config(str(path), world_size=1, env={})
-
-
-# ---- the canary's reads through the prefix cache ---------------------------------------------------------------------
-
-
-def canary_reads(folder: Path, *, num_syncs: int = 8, rounds: int = 3) -> list[Figure]:
-    """`num_syncs` syncs to each server, `rounds` times in turn."""
-    model, data = demo_model(folder), demo_scenes(folder)
-    seconds: dict[str, list[float]] = {"with a prefix cache": [], "without": []}
-    with supervised() as processes:
-        configs = []
-        for name, caches in zip(seconds, (True, False), strict=True):
-            engine = {"enable_prefix_caching": caches, "block_size": CACHE_BLOCK}
-            settings = {"model": str(model), "allowed_image_roots": [str(data)], "engine_args": engine}
-            server = serve(processes, folder, f"reads-{caches}", settings)
-            vllm = served_by(server, sync={"mode": "full"})
-            path = folder / f"reads-{caches}-run.yaml"
-            write_yaml(path, demo_run(model, data, folder / "run", vllm, steps=1, batch_size=1), "bench")
-            configs.append((name, load_config(str(path), world_size=1, env={})))
-        policy = load_policy(configs[0][1].model, device=torch.device("cpu"), bf16=True)
-        for _ in range(rounds):
-            for name, config in configs:
-                seconds[name] += [receipt.seconds for receipt in _syncs(config, policy, num_syncs)]
-    medians = [median(found) for found in seconds.values()]
-    return [
-        *(sampled(f"full sync, {name}", found, "s") for name, found in seconds.items()),
-        Figure(name="what the reads add", value=medians[0] / medians[1] - 1, unit="of a sync"),
-    ]
