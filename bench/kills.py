@@ -209,8 +209,9 @@ def main(
             broken = world.end()
         except (ProjectError, ProcessLookupError, IndexError) as error:
             broken = f"{type(error).__name__}: {error}"
-            with contextlib.suppress(OSError):
-                say((Path(folder) / "run.log").read_text()[-3000:])
+            for log in ("run.log", "run/learner_rank0.log", *(f"{name}.log" for name in NAMES)):
+                with contextlib.suppress(OSError):
+                    say(f"{log}: {(Path(folder) / log).read_text()[-6000:]}")
     _write(out, rows, broken)
     print(json.dumps(spread(rows), indent=1))
     say(f"left: {len(left(rows, kills, freezes))} faults{'; DOES NOT HOLD: ' + broken if broken else ''}")

@@ -232,7 +232,9 @@ class ServerDelivery:
         statuses = self._reach(self._members(), is_first=is_first)
         self._statuses = {member.base_url: status for member, status in statuses}
         self._known |= {status.server_id for _, status in statuses}
-        patience = backend.timeouts.patience(has_others=backend.membership.is_elastic)
+        least = backend.membership.min_servers
+        # Of the group, which has servers that do not serve before this sync.
+        patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
         links = [
             ServerLink(backend.client(m.base_url), backend.loop, m.group_port, status.world_size, patience)
             for m, status in statuses
