@@ -50,7 +50,7 @@ from tests.unit.learner.steps.fakes import segment
 from tests.unit.learner.sync.fakes import Weights
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
-INFER_TIMEOUT_S = 1.0
+INFER_TIMEOUT_S, SYNC_TIMEOUT_S = 1.0, 10.0
 TIMEOUT_S = 20.0
 
 
@@ -108,7 +108,7 @@ class Learner:
         discovery: Discovery | None = None,
     ) -> None:
         self.weights = Weights()
-        limits = {"timeout_s": 10.0, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": min_servers}
+        limits = {"timeout_s": SYNC_TIMEOUT_S, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": min_servers}
         section = config([server.url for server in servers], decode_batch_size=4, **limits)
         entries = [
             entry.model_copy(update={"group_port": server.group_port})
@@ -232,6 +232,26 @@ def test_a_server_lost_before_a_sync_comes_back(servers: list[Server], learner: 
     learner.roll_out(12, step=2)
     assert learner.serving == urls
     assert learner.changes() == [(urls[0], "lost"), (urls[0], "joined")]
+
+
+def test_a_server_frozen_in_the_group_that_another_one_joined(servers: list[Server]) -> None:
+    """When that group was opened, one server alone was serving. It is not the only one any more."""
+    with closing(Learner(servers[:2])) as learner:
+        learner.synced()
+        servers[1].kill()
+        learner.synced()
+        assert learner.serving == [servers[0].url]
+        servers[1].start()
+        servers[1].wait_ready()
+        wait_until(lambda: not learner.sync._delivery.is_current())  # it was seen
+        learner.synced()
+        assert learner.serving == [servers[0].url, servers[1].url]
+        servers[0].signal(signal.SIGSTOP)
+        began = time.monotonic()
+        learner.synced()
+        assert time.monotonic() - began < 0.8 * SYNC_TIMEOUT_S
+        assert learner.serving == [servers[1].url]
+        learner.roll_out(4)
 
 
 def test_a_server_killed_while_buckets_travel(servers: list[Server], learner: Learner) -> None:
