@@ -16,10 +16,12 @@ validation F1@0.5 is the one whose test scenes count. `sft, then ...` begins wit
 best step. An arm's rate may be multiplied on the command line (`--rate 0.5`). Of several rates the report shows the one
 that is best by validation.
 
+With `--run-seconds` every run has the same time, its start included, and what it has evaluated by then counts.
+
 In `--out`: `bases/`, and per run `results/REGIME/ARM-SEED.json`. What is there is not done again, so the study goes on
-with a second command, also on another machine. `study.json` and `study.md` are the report. `--work` is scratch. The
-engine is in the learner's process, or without vLLM the trained model itself makes the rollouts: several runs side by
-side on a GPU, one on a CPU.
+with a second command, also on another machine. `study.json` and `study.md` are the report. `--features` adds what
+`predict-gain` measures of each regime, for `bench.calibrate`. `--work` is scratch. The engine is in the learner's
+process, or without vLLM the trained model itself makes the rollouts: several runs side by side on a GPU, one on a CPU.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ from bench.figures import circumstances, markdown_table
 from bench.learns import Slot, export, run_all
 from bench.learns_report import read_results, summarize
 from bench.models import CHECKPOINT
-from bench.runs import LearnerRun, last_words, learner_config, read_events, say, start_learner, steps_of
+from bench.runs import LearnerRun, last_words, learner_config, read_events, say, start_learner, steps_of, visible
 from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
 from deploy.launch import Processes, supervised
 from learner.run.files import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
+from shared.config.parse import write_yaml
 from shared.errors import ProjectError
 
 Row = dict[str, Any]
@@ -225,6 +228,7 @@ class Plan:
     slots: list[Slot[Run]]
     engine: Mapping[str, Any]
     deadline: float  # monotonic
+    run_s: float | None
     knows_steps: int
     steps_share: float
     pool: int
@@ -239,6 +243,9 @@ class Plan:
 
     def result(self, run: Run) -> Path:
         return self.out / "results" / run.regime.name / f"{run.name}.json"
+
+    def features(self, regime: Regime) -> Path:
+        return self.out / "features" / f"{regime.name}.json"
 
     def stopped(self, run: Run) -> Path:
         """The weights of a run that others go on from."""
@@ -262,6 +269,8 @@ def main(
     slots: Annotated[int, typer.Option(min=1, help="Runs at a time on a GPU.")] = 10,
     colocate: Annotated[bool, typer.Option(help="vLLM makes the rollouts if it is installed.")] = True,
     seconds: Annotated[float, typer.Option(help="Everything has ended then.")] = 560.0,
+    run_seconds: Annotated[float | None, typer.Option(help="A run that is not at its end then is stopped.")] = None,
+    features: Annotated[bool, typer.Option(help="Measure what predict-gain predicts from.")] = False,
     knows_steps: Annotated[int, typer.Option(help="`sft` steps of 64 scenes that make the base `knows`.")] = 400,
     steps_share: Annotated[float, typer.Option(help="Of the arms' steps.")] = 1.0,
     pool: Annotated[int, typer.Option(help="Training scenes that are drawn.")] = 10_000,
@@ -279,6 +288,7 @@ def main(
         slots=[Slot(index=i, has_server=False, learner_devices=devices) for i in range(slots if gpu else 1)],
         engine=engine(colocate and importlib.util.find_spec("vllm") is not None, slots if gpu else 1),
         deadline=time.monotonic() + seconds - REPORT_S,
+        run_s=run_seconds,
         knows_steps=knows_steps,
         steps_share=steps_share,
         pool=pool,
@@ -294,7 +304,7 @@ def main(
         for name in arm or ARMS
         for times in rate or (1.0,)
     ]
-    sys.exit(_run(plan, runs))
+    sys.exit(_run(plan, runs, regimes if features else ()))
 
 
 def engine(vllm: bool, slots: int) -> dict[str, Any]:
@@ -305,14 +315,15 @@ def engine(vllm: bool, slots: int) -> dict[str, Any]:
     return {"decode_batch_size": 256, "vllm": {"mode": "colocate", "tensor_parallel_size": 1, **share}}
 
 
-def _run(plan: Plan, runs: Sequence[Run]) -> int:
-    for made in (plan.out / "bases", plan.out / "stopped", plan.work / "runs"):
+def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
+    for made in (plan.out / "bases", plan.out / "stopped", plan.out / "features", plan.work / "runs"):
         made.mkdir(parents=True, exist_ok=True)
     try:
         with supervised() as processes:
             try:
                 write_data(plan, {run.regime for run in runs})
                 make_bases(plan, processes, {run.regime.base for run in runs})
+                measure_features(plan, processes, predicted)
                 compare(plan, processes, runs)
             finally:
                 report(plan.out)
@@ -350,6 +361,7 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
             train, val = _incomplete(train, seed=6), _incomplete(val, seed=7)
         folder = plan.work / ("bccd" if regime.is_bccd else "data")
         _write_rows(folder / f"{regime.name}.train.jsonl", train)
+        _write_rows(folder / f"{regime.name}.val.jsonl", val)
         _write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
     say(f"data: {time.monotonic() - began:.0f} s")
 
@@ -436,6 +448,42 @@ def _start_base(plan: Plan, processes: Processes, name: str) -> LearnerRun:
     return start_learner(processes, folder, f"base-{name}", config, ranks=None, devices=plan.slots[0].learner_devices)
 
 
+# ---- what predict-gain measures --------------------------------------------------------------------------------------
+
+
+def measure_features(plan: Plan, processes: Processes, regimes: Sequence[Regime]) -> None:
+    """Of each regime's base model on its training and validation data."""
+    queue = [regime for regime in regimes if not plan.features(regime).is_file()]
+
+    def start(regime: Regime, slot: Slot[Regime]) -> LearnerRun:
+        config = run_config(plan, Run(regime, "rollout matching", FIRST_SEED))
+        train = Path(config["data"]["train"])
+        config["data"] |= {"val": str(train.with_name(f"{regime.name}.val.jsonl")), "test": None}
+        path = plan.work / "runs" / f"features-{regime.name}.yaml"
+        write_yaml(path, config, "bench")
+        argv = [sys.executable, "-m", "learner", "predict-gain", "--config", str(path)]
+        argv += ["--json", str(plan.features(regime))]
+        log = path.with_suffix(".log")
+        process = processes.start(f"features {regime.name}", argv, devices=visible(*slot.learner_devices), log=log)
+        return LearnerRun(process=process, log=log, run_dir=path.parent)
+
+    def ended(regime: Regime, code: int | None) -> None:
+        log = plan.work / "runs" / f"features-{regime.name}.log"
+        say(f"features of {regime.name}: {'measured' if code == 0 else last_words(log)}")
+
+    slots = [
+        Slot[Regime](index=slot.index, has_server=False, learner_devices=slot.learner_devices) for slot in plan.slots
+    ]
+    run_all(
+        slots,
+        next_run=lambda: queue.pop(0) if queue else None,
+        start=start,
+        ended=ended,
+        deadline=plan.deadline,
+        run_limit_s=plan.left_s(),
+    )
+
+
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
@@ -458,14 +506,15 @@ def compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
 
     def ended(run: Run, code: int | None) -> None:
         log = plan.work / "runs" / f"{run.folder}.log"
-        if code != 0:
+        if code or (code is None and plan.run_s is None):
             (plan.out / f"failed-{run.folder}.log").write_text(last_words(log, 60))
             say(f"{run.folder}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
             return
         keep_result(plan, run)
 
     say(f"{len(queue)} runs, {len(plan.slots)} at a time, {plan.left_s():.0f} s left")
-    run_all(plan.slots, next_run=next_run, start=start, ended=ended, deadline=plan.deadline, run_limit_s=plan.left_s())
+    limit_s = min(plan.left_s(), plan.run_s or plan.left_s())
+    run_all(plan.slots, next_run=next_run, start=start, ended=ended, deadline=plan.deadline, run_limit_s=limit_s)
 
 
 def run_config(plan: Plan, run: Run) -> dict[str, Any]:
@@ -525,7 +574,10 @@ class Evaluated:
 def keep_result(plan: Plan, run: Run) -> None:
     """The course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
     run_dir = plan.work / "runs" / run.folder
-    course = [_evaluated(path) for path in sorted((run_dir / "eval").glob("step_*.jsonl"))]
+    course = _course(run_dir, with_weights=run.arm == "sft" and run.rate == 1.0)
+    if not course:
+        say(f"{run.folder}: stopped before its first evaluation")
+        return
     best = max(course, key=lambda one: (one.val[SELECTED_BY], -one.step))
     events = read_events(run_dir)
     steps = steps_of(events)
@@ -562,6 +614,16 @@ def _keep_weights(plan: Plan, run: Run, run_dir: Path, step: int) -> None:
         shutil.copytree(plan.base(run.regime.base), plan.stopped(run), dirs_exist_ok=True)
     for checkpoint in run_dir.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
+
+
+def _course(run_dir: Path, *, with_weights: bool) -> list[Evaluated]:
+    """The whole evaluations. `with_weights`: those whose weights were saved; a run may have been stopped between."""
+    paths = sorted((run_dir / "eval").glob("step_*.jsonl"))
+    lines = {path: path.read_bytes().count(b"\n") for path in paths}
+    found = [_evaluated(path) for path in paths if lines[path] == lines[paths[0]]]
+    if not with_weights:
+        return found
+    return [one for one in found if not one.step or (run_dir / f"checkpoint-{one.step}" / "manifest.json").is_file()]
 
 
 def _evaluated(path: Path) -> Evaluated:
