@@ -89,7 +89,8 @@ class ColocatedEngine:
         offload: Offload,
         lora_rank: int = 0,
     ) -> None:
-        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
+        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory,
+        RolloutError if another program takes memory meanwhile."""
         self.ver: int | None = None
         self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
         self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
@@ -241,9 +242,18 @@ class ColocatedEngine:
         return args
 
     def _sleep(self) -> None:
-        """Move the weights to host memory and free the KV cache."""
-        if self._sleeps:
+        """Move the weights to host memory and free the KV cache. Raises RolloutError."""
+        if not self._sleeps:
+            return
+        try:
             self._llm.sleep(level=1)
+        except AssertionError as error:  # vLLM expects more free memory on the device than before
+            raise RolloutError(
+                "the colocated engine gave its memory back, and the GPU has less free memory than before",
+                found=f"{error} Probably another program took memory meanwhile",
+                wanted="a GPU that this run has to itself while it trains",
+                remedy=f"stop the other program (nvidia-smi shows it), or let it start before this run, {ELSEWHERE}",
+            ) from error
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
         """vLLM's outputs in order, its errors as ours."""

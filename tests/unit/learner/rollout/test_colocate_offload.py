@@ -58,9 +58,14 @@ class Llm:
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=512), vllm_config=SimpleNamespace(cache_config=cache_config)
         )
-        self.fails = False
+        self.fails = self.grows = False
 
     def get_tokenizer(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+    def sleep(self, level: int) -> None:
+        assert not self.grows, "Memory usage increased after sleeping."  # vLLM's own check
 
     def generate(self, prompts: list[Any], *_: Any, **__: Any) -> list[Any]:
         self._offload.saw("generate")
@@ -144,5 +149,15 @@ def test_training_state_comes_back_after_a_failed_rollout(offload: Recorded) -> 
     synced(engine)
     engine._llm.fails = True
     with pytest.raises(RolloutError, match="CUDA error"):
+        backend_of(engine).generate([sample(0)], global_step=0, micro_step_idx=0, first_req_idx=0)
+    assert not offload.is_away
+
+
+def test_another_program_on_the_gpu_is_named(offload: Recorded) -> None:
+    """vLLM compares the device's free memory before and after, whoever took it."""
+    engine = engine_with(offload)
+    synced(engine)
+    engine._sleeps = engine._llm.grows = True
+    with pytest.raises(RolloutError, match="another program"):
         backend_of(engine).generate([sample(0)], global_step=0, micro_step_idx=0, first_req_idx=0)
     assert not offload.is_away
