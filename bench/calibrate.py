@@ -3,7 +3,8 @@
 In: DIR of `bench.study`, with `study.json`, and per regime `features/REGIME.json`: what
 `rollout-learner predict-gain --json` measured of the regime's base model on its training data. Out: a linear formula
 per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error over regimes that were
-left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes gets none, and is named.
+left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose gain the features do
+not tell (an R2 below LEAST_R2), gets none, and is named.
 
 The features of a regime, with any run's YAML of the study or of the demo:
 
@@ -25,6 +26,7 @@ from learner.predict.gain import FEATURES, Formula, fewest_regimes, fit, write_c
 from shared.errors import DataError, ProjectError
 
 COMPARED_WITH, BASE, METRIC = "sft", "base", "f1@0.5"
+LEAST_R2 = 0.5
 
 
 def main(
@@ -34,13 +36,13 @@ def main(
 ) -> None:
     """Fit, print and write."""
     try:
-        formulas, too_few = calibrate(read_study(study), features.split(","))
+        formulas, left_out = calibrate(read_study(study), features.split(","))
         write_calibration(formulas, out)
     except ProjectError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     print("\n".join(f"{arm}: {_told(formula)}" for arm, formula in formulas.items()))
-    print("\n".join(f"{arm}: left out, only {number} regimes" for arm, number in too_few.items()))
+    print("\n".join(f"{arm}: left out, {why}" for arm, why in left_out.items()))
 
 
 Regime = tuple[Mapping[str, float], Mapping[str, float]]  # features, and gains by arm
@@ -70,24 +72,28 @@ def _gains(arms: Mapping[str, Any]) -> dict[str, float]:
     return {arm: float(minus[METRIC]["value"]) for arm, minus in compared.items() if minus}
 
 
-def calibrate(regimes: Sequence[Regime], names: Sequence[str]) -> tuple[dict[str, Formula], dict[str, int]]:
-    """A formula per arm, and the arms that were run on too few regimes, with how many. Raises DataError if no arm is
-    left."""
-    fitted, too_few = {}, {}
+def calibrate(regimes: Sequence[Regime], names: Sequence[str]) -> tuple[dict[str, Formula], dict[str, str]]:
+    """A formula per arm, and the arms without one, with the reason. Raises DataError if no arm has one."""
+    fitted: dict[str, Formula] = {}
+    left_out: dict[str, str] = {}
     for arm in sorted({arm for _, gains in regimes for arm in gains}):
         having = [(features, gains[arm]) for features, gains in regimes if arm in gains]
         if len(having) < fewest_regimes(names):
-            too_few[arm] = len(having)
+            left_out[arm] = f"only {len(having)} regimes"
+            continue
+        formula = fit([features for features, _ in having], [gain for _, gain in having], names)
+        if formula.r2 < LEAST_R2:
+            left_out[arm] = f"the features do not tell its gain: {_told(formula)}"
         else:
-            fitted[arm] = fit([features for features, _ in having], [gain for _, gain in having], names)
+            fitted[arm] = formula
     if not fitted:
         raise DataError(
-            "too few regimes for a formula",
-            found=f"{too_few}",
-            wanted=f"an arm on {fewest_regimes(names)} regimes, for {len(names)} features",
-            remedy="measure more regimes, or use fewer features",
+            "no arm has a formula",
+            found=f"{left_out}",
+            wanted=f"an arm on {fewest_regimes(names)} regimes, for {len(names)} features, with an R2 of {LEAST_R2:g}",
+            remedy="measure more regimes, or use other features",
         )
-    return fitted, too_few
+    return fitted, left_out
 
 
 def _json(path: Path, key: str) -> Mapping[str, Any]:

@@ -102,8 +102,8 @@ def report(
     console.print("")
     for method, formula in formulas.items():
         console.print(
-            f"Predicted gain of {method}: {gains[method]:+.1f} F1 points, give or take {100 * formula.rmse:.1f} "
-            f"(r2 {formula.r2:.2f} over {formula.num_regimes} regimes, each left out in turn)"
+            f"Predicted gain of {method} over early-stopped sft: {gains[method]:+.1f} F1 points, give or take "
+            f"{100 * formula.rmse:.1f} (r2 {formula.r2:.2f} over {formula.num_regimes} regimes, each left out in turn)"
         )
     if not formulas:
         console.print(UNCALIBRATED)

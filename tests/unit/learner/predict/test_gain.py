@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench.calibrate import calibrate, read_study
-from learner.predict.gain import Formula, fit, read_calibration, write_calibration
+from learner.predict.gain import PACKAGED, Formula, fit, read_calibration, write_calibration
 from shared.errors import DataError
 
+ROOT = Path(__file__).parents[4]
 NAMES = ("missing_labels", "headroom_places")
 
 
@@ -53,12 +55,16 @@ def test_too_few_regimes_or_a_missing_feature_is_an_error() -> None:
 
 
 def write_study(folder: Path, number: int) -> None:
-    """As bench.study writes it: `grpo` was run everywhere, another arm once, and one regime has no features."""
+    """As bench.study writes it: `grpo` was run everywhere, another arm once, and one regime has no features. What
+    `union of 8` gains has nothing to do with the features."""
     found = {}
+    drawn = random.Random(5)
     (folder / "features").mkdir()
     for i, one in enumerate(regimes(number)):
         gain = {"sft": {"f1@0.5": {"value": 0.3 * one[NAMES[1]], "low": 0.0, "high": 1.0}}}
         found[f"regime-{i}"] = {"arms": {"sft": {"minus": {}}, "base": {"minus": gain}, "grpo": {"minus": gain}}}
+        noise = {"sft": {"f1@0.5": {"value": drawn.uniform(-0.1, 0.1), "low": -1.0, "high": 1.0}}}
+        found[f"regime-{i}"]["arms"]["union of 8"] = {"minus": noise}
         (folder / "features" / f"regime-{i}.json").write_text(json.dumps({"features": one}))
     found["regime-0"]["arms"]["best of 8"] = {"minus": gain}
     found["not measured"] = {"arms": {}}
@@ -67,17 +73,19 @@ def write_study(folder: Path, number: int) -> None:
 
 def test_a_study_becomes_a_calibration(tmp_path: Path) -> None:
     write_study(tmp_path, 8)
-    formulas, too_few = calibrate(read_study(tmp_path), NAMES)
+    formulas, left_out = calibrate(read_study(tmp_path), NAMES)
     write_calibration(formulas, tmp_path / "calibration.json")
     assert read_calibration(tmp_path / "calibration.json") == formulas
     assert list(formulas) == ["grpo"]
     assert formulas["grpo"].coefficients[NAMES[1]] == pytest.approx(0.3)
-    assert too_few == {"best of 8": 1}
+    assert left_out["best of 8"] == "only 1 regimes"
+    assert "do not tell" in left_out["union of 8"]
+    assert left_out.keys() == {"best of 8", "union of 8"}
 
 
 def test_a_study_of_few_regimes_has_no_formula(tmp_path: Path) -> None:
     write_study(tmp_path, 4)
-    with pytest.raises(DataError, match="too few regimes"):
+    with pytest.raises(DataError, match="only 4 regimes"):
         calibrate(read_study(tmp_path), NAMES)
 
 
@@ -88,3 +96,9 @@ def test_a_damaged_calibration_is_an_error(text: str, tmp_path: Path) -> None:
         read_calibration(tmp_path / "file")
     with pytest.raises(DataError):
         read_study(tmp_path)
+
+
+def test_the_shipped_calibration_is_that_of_the_committed_study() -> None:
+    formulas, _ = calibrate(read_study(ROOT / "bench" / "results" / "study-gpu-2026-11-23"), ["missing_labels"])
+    assert read_calibration(PACKAGED) == formulas
+    assert all(formula.num_regimes >= 10 for formula in formulas.values())
