@@ -254,7 +254,7 @@ class FakeServer:
             if self.fails_after_bucket and self.fails_after_bucket[0] == i:
                 raise self.fails_after_bucket[1]
             try:
-                buffer, taken = inbox.get(timeout=1.0)
+                buffer, taken = inbox.get(timeout=0.9 * call.timeout_s)
             except queue.Empty:
                 raise CommunicatorError("no bucket came") from None
             taken.set()
