@@ -6,9 +6,9 @@ per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its 
 left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose gain the features do
 not tell (an R2 below LEAST_R2), gets none, and is named.
 
-The features of a regime, with any run's YAML of the study or of the demo:
+`python -m bench.study --features` measures the features of its regimes. Of another regime, with any run's YAML:
 
-    rollout-learner predict-gain --config deploy/demo/grpo.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
+    rollout-learner predict-gain --config RUN.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
         --json DIR/features/REGIME.json
 """
 

@@ -287,7 +287,7 @@ class Server:
             if self.node is not None and kind == "half-open":
                 self.node.cut(lasts_s)
             self.signal(signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
-            self.busy_until = math.inf  # until it is mended
+            self.busy_until = math.inf  # until it is repaired
             threading.Timer(lasts_s * rng.uniform(0.5, 1.5), self._mend, (kind,)).start()
         elif kind == "second learner":
             on_node(self.node, second_learner, f"http://{self.host}:{self._port}")

@@ -12,7 +12,7 @@ While the weights are synced (each in a sync of its own after an optimizer step;
 - tied head stale: the server keeps the output head's packed copy
 - stale vision embeddings: the server keeps the vision tower's cached outputs
 - stale prefix cache: the server keeps cached keys and values
-- stale prefix cache after an adapter swap: likewise, and the new adapter has the old one's name
+- stale prefix cache after an adapter swap: the same, and the new adapter has the old one's name
 
 When the learner connects:
 

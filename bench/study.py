@@ -339,7 +339,8 @@ def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
 
 
 def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
-    """Per regime `REGIME.train.jsonl` and `REGIME.eval.jsonl`; for the bases `teach-HABIT.jsonl`."""
+    """Per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, and with the test scenes `REGIME.eval.jsonl`; for the bases
+    `teaching/HABIT.jsonl`."""
     began = time.monotonic()
     if any(not regime.is_bccd for regime in regimes):
         workers = os.cpu_count() or 1
