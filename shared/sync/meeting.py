@@ -110,12 +110,18 @@ class _Wait:
         self.deadline = time.monotonic() + member.timeout_s
         self._member, self._given_up = member, given_up
         self.seen = "nobody listening"
+        self.num_refused = 0  # visits, by someone who did not know the group's secret
 
     def check(self) -> None:
         if self._given_up.is_set():
             raise CommunicatorError(f"joining {self._member} was given up")
         if time.monotonic() > self.deadline:
-            raise _late_joining(self._member, self.seen)
+            raise _late_joining(self._member, self._found())
+
+    def _found(self) -> str:
+        if self.num_refused == 0:
+            return self.seen
+        return f"{self.seen}; {self.num_refused} visits met somebody without the group's secret"
 
     def until_next_try(self) -> None:
         self._given_up.wait(_POLL_S)
@@ -290,7 +296,8 @@ def _visit(member: Membership, card: bytes, wait: _Wait) -> Meeting | None:
         link.close()
         raise
     if cards is None:
-        wait.seen = "nobody at that address who knows the group's secret"
+        wait.seen = "a connection that was closed"
+        wait.num_refused += 1
         link.close()
         return None
     return Meeting(cards=cards, links={0: link})
