@@ -52,6 +52,7 @@ from bench.models import CHECKPOINT
 from bench.runs import (
     LearnerRun,
     Server,
+    exit_code_of,
     last_words,
     learner_config,
     read_events,
@@ -64,7 +65,7 @@ from bench.runs import (
 )
 from deploy.demo.build_data import Build, build
 from deploy.demo.scenes import StyleName
-from deploy.launch import Processes, supervised
+from deploy.launch import Processes
 from learner.run.files import write_atomically
 from shared.errors import CheckpointError, ProjectError, ServerError
 
@@ -171,18 +172,7 @@ def _run(plan: Plan, order: Sequence[str]) -> int:
     """All phases, and a report with the arms in `order` whatever happens; the exit code."""
     for made in (plan.results, plan.out / "failed", plan.settings.runs, plan.settings.data):
         made.mkdir(parents=True, exist_ok=True)
-    try:
-        with supervised() as processes:
-            try:
-                _carry_out(plan, processes)
-            finally:  # before the servers are stopped, which takes a while
-                _report(plan.out, order)
-    except ProjectError as error:
-        say(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return exit_code_of(lambda processes: _carry_out(plan, processes), lambda: _report(plan.out, order))
 
 
 def _carry_out(plan: Plan, processes: Processes) -> None:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.launch import Process, Processes, learner_argv, wait_ready
+from deploy.launch import Process, Processes, learner_argv, supervised, wait_ready
 from deploy.launch import start_server as launch_server
 from shared.addresses import free_port, free_ports
 from shared.config.parse import write_yaml
-from shared.errors import DeadlineError, ServerError
+from shared.errors import DeadlineError, ProjectError, ServerError
 
 Events = Sequence[Mapping[str, Any]]
 _READY_TIMEOUT_S = 400.0
@@ -33,6 +33,22 @@ _STOP_S = 5.0
 def say(text: str) -> None:
     """Progress; stdout is for results."""
     print(f"[bench] {text}", file=sys.stderr, flush=True)
+
+
+def exit_code_of(work: Callable[[Processes], None], report: Callable[[], None]) -> int:
+    """Do the work, report whatever happens, then stop what still runs: servers take a while. 0, or that of an error."""
+    try:
+        with supervised() as processes:
+            try:
+                work(processes)
+            finally:
+                report()
+    except ProjectError as error:
+        say(f"error: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def last_words(log: Path, num_lines: int = 5) -> str:

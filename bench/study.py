@@ -47,14 +47,23 @@ from bench.figures import circumstances, markdown_table
 from bench.learns import Slot, export, run_all
 from bench.learns_report import read_results, summarize
 from bench.models import CHECKPOINT
-from bench.runs import LearnerRun, last_words, learner_config, read_events, say, start_learner, steps_of, visible
+from bench.runs import (
+    LearnerRun,
+    exit_code_of,
+    last_words,
+    learner_config,
+    read_events,
+    say,
+    start_learner,
+    steps_of,
+    visible,
+)
 from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
-from deploy.launch import Processes, supervised
+from deploy.launch import Processes
 from learner.run.files import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 from shared.config.parse import write_yaml
-from shared.errors import ProjectError
 
 Row = dict[str, Any]
 
@@ -318,21 +327,14 @@ def engine(vllm: bool, slots: int) -> dict[str, Any]:
 def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
     for made in (plan.out / "bases", plan.out / "stopped", plan.out / "features", plan.work / "runs"):
         made.mkdir(parents=True, exist_ok=True)
-    try:
-        with supervised() as processes:
-            try:
-                write_data(plan, {run.regime for run in runs})
-                make_bases(plan, processes, {run.regime.base for run in runs})
-                measure_features(plan, processes, predicted)
-                compare(plan, processes, runs)
-            finally:
-                report(plan.out)
-    except ProjectError as error:
-        say(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def work(processes: Processes) -> None:
+        write_data(plan, {run.regime for run in runs})
+        make_bases(plan, processes, {run.regime.base for run in runs})
+        measure_features(plan, processes, predicted)
+        compare(plan, processes, runs)
+
+    return exit_code_of(work, lambda: report(plan.out))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import typer
 from bench.figures import circumstances, markdown_table
 from bench.learns import Slot, make_slots, run_all, wait_open
 from bench.learns_report import read_results, summarize, write_result
-from bench.runs import LearnerRun, last_words, learner_config, read_events, start_learner, steps_of
+from bench.runs import LearnerRun, exit_code_of, last_words, learner_config, read_events, say, start_learner, steps_of
 from deploy.bccd.photographs import (
     CLASSES,
     HEIGHT,
@@ -49,11 +49,11 @@ from deploy.bccd.photographs import (
     write_jsonl,
 )
 from deploy.demo.model import SHAPES, write_model
-from deploy.launch import Processes, supervised
+from deploy.launch import Processes
 from learner.report.read import read_scene
 from learner.report.scores import counts_by_class
 from learner.run.files import write_atomically
-from shared.errors import ProjectError, ServerError
+from shared.errors import ServerError
 
 Size = Literal["small", "tiny"]
 Labels = Literal["published", "missing"]
@@ -202,24 +202,17 @@ def _run(plan: Plan, runs: Sequence[Run]) -> int:
     """Everything, and a report whatever happens; the exit code."""
     for made in (plan.out, plan.work / "runs"):
         made.mkdir(parents=True, exist_ok=True)
-    try:
-        with supervised() as processes:
-            try:
-                prepare(plan)
-                write_init(plan)
-                for slot in plan.slots if runs else ():  # the first sync brings the base model's weights
-                    images = Folders.of(plan.data).images.resolve()
-                    slot.open(processes, plan.work / "runs", plan.init, images, eager=False)
-                train_base(plan, processes)
-                _compare(plan, processes, runs)
-            finally:
-                report(plan.out)
-    except ProjectError as error:
-        say(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    return 0
+
+    def work(processes: Processes) -> None:
+        prepare(plan)
+        write_init(plan)
+        for slot in plan.slots if runs else ():  # the first sync brings the base model's weights
+            images = Folders.of(plan.data).images.resolve()
+            slot.open(processes, plan.work / "runs", plan.init, images, eager=False)
+        train_base(plan, processes)
+        _compare(plan, processes, runs)
+
+    return exit_code_of(work, lambda: report(plan.out))
 
 
 def _slots(serve: bool, number: int | None) -> list[Slot[Run]]:
@@ -551,10 +544,6 @@ def _interval(value: Mapping[str, float], sign: str = "") -> str:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
-
-
-def say(text: str) -> None:
-    print(f"[bccd] {text}", flush=True)
 
 
 if __name__ == "__main__":

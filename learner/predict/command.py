@@ -25,11 +25,6 @@ from learner.predict.measure import Asked, measure
 from learner.predict.recommend import Recommendation, recommend
 from learner.run.files import write_atomically
 
-UNCALIBRATED = (
-    "No gain in F1 points is predicted: there is no calibration (bench.calibrate makes one). The thresholds above are "
-    "chosen by hand from the comparisons in docs/concepts/which-method.md."
-)
-
 
 def predict_gain(
     config_path: str,
@@ -47,7 +42,7 @@ def predict_gain(
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)
     check_extensions(config)
-    formulas = _formulas(calibration)
+    formulas = read_calibration(calibration or PACKAGED)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = estimates(measure(config, asked, tell=console.print))
     recommendation = recommend(found)
@@ -56,12 +51,6 @@ def predict_gain(
         write_atomically(json_path, json.dumps(as_json(found, recommendation, gains, asked), indent=2) + "\n")
     report(console, found, recommendation, formulas, gains)
     return 0
-
-
-def _formulas(path: Path | None) -> Mapping[str, Formula]:
-    if path is None and not PACKAGED.is_file():
-        return {}
-    return read_calibration(path or PACKAGED)
 
 
 def predicted(formulas: Mapping[str, Formula], found: Mapping[str, Estimate]) -> dict[str, float]:
@@ -105,5 +94,3 @@ def report(
             f"Predicted gain of {method} over early-stopped sft: {gains[method]:+.1f} F1 points, give or take "
             f"{100 * formula.rmse:.1f} (r2 {formula.r2:.2f} over {formula.num_regimes} regimes, each left out in turn)"
         )
-    if not formulas:
-        console.print(UNCALIBRATED)

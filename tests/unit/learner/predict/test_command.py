@@ -13,9 +13,9 @@ from rich.console import Console
 from deploy.demo import build_data
 from learner.__main__ import main
 from learner.predict import recommend as rules
-from learner.predict.command import report
+from learner.predict.command import predicted, report
 from learner.predict.features import MEANINGS, Estimate
-from learner.predict.gain import Formula, write_calibration
+from learner.predict.gain import PACKAGED, Formula, read_calibration, write_calibration
 
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
@@ -55,12 +55,15 @@ def test_missing_labels_are_found_by_the_shipped_checkpoint(tmp_path: Path, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_calibration_no_gain_is_made_up() -> None:
-    found = {name: Estimate(0.5, 0.4, 0.6) for name in MEANINGS}
+def test_the_shipped_calibration_predicts_more_where_more_labels_are_missing() -> None:
+    formulas = read_calibration(PACKAGED)
+    complete, missing = ({name: Estimate(value, value, value) for name in MEANINGS} for value in (0.0, 0.5))
+    method = "rollout matching, keep_unmatched"
+    gains = predicted(formulas, missing)
+    assert gains[method] > predicted(formulas, complete)[method] + 10
     out = io.StringIO()
-    report(Console(file=out, width=200), found, rules.recommend(found), {}, {})
-    assert "Predicted gain" not in out.getvalue()
-    assert "bench.calibrate" in out.getvalue()
+    report(Console(file=out, width=200), missing, rules.recommend(missing), formulas, gains)
+    assert f"{gains[method]:+.1f} F1 points" in out.getvalue()
     assert all(name in out.getvalue() for name in MEANINGS)
 
 
