@@ -393,24 +393,28 @@ class ServerClient:
         late: Callable[[float], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         """One exchange. It ends when `/health/` was silent for `silent_s`, or after `deadline_s` with what `late`
-        raises, which is told how long ago the server was seen."""
+        raises, which is told how long ago the server was seen. While this process itself stood still (Ctrl-Z, a machine
+        that was held up), no time passes."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
-        begin = last_seen = _now()
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
+        tick_s = poll_s / 5
+        begin = last_seen = _now()
         next_look = begin + poll_s
         try:
             while True:
-                until = min(begin + deadline_s, last_seen + silent_s if looking else next_look)
+                until = min(_now() + tick_s, begin + deadline_s)
                 tasks = {task, looking} if looking else {task}
                 await asyncio.wait(tasks, timeout=max(0.0, until - _now()), return_when=asyncio.FIRST_COMPLETED)
                 if task.done():
                     return task.result()
+                stood_s = max(0.0, _now() - until)
+                begin, last_seen, next_look = begin + stood_s, last_seen + stood_s, next_look + stood_s
                 if _now() >= begin + deadline_s and late is not None:
                     await late(_now() - last_seen)
-                if looking is None:
+                if looking is None and _now() >= next_look:
                     looking = asyncio.create_task(self.health())
-                elif looking.done() or _now() >= last_seen + silent_s:
+                elif looking is not None and (looking.done() or _now() >= last_seen + silent_s):
                     last_seen = self._seen(looking, last_seen, silent_s)
                     looking, next_look = None, _now() + poll_s
         finally:

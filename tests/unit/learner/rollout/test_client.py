@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -398,6 +399,29 @@ def test_a_slow_server_that_is_alive_is_waited_for(respx_mock: respx.MockRouter)
     health = respx_mock.get(f"{URL}/health/").respond(200)
     assert use(infer, gone_s=0.2)[0].response_token_ids == [7]
     assert health.call_count >= 2
+
+
+@pytest.mark.parametrize("infer_timeout_s", [None, 1.2])
+def test_a_pause_of_the_learner_itself_is_no_silence_of_the_server(
+    respx_mock: respx.MockRouter, infer_timeout_s: float | None
+) -> None:
+    """Ctrl-Z and `fg`, or a machine that stood still: else all servers would be lost at once."""
+
+    async def slow(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(1.6)
+        return answer(request)
+
+    async def healthy(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.1)
+        return httpx.Response(200)
+
+    async def paused(client: ServerClient) -> list[RolloutOutput]:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
+        return await infer(client)
+
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
+    respx_mock.get(f"{URL}/health/").mock(side_effect=healthy)
+    assert use(paused, gone_s=0.4, infer_timeout_s=infer_timeout_s)[0].response_token_ids == [7]
 
 
 def test_server_gone_within_the_deadline(respx_mock: respx.MockRouter) -> None:
