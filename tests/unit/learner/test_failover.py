@@ -429,7 +429,7 @@ def test_a_loss_that_one_rank_sees_is_every_rank_s_at_the_next_agreement(servers
                 learner.roll_out(20, step=1)
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            meeting.fail()
 
     threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
     for thread in threads:

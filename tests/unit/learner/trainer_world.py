@@ -41,18 +41,31 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """Where threads exchange values, all at once, or all fail."""
+    """Where threads exchange values, all at once, or all fail. Where all have come it succeeds, whatever one does then."""
 
     def __init__(self, world_size: int) -> None:
-        self.barrier = threading.Barrier(world_size, timeout=WAIT_S)
-        self._slots: list[Any] = [None] * world_size
+        self._rounds: list[int] = [0] * world_size  # of each rank
+        self._values: dict[int, dict[int, Any]] = {}
+        self._changed, self._failed = threading.Condition(), False
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
-        self._slots[rank] = value
-        self.barrier.wait()
-        found = list(self._slots)
-        self.barrier.wait()
-        return found
+        world_size, at = len(self._rounds), self._rounds[rank]
+        with self._changed:
+            self._rounds[rank] += 1
+            values = self._values.setdefault(at, {})
+            values[rank] = value
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(values) == world_size or self._failed, WAIT_S)
+            if len(values) < world_size:
+                raise threading.BrokenBarrierError
+            self._values.pop(at - 1, None)
+            return [values[i] for i in range(world_size)]
+
+    def fail(self) -> None:
+        """A rank will not come any more."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +308,7 @@ def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, world_size: int = 1)
             with trainer(config, ranks, monkeypatch, seen[rank]) as made:
                 made.run()
         except BaseException:
-            meeting.barrier.abort()
+            meeting.fail()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:

@@ -199,7 +199,7 @@ def run_all(world: World, world_size: int, **settings: Any) -> Any:
             ranks = ThreadRanks(rank=rank, world_size=world_size, meeting=meeting)
             return run_rank(world, ranks, **settings)
         except BaseException:
-            meeting.barrier.abort()
+            meeting.fail()
             raise
 
     with ThreadPoolExecutor(world_size) as pool:

@@ -141,7 +141,7 @@ def run_all(world: World, num_ranks: int, start: int, stop: int, state: Any) -> 
             ranks = ThreadRanks(rank=rank, world_size=num_ranks, meeting=meeting)
             return run_rank(world, ranks, start, stop, state)
         except BaseException:
-            meeting.barrier.abort()
+            meeting.fail()
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
