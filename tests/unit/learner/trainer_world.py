@@ -41,7 +41,7 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """Where threads exchange values, all at once, or all fail. Where all have come it succeeds, whatever one does then."""
+    """Where threads exchange values: all at once, or all fail. An exchange to which all have come succeeds."""
 
     def __init__(self, world_size: int) -> None:
         self._rounds: list[int] = [0] * world_size  # of each rank
