@@ -166,7 +166,11 @@ class ServerConfig(Section):
         "longest wait of one weight sync call for its learner, whatever the learner asks for", 600.0, unit="s", gt=0.0
     )
     engine_stall_s: float = key(
-        "an engine that answers nothing for so long counts as stopped: calls and probes get 503", 20.0, unit="s", ge=1.0
+        "an engine that answers nothing for so long counts as stopped: calls and probes get 503. Ten times as long if "
+        "its processes work: it may compile, or share its cores",
+        20.0,
+        unit="s",
+        ge=1.0,
     )
     shutdown_timeout_s: float = key("longest wait of SIGTERM for calls in flight", 30.0, unit="s", gt=0.0)
     answer_cache_size: int = key(

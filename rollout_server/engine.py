@@ -24,6 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, image_parts
+from rollout_server.processes import descendants, work_s
 from rollout_server.prompts import Renderer
 from shared.aio import gather
 from shared.checkpoint import model_folder, signature
@@ -120,13 +121,21 @@ def named(field: str) -> Iterator[None]:
         raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
 
 
+BUSY_TURNS = 10
+BUSY_SHARE = 0.02  # of a core: more than processes use that only wait
+
+
 class StallWatch:
     """Asks the engine from time to time whether it is there. After `stall_s` without an answer all that wait for it get
-    an error, until it answers again."""
+    an error, until it answers again.
+
+    An engine whose processes work gets BUSY_TURNS times as long: it may compile for a new shape, or share its cores.
+    """
 
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
         self._stalled = False
+        self._silent_s = 0.0
         self._waiting: set[asyncio.Timeout] = set()
 
     def check(self) -> None:
@@ -134,8 +143,8 @@ class StallWatch:
         if self._stalled:
             raise ServerError(
                 "the engine does not answer",
-                found=f"no sign of it for {self._stall_s:g} s",
-                wanted="an answer within engine_stall_s",
+                found=f"no answer for {self._silent_s:.1f} s",
+                wanted=f"an answer within engine_stall_s ({self._stall_s:g} s; {BUSY_TURNS} times that if it works)",
                 remedy="see whether its process is stopped; restart the server if it stays so",
             ).as_status(503)
 
@@ -154,18 +163,32 @@ class StallWatch:
             self.check()
             raise
 
-    async def run(self, ping: Callable[[], Awaitable[object]]) -> None:
+    async def run(self, ping: Callable[[], Awaitable[object]], work_s: Callable[[], float | None]) -> None:
+        """`work_s`: seconds of CPU time that the engine has used so far, None if it is stopped."""
+        clock = asyncio.get_running_loop().time
         while True:
-            asking = asyncio.ensure_future(ping())
-            if not (await asyncio.wait({asking}, timeout=0.75 * self._stall_s))[0]:
-                self._stalled = True
+            began, asking = clock(), asyncio.ensure_future(ping())
+            if not await self._answers(asking, work_s):
+                self._stalled, self._silent_s = True, clock() - began
                 waiting, self._waiting = self._waiting, set()
                 for limit in waiting:
-                    limit.reschedule(asyncio.get_running_loop().time())
+                    limit.reschedule(clock())
                 await asyncio.wait({asking})
             asking.exception()  # a dead engine is found by others
             self._stalled = False
             await asyncio.sleep(0.25 * self._stall_s)
+
+    async def _answers(self, asking: asyncio.Future[object], work_s: Callable[[], float | None]) -> bool:
+        """Whether it does, with as many turns as it gets."""
+        turn_s, before = 0.75 * self._stall_s, work_s()
+        for _ in range(BUSY_TURNS):
+            if (await asyncio.wait({asking}, timeout=turn_s))[0]:
+                return True
+            now = work_s()
+            if before is None or now is None or now - before < BUSY_SHARE * turn_s:
+                return False
+            before = now
+        return False
 
 
 class VllmEngine:
@@ -263,7 +286,7 @@ class VllmEngine:
 
     async def watch(self) -> None:
         """Look after the engine, as long as this runs."""
-        await self._stalls.run(lambda: self._call_workers("sync_ping"))
+        await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: work_s(descendants(os.getpid())))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
         core = self._llm.engine_core

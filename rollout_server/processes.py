@@ -8,6 +8,8 @@ until vLLM's own notification wakes it.
 `end_with_server`, the orphan guard: vLLM's processes notice a dead parent late or never. So each worker watches the
 server. When the server is gone, even by SIGKILL, the worker ends everything that descended from it: engine cores, the
 data-parallel coordinator, other workers, itself.
+
+`work_s` tells an engine that is busy from one that is stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 SPIN_S = 0.005  # longer than the engine's work between two decoding steps
@@ -53,6 +56,18 @@ def descendants(pid: int) -> set[int]:
             for child in map(int, children.read_text().split()):
                 found |= {child, *descendants(child)}
     return found
+
+
+def work_s(pids: Iterable[int]) -> float | None:
+    """Seconds of CPU time that these processes have used so far. None if one is stopped (SIGSTOP, a debugger)."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if state in "Tt":
+                return None
+            ticks += int(fields[10]) + int(fields[11])  # user, system
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _watch(server_pid: int) -> None:

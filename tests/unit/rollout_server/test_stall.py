@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 
 import pytest
 
-from rollout_server.engine import StallWatch
+from rollout_server.engine import BUSY_TURNS, StallWatch
+from rollout_server.processes import work_s
 from shared.errors import ServerError
 
 STALL_S = 0.4
+
+
+def idle() -> float:
+    return 0.0
 
 
 async def wait_for(watch: StallWatch) -> str:
@@ -23,7 +33,7 @@ def test_an_engine_that_stops_is_noticed_and_one_that_goes_on_is_used_again() ->
         answers = asyncio.Event()
         answers.set()
         watch = StallWatch(STALL_S)
-        running = asyncio.create_task(watch.run(answers.wait))
+        running = asyncio.create_task(watch.run(answers.wait, idle))
         waiting = asyncio.create_task(wait_for(watch))
         await asyncio.sleep(2 * STALL_S)
         watch.check()
@@ -58,10 +68,50 @@ def test_an_engine_that_fails_is_not_one_that_stops() -> None:
 
     async def run() -> None:
         watch = StallWatch(STALL_S)
-        running = asyncio.create_task(watch.run(fail))
+        running = asyncio.create_task(watch.run(fail, idle))
         await asyncio.sleep(2 * STALL_S)
         watch.check()
         assert not running.done()
         running.cancel()
 
     asyncio.run(run())
+
+
+def test_an_engine_that_works_gets_more_time_but_not_for_ever() -> None:
+    """It compiles, or shares its cores with others: what waits for it is not given up."""
+
+    async def run() -> float:
+        watch = StallWatch(STALL_S)
+        begin = time.monotonic()
+        running = asyncio.create_task(watch.run(asyncio.Event().wait, time.monotonic))
+        with pytest.raises(ServerError, match="does not answer") as caught:
+            await wait_for(watch)
+        running.cancel()
+        assert "no answer for" in caught.value.found
+        return time.monotonic() - begin
+
+    assert asyncio.run(run()) > 0.7 * BUSY_TURNS * STALL_S
+
+
+def test_work_is_told_from_waiting_and_from_being_stopped() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    waiting = subprocess.Popen(["sleep", "60"])
+    try:
+        wait_until(lambda: (work_s([child.pid]) or 0.0) > 0.2)
+        assert work_s([waiting.pid]) == pytest.approx(0.0, abs=0.1)
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: work_s([child.pid, waiting.pid]) is None)
+        child.send_signal(signal.SIGCONT)
+        wait_until(lambda: work_s([child.pid]) is not None)
+    finally:
+        for one in (child, waiting):
+            one.kill()
+            one.wait()
+    assert work_s([child.pid]) == 0.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
