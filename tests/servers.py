@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,7 @@ import torch
 import yaml
 
 from bench import forked
+from rollout_server.processes import descendants
 from shared.addresses import free_port
 
 # Small and quick: what a test does not say. One thread, for the machine is shared.
@@ -104,16 +105,6 @@ def stop(process: subprocess.Popen[bytes] | forked.Forked, timeout_s: float = _S
                     os.kill(pid, signal.SIGKILL)
 
 
-def descendants(pid: int) -> list[int]:
-    """Children of a process, theirs, and so on (Linux)."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
 def is_alive(pid: int) -> bool:
     """Whether the process runs; one that ended and waits to be reaped does not."""
     try:
@@ -123,7 +114,7 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_gone(pids: list[int], timeout_s: float) -> list[int]:
+def wait_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
     """Those of `pids` that still run when all are gone or the time has passed."""
     deadline = time.monotonic() + timeout_s
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:

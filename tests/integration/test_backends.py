@@ -30,11 +30,12 @@ from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem
+from rollout_server.processes import descendants
 from shared.addresses import free_port
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
 from tests.engines import colocate_sync, colocated_engine, start
 from tests.models import FAMILIES
-from tests.servers import RunningServer, descendants, running_server
+from tests.servers import RunningServer, running_server
 from tests.syncs import server_sync
 
 pytestmark = pytest.mark.integration

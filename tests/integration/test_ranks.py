@@ -17,8 +17,8 @@ import yaml
 from PIL import Image
 
 from deploy.demo.model import build
+from rollout_server.processes import descendants
 from tests import runs
-from tests.servers import descendants
 from tests.unit.learner.trainer_world import write_data
 
 pytestmark = pytest.mark.integration

@@ -18,8 +18,9 @@ import pytest
 
 from deploy.demo.model import build
 from learner.config.load import write_resolved
+from rollout_server.processes import descendants
 from tests.runs import events, steps
-from tests.servers import descendants, stop, wait_gone
+from tests.servers import stop, wait_gone
 from tests.unit.learner.rollout.test_hf_run import hf_config
 
 pytestmark = pytest.mark.integration
