@@ -52,7 +52,7 @@ def learn(
     settings = {"seed": SEED, "effective_batch_size": 4, "per_device_train_batch_size": 4 // nproc, "max_steps": 2}
     rollouts = {
         "decode_batch_size": 8,
-        "decoding": {"temperature": 1.0, "max_new_tokens": 24},
+        "decoding": {"temperature": 1.0, "max_new_tokens": 8},
         "vllm": {**COLOCATED, **vllm},
         "offload": {"enabled": True, "offload_model": True, "offload_optimizer": True},  # nothing moves without a GPU
     }
