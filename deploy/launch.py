@@ -291,19 +291,19 @@ def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
 
 
 def rank_devices(config: LaunchConfig) -> Iterator[Mistake]:
-    """If devices are named, each learner rank has a device of its own."""
+    """If devices are named, each learner rank has a device of its own, and none is idle."""
     devices, nproc = config.learner.devices, config.learner.nproc
-    if devices and len(devices) < nproc:
-        wanted, remedy = f"one for each of the {nproc} ranks", "name more devices, or lower learner.nproc"
+    if devices and len(devices) != nproc:
+        wanted, remedy = f"one for each of the {nproc} rank(s)", "name as many devices, or change learner.nproc"
         yield Mistake(path="learner.devices", found=f"{len(devices)} device(s)", wanted=wanted, remedy=remedy)
 
 
 def _server_devices(config: LaunchConfig, servers: Sequence[ServerConfig]) -> Iterator[Mistake]:
     urls: dict[str, int] = {}
     for i, (entry, server) in enumerate(zip(config.servers, servers, strict=True)):
-        if entry.devices and len(entry.devices) < server.world_size:
+        if entry.devices and len(entry.devices) != server.world_size:
             found, wanted = f"{len(entry.devices)} device(s)", f"{server.world_size}, as {entry.config} asks for"
-            remedy = "name more devices, or lower tensor_parallel_size or data_parallel_size there"
+            remedy = "name as many devices, or change tensor_parallel_size or data_parallel_size there"
             yield Mistake(path=f"servers[{i}].devices", found=found, wanted=wanted, remedy=remedy)
         address = f"{server.host}:{server.port}"
         if address in urls:

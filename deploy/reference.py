@@ -244,7 +244,11 @@ def endpoints_page() -> str:
     if unlike := methods.keys() ^ ENDPOINTS.keys():
         raise KeyError(f"describe in ENDPOINTS what the server serves: {sorted(unlike)}")
     rows = [
-        (f"[`{path}/`](#{path[1:]})", method, ENDPOINTS[path].meaning.partition(". ")[0].rstrip("."))
+        (
+            f"[`{path}/`](#{re.sub(r'[^a-z_-]', '', path)})",
+            method,
+            ENDPOINTS[path].meaning.partition(". ")[0].rstrip("."),
+        )
         for path, method in methods.items()
     ]
     parts = [ENDPOINTS_INTRO, table(("endpoint", "method", ""), rows)]

@@ -4,7 +4,7 @@ docs/reference/requirements.md is made from it."""
 from __future__ import annotations
 
 REQUIREMENTS = {
-    "R01": "One YAML file describes a run; its variant is `sft`, `rollout_matching_sft` or `stage2_ab_training`.",
+    "R01": "One YAML file describes a run; its variant: `sft`, `rollout_matching_sft`, `stage2_ab_training`, `grpo`.",
     "R02": "Rollouts come from vLLM (colocated, or behind servers) or from the trained model itself (`hf`).",
     "R03": "Every backend returns the token ids of prompt and answer, and prompts are compared token by token.",
     "R04": "Colocated vLLM shares the training GPUs, with defaults for its memory and parallelism.",
@@ -47,7 +47,7 @@ REQUIREMENTS = {
     "R41": "COCO, JSONL, Pascal VOC, YOLO and Hugging Face `datasets` are read; bad records have a policy per kind.",
     "R42": "Every port is authenticated, and no byte from a socket is unpickled.",
     "D1": "Several learner ranks work with servers: all wait, rank 0 syncs, all go on.",
-    "D2": "`rollout_buffer` goes with `rollout_matching_sft` only.",
+    "D2": "`rollout_buffer` goes with `rollout_matching_sft` and `grpo` only.",
     "D3": "Rollouts ahead of learning are set in `stage2_ab.async_actor_learner`.",
     "D4": "One formula shares requests out over servers, in proportion to their world sizes.",
     "D5": "Ranks with fewer rows run empty passes, so that all ranks run equally many.",

@@ -101,7 +101,7 @@ def mistakes_of(path: Path) -> tuple[Mistake, ...]:
 
 
 def test_a_device_is_in_one_process(tmp_path: Path) -> None:
-    path = files(tmp_path, ["fine", "fine"], launch={"learner.devices": [3, 1]})
+    path = files(tmp_path, ["fine", "fine"], launch={"learner.devices": [3, 1], "learner.nproc": 2})
     text = path.read_text().replace("server_0.yaml", "server_0.yaml\n  devices: [0, 1]", 1)
     path.write_text(text.replace("server_1.yaml", "server_1.yaml\n  devices: [2, 2, 0]", 1))
     told = [(mistake.path, mistake.found, mistake.wanted) for mistake in mistakes_of(path)]
@@ -116,6 +116,7 @@ def test_a_device_is_in_one_process(tmp_path: Path) -> None:
     ("change", "path"),
     [
         ({"learner.nproc": 3, "learner.devices": [0, 1]}, "learner.devices"),
+        ({"learner.nproc": 1, "learner.devices": [0, 1]}, "learner.devices"),
         ({"learner.nproc": 0}, "learner.nproc"),
         ({"learner.nproc": "2"}, "learner.nproc"),
         ({"learner.devices": [-1]}, "learner.devices[0]"),
@@ -128,11 +129,14 @@ def test_bad_keys(tmp_path: Path, change: dict[str, Any], path: str) -> None:
     assert [mistake.path for mistake in mistakes_of(files(tmp_path, ["fine"], launch=change))] == [path]
 
 
-def test_a_server_gets_as_many_devices_as_it_asks_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [[0], [0, 1, 2]])
+def test_a_server_gets_as_many_devices_as_it_asks_for(devices: list[int], tmp_path: Path) -> None:
+    """With more, the others would be idle, and nobody would say so."""
     path = files(tmp_path, ["fine"], server={"tensor_parallel_size": 2})
-    path.write_text(path.read_text().replace("server_0.yaml", "server_0.yaml\n  devices: [0]", 1))
+    path.write_text(path.read_text().replace("server_0.yaml", f"server_0.yaml\n  devices: {devices}", 1))
     (mistake,) = mistakes_of(path)
-    assert (mistake.path, mistake.found, mistake.wanted[:2]) == ("servers[0].devices", "1 device(s)", "2,")
+    found = f"{len(devices)} device(s)"
+    assert (mistake.path, mistake.found, mistake.wanted[:2]) == ("servers[0].devices", found, "2,")
 
 
 def test_two_servers_need_two_ports(tmp_path: Path) -> None:
@@ -153,13 +157,18 @@ def test_r16_the_learner_s_mistakes_do_not_wait_for_servers(tmp_path: Path) -> N
 
 def test_r17_servers_then_learner_each_on_its_devices(tmp_path: Path) -> None:
     """Under a URL prefix, with a token that `/ready/` does not need, and one log per server."""
-    path = files(tmp_path, ["fine", "fine"], "exits-7", server={"url_prefix": "/a/b"}, launch={"learner.devices": [3]})
-    for i, devices in enumerate(("[0, 2]", "[1]")):
+    server = {"url_prefix": "/a/b", "tensor_parallel_size": 2}
+    path = files(tmp_path, ["fine", "fine"], "exits-7", server=server, launch={"learner.devices": [3]})
+    for i, devices in enumerate(("[0, 2]", "[1, 4]")):
         name = f"server_{i}.yaml"
         path.write_text(path.read_text().replace(name, f"{name}\n  devices: {devices}", 1))
     run = finish(start(path), tmp_path)
     assert (run.code, run.err) == (7, "")
-    assert [(name, devices) for name, _, devices in run.said] == [("server", "0,2"), ("server", "1"), ("learner", "3")]
+    assert [(name, devices) for name, _, devices in run.said] == [
+        ("server", "0,2"),
+        ("server", "1,4"),
+        ("learner", "3"),
+    ]
     assert sorted(log.name for log in (tmp_path / "logs").iterdir()) == ["server_0.log", "server_1.log"]
     assert run.out.index("ready after") < run.out.index("learner: ") < run.out.index("learner pid")
 
