@@ -47,7 +47,7 @@ from learner.run.console import Console
 from learner.run.files import writing
 from learner.run.groups import GroupsLog
 from learner.run.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
-from learner.run.output_dir import claim_output_dir, torchrun_job
+from learner.run.output_dir import claim_output_dir, torchrun_agent
 from learner.run.stopping import Stopped, StopRequest
 from learner.run.trackers import check_trackers
 from learner.steps.ahead import Stage2Ahead
@@ -83,7 +83,7 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
     with ExitStack() as stack:
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
-        config = claim_output_dir(config, ranks, torchrun_job(environment))
+        config = claim_output_dir(config, ranks, torchrun_agent(environment))
         trainer = build(config, plan, ranks, token=environment.get(TOKEN_VARIABLE), stack=stack)
         try:
             with trainer.stop.installed():

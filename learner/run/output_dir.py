@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from learner.config.load import RESOLVED_NAME
 from learner.config.schema import RunConfig
-from learner.run.files import writing
+from learner.run.files import write_atomically, writing
 from shared.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
 
 KEY = "training.output_dir"
-JOB = ".torchrun_job"  # the id of the torchrun that has claimed the folder
+JOB = ".torchrun_job"  # the torchruns whose run has claimed the folder, one on each node
 # What a learner and its report write into a run directory.
 OWN = (
     RESOLVED_NAME,
@@ -58,43 +57,41 @@ def _steps(metrics: Path) -> int:
         return sum('"event": "step"' in line for line in lines)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What torchrun started: its id, and when it began, in Unix seconds."""
+def torchrun_agent(environment: Mapping[str, str]) -> str | None:
+    """The name of the torchrun process that this one is a rank of. No other start of torchrun has it, and the ranks
+    that it starts again have the same. None without torchrun.
 
-    run_id: str
-    began_at: float
-
-
-def torchrun_job(environment: Mapping[str, str]) -> Job | None:
-    """The job that this process is a rank of; None without torchrun."""
+    The run id alone is not enough: `--rdzv-id` may give the same one to every run. Nor is the restart count: it stays 0
+    when a rank of another node failed, and a run that was refused is started again too. Ticks count from boot, so it
+    does not matter if somebody sets the clock.
+    """
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
-    ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    booted_at = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-    return Job(run_id=run_id, began_at=float(booted_at.split()[1]) + int(ticks) / os.sysconf("SC_CLK_TCK"))
+    pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{run_id} {boot_id} {pid} {ticks}"
 
 
-def claim_output_dir(config: RunConfig, ranks: Ranks, job: Job | None = None) -> RunConfig:
+def claim_output_dir(config: RunConfig, ranks: Ranks, agent: str | None = None) -> RunConfig:
     """Check and clear the folder, before any rank writes: rank 0 looks and removes, and all ranks fail alike.
     Collective. Returns the configuration to go on with.
 
-    If `job` has claimed the folder before, torchrun has started its ranks again after one failed: the run goes on from
-    its newest checkpoint, or from its beginning if it has none.
+    `agent` is the torchrun of this rank. If one of the ranks' agents has claimed the folder before, it has started its
+    ranks again after one failed: the run goes on from its newest checkpoint, or from its beginning if it has none.
     """
+    run_dir = Path(config.training.output_dir)
+    agents = set(ranks.all_gather_object(agent)) if agent is not None else set()
     outcome: tuple[RunConfig, list[str], ConfigError | OutputError | None] = (config, [], None)
     if ranks.is_main:
         try:
-            if job is not None and _claimed_by(job, Path(config.training.output_dir)):
+            if _claimed_by(agents, run_dir):
                 config = _restarted(config)
             check_output_dir(config)
-            with writing(Path(config.training.output_dir)):
+            with writing(run_dir):
                 outcome = (config, clear_output_dir(config), None)
-                if job is not None:
-                    path = Path(config.training.output_dir) / JOB
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(job.run_id)
+            if agents:
+                write_atomically(run_dir / JOB, "\n".join(sorted(agents)))
         except (ConfigError, OutputError) as error:
             outcome = (config, [], error)
     config, removed, failure = ranks.broadcast_object(outcome)
@@ -105,10 +102,9 @@ def claim_output_dir(config: RunConfig, ranks: Ranks, job: Job | None = None) ->
     return config
 
 
-def _claimed_by(job: Job, run_dir: Path) -> bool:
-    """Whether this job, not an older one of the same id, has claimed the folder: since its torchrun began."""
+def _claimed_by(agents: Set[str], run_dir: Path) -> bool:
     path = run_dir / JOB
-    return path.is_file() and path.read_text() == job.run_id and path.stat().st_mtime >= job.began_at
+    return path.is_file() and not agents.isdisjoint(path.read_text().splitlines())
 
 
 def _restarted(config: RunConfig) -> RunConfig:

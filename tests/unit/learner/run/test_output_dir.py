@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
+import errno
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
-from learner.run.output_dir import JOB, Job, check_output_dir, claim_output_dir, clear_output_dir, torchrun_job
-from shared.errors import ConfigError
+from learner.run.output_dir import JOB, check_output_dir, claim_output_dir, clear_output_dir, torchrun_agent
+from shared.errors import ConfigError, OutputError
 from tests.unit.learner.config.examples import changed, config_of, minimal
 
 STEP = '{"event": "step", "time": 1.0, "global_step": 1}\n'
@@ -118,21 +122,81 @@ def test_all_ranks_fail_alike_as_rank_0_decides(run_dir: Path) -> None:
 
 def test_ranks_that_torchrun_starts_again_go_on_in_their_own_folder(tmp_path: Path) -> None:
     """From the newest checkpoint; from the beginning if there is none. Ranks of the same torchrun only."""
-    run, job = config(tmp_path / "run"), Job(run_id="a", began_at=time.time() - 60)
-    assert claim_output_dir(run, Ranks(), job) == run
+    run = config(tmp_path / "run")
+    assert claim_output_dir(run, Ranks(), "a") == run
     (tmp_path / "run/metrics.jsonl").write_text(STEP)
-    again = claim_output_dir(run, Ranks(), job)
+    again = claim_output_dir(run, Ranks(), "a")
     assert (again.training.resume_from_checkpoint, files(tmp_path / "run")) == (None, {JOB})
     (tmp_path / "run/checkpoint-1").mkdir()
     (tmp_path / "run/checkpoint-1/manifest.json").write_text("{}")
-    assert claim_output_dir(run, Ranks(), job).training.resume_from_checkpoint == "latest"
-    for other in (None, Job(run_id="b", began_at=job.began_at), Job(run_id="a", began_at=time.time() + 60)):
+    assert claim_output_dir(run, Ranks(), "a").training.resume_from_checkpoint == "latest"
+    for other in (None, "b"):
         with pytest.raises(ConfigError):
             claim_output_dir(run, Ranks(), other)
 
 
-def test_a_job_began_before_its_ranks() -> None:
-    job = torchrun_job({"TORCHELASTIC_RUN_ID": "x"})
-    assert job is not None
-    assert 0 <= time.time() - job.began_at < 30 * 24 * 3600
-    assert torchrun_job({}) is None
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("changed_at", [0, 2**31])
+def test_a_clock_that_was_set_does_not_hide_a_run_from_its_own_ranks(
+    tmp_path: Path, overwrite: bool, changed_at: int
+) -> None:
+    """Of this machine or of the file server: the claim is as old or as new as you like."""
+    run, agent = config(tmp_path, overwrite=overwrite), torchrun_agent({"TORCHELASTIC_RUN_ID": "x"})
+    claim_output_dir(run, Ranks(), agent)
+    (tmp_path / "checkpoint-1").mkdir()
+    for name in ("metrics.jsonl", "checkpoint-1/manifest.json"):
+        (tmp_path / name).write_text(STEP)
+    os.utime(tmp_path / JOB, (changed_at, changed_at))
+    assert claim_output_dir(run, Ranks(), agent).training.resume_from_checkpoint == "latest"
+    assert (tmp_path / "checkpoint-1/manifest.json").exists()
+
+
+class Gathered(Ranks):
+    """The first of ranks that several torchruns have started, one on each node."""
+
+    def __init__(self, *agents: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "_agents", list(agents))
+
+    def all_gather_object(self, value: Any) -> Any:
+        return self._agents  # type: ignore[attr-defined]
+
+
+def test_a_run_on_several_nodes_outlives_each_of_them(tmp_path: Path) -> None:
+    """Rank 0 may be on another node than before. What a refused run finds is not its own at its next start."""
+    run = config(tmp_path)
+    claim_output_dir(run, Gathered("a", "b"), "a")
+    (tmp_path / "metrics.jsonl").write_text(STEP)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1/manifest.json").write_text("{}")
+    for agents in (("b", "c"), ("d", "c")):
+        assert claim_output_dir(run, Gathered(*agents), agents[0]).training.resume_from_checkpoint == "latest"
+    for _ in range(2):
+        with pytest.raises(ConfigError):
+            claim_output_dir(run, Gathered("a", "b"), "a")
+
+
+def test_a_claim_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim_output_dir(config(tmp_path), Ranks(), "a")
+    (tmp_path / "metrics.jsonl").write_text(STEP)
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "disk full")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError):
+        claim_output_dir(config(tmp_path, resume_from_checkpoint="latest"), Ranks(), "b")
+    assert (tmp_path / JOB).read_text() == "a"
+
+
+def test_every_start_of_torchrun_has_a_name_of_its_own() -> None:
+    """The ranks that it starts again have the same one, though its id is given and the same each time."""
+    rank = f'{sys.executable} -c "from learner.run.output_dir import *; print(torchrun_agent(os.environ))"; '
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "learner", "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = [
+        subprocess.run(["sh", "-c", rank * 2 + "true"], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    first, second = (one.stdout.splitlines() for one in said)
+    assert first[0] == first[1] != second[0] == second[1]
+    assert torchrun_agent({}) is None
