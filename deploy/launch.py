@@ -208,10 +208,11 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
 
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
-    started = time.monotonic()
-    said = ""
+    started, said, is_last = time.monotonic(), "", False
     with httpx.Client(trust_env=False, timeout=5.0) as client:
-        while time.monotonic() - started < timeout_s:
+        while not is_last:
+            # Asked before the look: after a pause of this program the server may be ready.
+            is_last = time.monotonic() - started >= timeout_s
             check_alive([server, *beside])
             said = look(client, server, base_url)
             if not said:
@@ -219,7 +220,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
             time.sleep(POLL_S)
     raise DeadlineError(
         f"the server at {base_url} was not ready in time",
-        found=f"{said or 'nothing'} from /ready/ after {timeout_s:g} s; last words: {_last_words(server.log)}",
+        found=f"{said} from /ready/ after {timeout_s:g} s; last words: {_last_words(server.log)}",
         wanted="a ready server",
         remedy=f"see {server.log}, or raise ready_timeout_s",
     )

@@ -11,16 +11,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deploy import launch
 from deploy.launch import load_launch_config
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
 from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
+from shared.errors import DeadlineError
 from tests.servers import wait_gone
 from tests.unit.learner.config.examples import changed, minimal
 
@@ -187,6 +190,32 @@ def test_readiness_has_a_deadline(tmp_path: Path) -> None:
     assert "not ready in time" in run.err
     assert "server_1.log" in run.err
     assert "raise ready_timeout_s" in run.err
+
+
+@pytest.mark.parametrize("paused_in", ["look", "sleep"])
+def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch, paused_in: str
+) -> None:
+    """The server went on meanwhile, and may be ready."""
+    now, answers = [0.0], iter(["HTTP 503", "", *["HTTP 503"] * 9])
+
+    def look(*args: object) -> str:
+        now[0] += 100 * (paused_in == "look")
+        return next(answers)
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100 if paused_in == "sleep" else seconds
+
+    monkeypatch.setattr(launch, "look", look)
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with subprocess.Popen(["sleep", "60"]) as popen:
+        try:
+            server = launch.Process("server", popen)
+            assert launch.wait_ready(server, "http://127.0.0.1:1", 10.0) >= 100
+            with pytest.raises(DeadlineError):
+                launch.wait_ready(server, "http://127.0.0.1:1", 10.0)
+        finally:
+            popen.kill()
 
 
 @pytest.mark.parametrize("servers", [["dies"], ["never", "dies"]])
