@@ -8,7 +8,8 @@ Invariants:
 - nothing is decoded before pixels times scans of all images of its request were counted, and are at most
   `max_request_pixels`;
 - decoded images of all calls hold at most `max_pixels_in_flight`, each until its `Share` is closed;
-- a request is decoded within `image_decode_timeout_s`; then, or once its share is closed, its process is killed;
+- a request is decoded within `image_decode_timeout_s`, in which pauses of the server do not count; then, or once its
+  share is closed, its process is killed;
 - there are as many processes as threads that decode, started when they are first needed.
 """
 
@@ -33,6 +34,7 @@ from PIL import Image
 
 from shared.errors import MediaError, RequestError, ServerBusyError
 from shared.images import ImageRules, Images, media_error
+from shared.patience import SLICE_S, Patience
 
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
@@ -41,7 +43,6 @@ _HEAD = struct.Struct("<cQ")  # what, and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # without which Python may not start
-_POLL_S = 0.05
 _CHUNK_BYTES = 1 << 20
 _BYTES_PER_PIXEL = 24  # of the largest image, with all copies that decoding, turning and converting make
 _OTHER_BYTES = 1 << 30
@@ -88,7 +89,7 @@ class Budget:
                         wanted=f"at most {self._most} together, with the {num_pixels} of this request",
                         remedy="try again later, send smaller images, or raise the server's max_pixels_in_flight",
                     )
-                self._changed.wait(_POLL_S)
+                self._changed.wait(SLICE_S)
             self.num_held += num_pixels
 
     def give_back(self, num_pixels: int) -> None:
@@ -117,12 +118,12 @@ class Decoders:
         """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
-        until = time.monotonic() + self._config.image_decode_timeout_s
-        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, until)) for source, data in encoded]
+        patience = Patience(self._config.image_decode_timeout_s)
+        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, patience)) for source, data in encoded]
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
-        until = time.monotonic() + self._config.image_decode_timeout_s
-        return [_image(self._ask(_DECODE, data, source, share, until)) for source, data in encoded]
+        patience = Patience(self._config.image_decode_timeout_s)
+        return [_image(self._ask(_DECODE, data, source, share, patience)) for source, data in encoded]
 
     def close(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -149,10 +150,10 @@ class Decoders:
                 remedy="shrink the images, save them without progression, or raise the server's max_request_pixels",
             )
 
-    def _ask(self, what: bytes, data: bytes, source: str, share: Share, until: float) -> bytearray:
+    def _ask(self, what: bytes, data: bytes, source: str, share: Share, patience: Patience) -> bytearray:
         def check() -> None:
             _check_open(share.closed)
-            if time.monotonic() > until:
+            if patience.is_over():
                 limit = self._config.image_decode_timeout_s
                 remedy = "shrink the image, or raise the server's image_decode_timeout_s"
                 raise media_error(source, f"no end of decoding after {limit:g} s", "an image that decodes soon", remedy)
@@ -183,7 +184,7 @@ class _Process:
 
     def __init__(self, rules: ImageRules) -> None:
         self._link, theirs = socket.socketpair()
-        self._link.settimeout(_POLL_S)
+        self._link.settimeout(SLICE_S)
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
             env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
@@ -236,16 +237,17 @@ def _send(link: socket.socket, data: bytes, check: Callable[[], None] = lambda: 
 
 
 def _receive(link: socket.socket, num_bytes: int, check: Callable[[], None] = lambda: None) -> bytearray:
-    """Raises EOFError."""
+    """What is there is received before `check` can give up. Raises EOFError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
-        check()
         with contextlib.suppress(TimeoutError):
             num_new = link.recv_into(view)
             if not num_new:
                 raise EOFError
             view = view[num_new:]
+        if view:
+            check()
     return data
 
 

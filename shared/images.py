@@ -30,7 +30,6 @@ import ssl
 import stat
 import struct
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from urllib.parse import SplitResult, quote, unquote, unquote_to_bytes, urljoin,
 from PIL import Image, UnidentifiedImageError
 
 from shared.errors import MediaError
+from shared.patience import SLICE_S, Patience
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 FIVE_WAYS = (
@@ -248,27 +248,28 @@ class Images:
     # ---- URLs ------------------------------------------------------------------------------------------------------
 
     def _fetch(self, source: str) -> bytes:
-        url, until = source, time.monotonic() + self.rules.timeout_s
+        url = source
         try:
-            for _ in range(_MAX_REDIRECTS + 1):
-                with _answer(self._checked_url(url, source), until) as response:
-                    if response.status == 200:
-                        return self._body(response, source, until)
-                    if response.status not in _REDIRECTS:
-                        raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
-                    url = urljoin(url, response.headers.get("Location", ""))
+            with contextlib.closing(_Line(self.rules.timeout_s)) as line:
+                for _ in range(_MAX_REDIRECTS + 1):
+                    with _answer(self._checked_url(url, source), line) as response:
+                        if response.status == 200:
+                            return self._body(response, source, line)
+                        if response.status not in _REDIRECTS:
+                            raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
+                        url = urljoin(url, response.headers.get("Location", ""))
         except (OSError, HTTPException, ValueError) as error:
             found = f"{type(error).__name__}: {error}"
             remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
             raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
         raise media_error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
 
-    def _body(self, response: HTTPResponse, source: str, until: float) -> bytes:
+    def _body(self, response: HTTPResponse, source: str, line: _Line) -> bytes:
         data = bytearray()
         while part := response.read(_FETCH_CHUNK_BYTES):
             data += part
             self._check_bytes(len(data), source)
-        if time.monotonic() > until:  # we have hung up
+        if line.hung_up:
             raise TimeoutError(f"{len(data)} bytes so far")
         return bytes(data)
 
@@ -325,32 +326,65 @@ class _Cache:
         return data
 
 
+class _Line:
+    """The connections of one fetch, one after the other. When its time is over, the connection ends, so nothing waits
+    longer, not even for one byte after the other. Pauses of this process do not count. (Names are looked up within the
+    resolver's own limits.)"""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._patience = Patience(timeout_s)
+        self.hung_up = False
+        self._link: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+        self._watching.start()
+
+    def connect(self, address: tuple[str, int]) -> socket.socket:
+        """A connection that the caller closes. Raises OSError."""
+        if self.hung_up:
+            raise TimeoutError("redirects took the time")
+        link = socket.create_connection(address, timeout=max(SLICE_S, self._patience.left_s))
+        link.settimeout(None)
+        with self._lock:
+            self._release()
+            self._link = link.dup()
+        if self.hung_up:  # meanwhile
+            link.close()
+            raise TimeoutError("connecting took the time")
+        return link
+
+    def close(self) -> None:
+        self._closed.set()
+        self._watching.join()
+        self._release()
+
+    def _release(self) -> None:
+        if self._link is not None:
+            self._link.close()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(SLICE_S):
+            if self._patience.is_over():
+                with self._lock:
+                    self.hung_up = True
+                    if self._link is not None:
+                        with contextlib.suppress(OSError):  # it has ended already
+                            self._link.shutdown(socket.SHUT_RDWR)
+                return
+
+
 @contextlib.contextmanager
-def _answer(url: SplitResult, until: float) -> Iterator[HTTPResponse]:
-    """The answer to a GET. At `until` the connection ends, so nothing waits longer, not even for one byte after the
-    other. (Names are looked up within the resolver's own limits.) No proxies: they would see every image."""
+def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
+    """The answer to a GET. No proxies: they would see every image."""
     secure, host = url.scheme == "https", url.hostname or ""
-    left_s = until - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("redirects took the time")
-    link = socket.create_connection((host, url.port or (443 if secure else 80)), timeout=left_s)
-    with link.dup() as same, contextlib.closing(link):
-        hanging_up = threading.Timer(until - time.monotonic(), _hang_up, (same,))
-        hanging_up.start()
-        try:
-            connection = HTTPConnection(host, url.port, timeout=left_s)
-            connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
-            with contextlib.closing(connection):
-                target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
-                connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
-                yield connection.getresponse()
-        finally:
-            hanging_up.cancel()
-
-
-def _hang_up(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it has ended already
-        link.shutdown(socket.SHUT_RDWR)
+    with contextlib.closing(line.connect((host, url.port or (443 if secure else 80)))) as link:
+        connection = HTTPConnection(host, url.port)
+        connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
+        with contextlib.closing(connection):
+            target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
+            connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
+            yield connection.getresponse()
 
 
 @functools.cache

@@ -7,6 +7,8 @@ import functools
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,8 @@ from rollout_server.decoding import Decoders
 from rollout_server.processes import descendants
 from shared.errors import MediaError, RequestError, ServerBusyError
 from shared.images import FORMATS, ImageRules, Images
+
+ROOT = Path(__file__).parents[3]
 
 
 def text(data: bytes) -> str:
@@ -122,6 +126,31 @@ def test_decoding_ends_at_its_deadline_and_when_nobody_waits(start: Callable[...
     assert time.monotonic() - begin < 3
     assert descendants(os.getpid()) <= others  # it is gone
     decoders.load([text(encoded((4, 4)))], decoders.share())
+
+
+PAUSED = """
+import os, signal, sys
+from rollout_server.config import ServerConfig
+from rollout_server.decoding import Decoders
+from rollout_server.processes import descendants
+from tests.pauses import pause_soon
+
+decoders, source = Decoders(ServerConfig(model="m", image_decode_timeout_s=2)), sys.stdin.read()
+decoders.load([source], decoders.share())
+(process,) = descendants(os.getpid())
+os.kill(process, signal.SIGSTOP)
+pause_soon(0.2, 2.5, wake=process)
+print(*decoders.load([source], decoders.share())[0].size)
+decoders.close()
+"""
+
+
+def test_a_pause_of_the_server_is_not_the_pictures_fault() -> None:
+    """It is decoded while the server stands still, for longer than decoding may take."""
+    command = [sys.executable, "-c", PAUSED]
+    source = text(encoded((1000, 900)))
+    done = subprocess.run(command, cwd=ROOT, input=source, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("1000 900\n", "")
 
 
 def test_an_image_that_ends_its_process_ends_no_other(start: Callable[..., Decoders]) -> None:

@@ -10,6 +10,8 @@ import itertools
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from PIL import Image
 from shared.errors import MediaError
 from shared.images import FORMATS, ImageRules, Images
 
+ROOT = Path(__file__).parents[3]
 LOSSLESS = ("PNG", "BMP", "TIFF")
 TURNED = {1: (30, 20), 2: (30, 20), 3: (30, 20), 4: (30, 20), 5: (20, 30), 6: (20, 30), 7: (20, 30), 8: (20, 30)}
 
@@ -310,7 +313,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", goal)
             self.end_headers()
-        elif self.path in ("/a.png", "/a%20b.png"):
+        elif self.path in ("/a.png", "/a%20b.png", "/late.png"):
+            time.sleep(0.5 if self.path == "/late.png" else 0)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(encoded())
@@ -389,6 +393,24 @@ def test_the_whole_fetch_has_a_deadline(what: str) -> None:
     assert time.monotonic() - begin < 2
     stop.set()
     listener.close()
+
+
+PAUSED = """
+import sys
+from shared.images import ImageRules, Images
+from tests.pauses import pause_soon
+
+images = Images(ImageRules(hosts=("127.0.0.1",), timeout_s=1.0))
+pause_soon(0.2, 1.5)
+print(*images.load(sys.argv[1]).size)
+"""
+
+
+def test_a_pause_of_the_process_does_not_end_a_fetch(url: str) -> None:
+    """The bytes come while it stands still, for longer than a fetch may take."""
+    command = [sys.executable, "-c", PAUSED, f"{url}/late.png"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("5 3\n", "")
 
 
 def test_the_environments_proxy_sees_no_image(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
