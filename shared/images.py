@@ -248,20 +248,23 @@ class Images:
     # ---- URLs ------------------------------------------------------------------------------------------------------
 
     def _fetch(self, source: str) -> bytes:
+        with contextlib.closing(_Line(self.rules.timeout_s)) as line:
+            try:
+                return self._follow(source, line)
+            except (OSError, HTTPException, ValueError) as error:
+                found = "no complete answer in time" if line.hung_up else f"{type(error).__name__}: {error}"
+                remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
+                raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
+
+    def _follow(self, source: str, line: _Line) -> bytes:
         url = source
-        try:
-            with contextlib.closing(_Line(self.rules.timeout_s)) as line:
-                for _ in range(_MAX_REDIRECTS + 1):
-                    with _answer(self._checked_url(url, source), line) as response:
-                        if response.status == 200:
-                            return self._body(response, source, line)
-                        if response.status not in _REDIRECTS:
-                            raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
-                        url = urljoin(url, response.headers.get("Location", ""))
-        except (OSError, HTTPException, ValueError) as error:
-            found = f"{type(error).__name__}: {error}"
-            remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
-            raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
+        for _ in range(_MAX_REDIRECTS + 1):
+            with _answer(self._checked_url(url, source), line) as response:
+                if response.status == 200:
+                    return self._body(response, source, line)
+                if response.status not in _REDIRECTS:
+                    raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
+                url = urljoin(url, response.headers.get("Location", ""))
         raise media_error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
 
     def _body(self, response: HTTPResponse, source: str, line: _Line) -> bytes:
