@@ -35,6 +35,7 @@ from shared.errors import (
     ServerUnreachableError,
     UnauthorizedError,
 )
+from shared.waits import within
 from shared.wire import (
     NDJSON,
     TOKEN_VARIABLE,
@@ -439,8 +440,7 @@ class ServerClient:
     async def _last_look(self, health_age_s: float) -> None:
         """Raises ServerUnreachableError unless `/health/` answers within LAST_LOOK_S."""
         try:
-            async with asyncio.timeout(LAST_LOOK_S):
-                await self.health()
+            await within(LAST_LOOK_S, self.health())
         except (ProjectError, TimeoutError) as error:
             said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
             raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
