@@ -13,9 +13,11 @@ from concurrent.futures import Future
 
 import pytest
 
+from shared.errors import DeadlineError
+from shared.sync.calls import Operation
 from shared.waits import result_of, wait_for, within
 
-LIMIT_S, WORK_S, PAUSE_S = 0.6, 0.3, 1.5
+LIMIT_S, WORK_S, PAUSE_S = 0.6, 0.3, 2.5
 
 
 def later(what: Callable[[], object], delay_s: float = WORK_S) -> None:
@@ -62,7 +64,15 @@ def coroutine(work_s: float) -> bool:
     return asyncio.run(run())
 
 
-WAITS = {"condition": condition, "future": future, "coroutine": coroutine}
+def operation(work_s: float) -> bool:
+    try:
+        Operation(lambda: time.sleep(work_s), LIMIT_S, "the work").result()
+    except DeadlineError:
+        return False
+    return True
+
+
+WAITS = {"condition": condition, "future": future, "coroutine": coroutine, "operation": operation}
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=list(WAITS))
