@@ -210,13 +210,14 @@ class _Server:
         return sum(len(batch) for batch in self.waiting)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A batch that was sent."""
+    """A batch that was sent. `given_up`: its server was lost, and other servers answer what was unanswered then."""
 
     server: int
     batch: Batch
     unanswered: set[int]
+    given_up: bool = False
 
 
 # `send(server, batch, answered)` sends one batch, calls `answered(request, result)` for each request as it ends, and
@@ -298,6 +299,8 @@ class Dispatcher(Generic[R]):
         self._flying[task] = flight
 
     def _answered(self, flight: _Flight, request: int, result: R) -> None:
+        if flight.given_up:  # a cancelled call gave on what had arrived already
+            return
         flight.unanswered.remove(request)
         self._servers[flight.server].free += 1
         self._changed.set()
@@ -338,7 +341,9 @@ class Dispatcher(Generic[R]):
             server.quota = quota
         flights = [(flight, suspect)]
         for task in [task for task, other in self._flying.items() if other.server == lost]:
-            flights.append((self._flying.pop(task), False))
+            other = self._flying.pop(task)
+            other.given_up = True
+            flights.append((other, False))
             task.cancel()
             self._given_up.append(task)
         waiting = self._servers[lost].waiting

@@ -299,3 +299,31 @@ def test_a_request_that_fails_on_two_servers_is_the_request_s_fault() -> None:
     with pytest.raises(RolloutError):
         asyncio.run(dispatcher.run())
     assert len(lost) == 1
+
+
+def test_an_answer_that_comes_after_its_server_was_lost_is_dropped() -> None:
+    """A cancelled call may still give an answer that had arrived. Its request is another server's by then."""
+    one_call_each = tuple(ServerSpan(server=0, start=i, stop=i + 1) for i in range(2))
+    answers: list[tuple[int, int]] = []
+
+    async def send(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
+        if server == 0 and batch.start == 0:
+            await asyncio.sleep(0)  # until the other call is under way
+            raise ServerUnreachableError("server 0 is gone")
+        if server == 0:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                answered(1, server)
+        for request in range(batch.start, batch.stop):
+            answered(request, server)
+
+    dispatcher: Dispatcher[int] = Dispatcher(
+        Distribution(spans=one_call_each, quotas=(2, 2)),
+        send=send,
+        on_answer=lambda request, server: answers.append((request, server)),
+        on_split=lambda requests, error: None,
+        lose=lambda server, error: (0, 2),
+    )
+    asyncio.run(dispatcher.run())
+    assert sorted(answers) == [(0, 1), (1, 1)]
