@@ -20,7 +20,14 @@ from learner.rollout.distribution import (
     halves,
     quotas_of,
 )
-from shared.errors import DeadlineError, MediaError, ProjectError, RolloutError, ServerUnreachableError
+from shared.errors import (
+    DeadlineError,
+    MediaError,
+    ProjectError,
+    RolloutError,
+    ServerBusyError,
+    ServerUnreachableError,
+)
 
 
 class Servers:
@@ -195,6 +202,35 @@ def test_a_reply_that_breaks_after_its_last_answer_is_complete() -> None:
 
     answered, splits = run(one_server(3, 4), Late())
     assert (sorted(answered), splits) == ([0, 1, 2], [])
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_a_server_that_is_busy_after_some_answers_is_not_lost(number: int, quota: int) -> None:
+    """However often, as long as each call has an answer: neither the server nor a request has failed."""
+
+    async def answer_one(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
+        await asyncio.sleep(0)
+        assert not batch.failed
+        answered(batch.stop - 1, server)
+        raise ServerBusyError("too much memory")
+
+    answers: list[int] = []
+    dispatcher: Dispatcher[int] = Dispatcher(
+        one_server(number, quota),
+        send=answer_one,
+        on_answer=lambda request, _: answers.append(request),
+        on_split=lambda requests, error: None,
+    )
+    asyncio.run(dispatcher.run())
+    assert sorted(answers) == list(range(number))
+
+
+def test_a_server_that_stays_busy_is_lost() -> None:
+    """The client has waited already: no answer after all of its patience."""
+    servers = Servers(poison=0, error=ServerBusyError("draining"))
+    with pytest.raises(ServerBusyError):
+        run(one_server(1, 4), servers)
+    assert len(servers.started) == 1
 
 
 def test_a_single_request_is_sent_twice_at_most() -> None:
