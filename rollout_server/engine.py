@@ -121,7 +121,7 @@ def named(field: str) -> Iterator[None]:
         raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
 
 
-BUSY_TURNS = 10
+BUSY_TURNS, TICKS = 10, 10
 BUSY_SHARE = 0.02  # of a core: more than processes use that only wait
 
 
@@ -163,29 +163,31 @@ class StallWatch:
             self.check()
             raise
 
-    async def run(self, ping: Callable[[], Awaitable[object]], work_s: Callable[[], float | None]) -> None:
-        """`work_s`: seconds of CPU time that the engine has used so far, None if it is stopped."""
-        clock = asyncio.get_running_loop().time
+    async def run(self, ping: Callable[[], Awaitable[object]], work_s: Callable[[], dict[int, float]]) -> None:
+        """`work_s`: seconds of CPU time that each of the engine's processes has used so far; empty if it is stopped."""
         while True:
-            began, asking = clock(), asyncio.ensure_future(ping())
+            asking = asyncio.ensure_future(ping())
             if not await self._answers(asking, work_s):
-                self._stalled, self._silent_s = True, clock() - began
+                self._stalled = True
                 waiting, self._waiting = self._waiting, set()
                 for limit in waiting:
-                    limit.reschedule(clock())
+                    limit.reschedule(asyncio.get_running_loop().time())
                 await asyncio.wait({asking})
             asking.exception()  # a dead engine is found by others
             self._stalled = False
             await asyncio.sleep(0.25 * self._stall_s)
 
-    async def _answers(self, asking: asyncio.Future[object], work_s: Callable[[], float | None]) -> bool:
-        """Whether it does, with as many turns as it gets."""
-        turn_s, before = 0.75 * self._stall_s, work_s()
+    async def _answers(self, asking: asyncio.Future[object], work_s: Callable[[], dict[int, float]]) -> bool:
+        """Whether it does, with as many turns as it gets. A turn is counted in ticks, so that no time passes while this
+        process itself stands still."""
+        turn_s, before, self._silent_s = 0.75 * self._stall_s, work_s(), 0.0
         for _ in range(BUSY_TURNS):
-            if (await asyncio.wait({asking}, timeout=turn_s))[0]:
-                return True
+            for _ in range(TICKS):
+                if (await asyncio.wait({asking}, timeout=turn_s / TICKS))[0]:
+                    return True
+            self._silent_s += turn_s
             now = work_s()
-            if before is None or now is None or now - before < BUSY_SHARE * turn_s:
+            if sum(now[pid] - before[pid] for pid in now.keys() & before) < BUSY_SHARE * turn_s:
                 return False
             before = now
         return False
@@ -200,6 +202,7 @@ class VllmEngine:
         check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
         self._renderer = Renderer(self._path, config)
         self._llm: Any = _start(_engine_args(self._path, config), config)
+        self._processes = descendants(os.getpid())  # those that decode images start later
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
         self.architecture = signature(model_config.hf_config.to_dict())
@@ -286,7 +289,7 @@ class VllmEngine:
 
     async def watch(self) -> None:
         """Look after the engine, as long as this runs."""
-        await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: work_s(descendants(os.getpid())))
+        await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: work_s(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
         core = self._llm.engine_core

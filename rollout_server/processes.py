@@ -58,16 +58,17 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def work_s(pids: Iterable[int]) -> float | None:
-    """Seconds of CPU time that these processes have used so far. None if one is stopped (SIGSTOP, a debugger)."""
-    ticks = 0
+def work_s(pids: Iterable[int]) -> dict[int, float]:
+    """Seconds of CPU time that each of these processes has used so far. Empty if one is stopped (SIGSTOP, a debugger).
+    One that has ended is left out."""
+    used = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
             state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if state in "Tt":
-                return None
-            ticks += int(fields[10]) + int(fields[11])  # user, system
-    return ticks / os.sysconf("SC_CLK_TCK")
+                return {}
+            used[pid] = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")  # user, system
+    return used
 
 
 def _watch(server_pid: int) -> None:

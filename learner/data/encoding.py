@@ -27,6 +27,7 @@ import torch
 
 from learner.records import EncodedPrompt, Sample, VisionInputs
 from shared.errors import DataError, DeadlineError
+from shared.waits import result_of
 
 
 class PromptEncoder(Protocol):
@@ -137,7 +138,7 @@ class _WorkerJob:
 
     def result(self) -> list[EncodedPrompt]:
         try:
-            return _split(self.future.result(timeout=self.timeout_s))
+            return _split(result_of(self.future, self.timeout_s))
         except BrokenProcessPool as error:
             raise _worker_died(error) from error
         except TimeoutError as error:

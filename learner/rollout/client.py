@@ -35,6 +35,7 @@ from shared.errors import (
     ServerUnreachableError,
     UnauthorizedError,
 )
+from shared.waits import within
 from shared.wire import (
     NDJSON,
     TOKEN_VARIABLE,
@@ -60,6 +61,7 @@ HEALTH_TIMEOUT_S = 5.0  # one look at /health/
 LAST_LOOK_S = 3.0  # the same, at a server that is already late
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
+RETRY_AFTER_S = 1.0  # until a busy server is asked again, if it does not say when
 REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
 # Below uvicorn's 5 s: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
@@ -102,11 +104,11 @@ def from_server(body: ErrorBody, base_url: str) -> ProjectError:
 
 
 def retry_after_s(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait (`Retry-After`); one second if it does not give seconds."""
+    """Seconds that the server asks to wait (`Retry-After`)."""
     try:
-        return max(0.01, float(response.headers.get("Retry-After", "1")))
+        return max(0.01, float(response.headers.get("Retry-After", RETRY_AFTER_S)))
     except ValueError:
-        return 1.0
+        return RETRY_AFTER_S
 
 
 def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
@@ -238,7 +240,8 @@ class ServerClient:
 
         Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
         for longer than `patience` says, ServerError if the connection broke and the server is alive, RolloutError if an
-        answer is malformed or missing.
+        answer is malformed or missing, ServerBusyError if the server stayed busy for `gone_s`, or became busy after
+        some answers. Then it has waited already, and the caller can send the others again.
         """
         patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
@@ -254,7 +257,12 @@ class ServerClient:
             sending = self._send_infer(call, deadline_s, answers, patience)
             return await self._while_alive(sending, patience.silent_s, deadline_s=deadline_s, late=late)
 
-        await self._patiently("/infer/", exchange)
+        try:
+            await self._patiently("/infer/", exchange)
+        except ServerBusyError:
+            if answers.num_missing < answers.number:  # a line of the answer said so; it has no Retry-After
+                await asyncio.sleep(RETRY_AFTER_S)
+            raise
         answers.check_complete()
         self._pace.saw(answers.longest, answers.longest_s)
 
@@ -321,8 +329,8 @@ class ServerClient:
         return response
 
     async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """The first answer of `exchange` that is not "busy"; the last one after `gone_s`."""
-        deadline = _now() + self.timeouts.gone_s
+        """The first answer of `exchange` that is not "busy"; the last one, `gone_s` after the first."""
+        deadline = math.inf
         while True:
             response = await exchange()
             if response.is_success:
@@ -330,6 +338,7 @@ class ServerClient:
             error = error_of(response, self.base_url)
             if not isinstance(error, ServerBusyError) or _now() >= deadline:
                 raise error
+            deadline = min(deadline, _now() + self.timeouts.gone_s)
             wait_s = min(retry_after_s(response), max(0.0, deadline - _now()))
             log.info("%s is busy, %s again in %.1f s: %s", self.base_url, path, wait_s, error.what)
             await asyncio.sleep(wait_s)
@@ -439,8 +448,7 @@ class ServerClient:
     async def _last_look(self, health_age_s: float) -> None:
         """Raises ServerUnreachableError unless `/health/` answers within LAST_LOOK_S."""
         try:
-            async with asyncio.timeout(LAST_LOOK_S):
-                await self.health()
+            await within(LAST_LOOK_S, self.health())
         except (ProjectError, TimeoutError) as error:
             said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
             raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error

@@ -11,8 +11,9 @@ of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`. Its quotas are wh
 A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: never more than
 a server's quota is in flight there; requests start in request order; as long as a request waits, every server is kept
 at its quota (D9), so a server with nothing left takes from the one that has most; what a failed batch has not answered
-is sent again in halves. A server that is gone, or fails one request twice, is lost: its requests go to the others, with
-the same seeds (D15). A request that fails twice on a second server too, or an error of the request, ends all.
+is sent again in halves. A server that is busy after some answers of a batch has not failed: the rest is sent again. One
+that is gone, stays busy, or fails one request twice, is lost: its requests go to the others, with the same seeds (D15).
+A request that fails twice on a second server too, or an error of the request, ends all.
 """
 
 from __future__ import annotations
@@ -210,13 +211,14 @@ class _Server:
         return sum(len(batch) for batch in self.waiting)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A batch that was sent."""
+    """A batch that was sent. `given_up`: its server was lost, and other servers answer what was unanswered then."""
 
     server: int
     batch: Batch
     unanswered: set[int]
+    given_up: bool = False
 
 
 # `send(server, batch, answered)` sends one batch, calls `answered(request, result)` for each request as it ends, and
@@ -298,6 +300,8 @@ class Dispatcher(Generic[R]):
         self._flying[task] = flight
 
     def _answered(self, flight: _Flight, request: int, result: R) -> None:
+        if flight.given_up:  # a cancelled call gave on what had arrived already
+            return
         flight.unanswered.remove(request)
         self._servers[flight.server].free += 1
         self._changed.set()
@@ -317,17 +321,27 @@ class Dispatcher(Generic[R]):
         batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, REQUEST_ERRORS):
             raise error
+        if isinstance(error, ServerBusyError) and len(unanswered) < len(batch):
+            again = [replace(batch, start=run.start, stop=run.stop) for run in _runs(unanswered)]
+            self._send_again(flight.server, again, error)
+            return
         failed_twice = batch.failed and len(batch) == 1
         if failed_twice and batch.suspect and not isinstance(error, LOST_ERRORS):
             raise error  # two servers are not wrong about the same request
         if isinstance(error, LOST_ERRORS) or failed_twice:
             self._without(flight, error, suspect=failed_twice)
-        elif unanswered:  # else only the end of the reply was lost, and no answer
-            kind = "timed out" if isinstance(error, DeadlineError) else "failed"
-            log.warning("%d request(s) %s and are sent again in halves: %s", len(unanswered), kind, error)
-            self._on_split(unanswered, error)
-            again = halves(unanswered, suspect=batch.suspect)
-            self._servers[flight.server].waiting.extendleft(reversed(again))
+        else:
+            self._send_again(flight.server, halves(unanswered, suspect=batch.suspect), error)
+
+    def _send_again(self, server: int, again: Sequence[Batch], error: ProjectError) -> None:
+        """Before all that waits. `again` is empty if only the end of a reply was lost, and no answer."""
+        if not again:
+            return
+        requests = [request for batch in again for request in range(batch.start, batch.stop)]
+        kind = {DeadlineError: "timed out", ServerBusyError: "were refused"}.get(type(error), "failed")
+        log.warning("%d request(s) %s and are sent again: %s", len(requests), kind, error)
+        self._on_split(requests, error)
+        self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
         """Go on without a server; `flight` is one that it failed. All that it had is for the others to take. Raises
@@ -338,7 +352,9 @@ class Dispatcher(Generic[R]):
             server.quota = quota
         flights = [(flight, suspect)]
         for task in [task for task, other in self._flying.items() if other.server == lost]:
-            flights.append((self._flying.pop(task), False))
+            other = self._flying.pop(task)
+            other.given_up = True
+            flights.append((other, False))
             task.cancel()
             self._given_up.append(task)
         waiting = self._servers[lost].waiting

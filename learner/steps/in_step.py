@@ -28,6 +28,7 @@ from learner.steps.segments import SegmentStream, StreamingSource
 from learner.steps.source import Fence
 from learner.steps.stage2 import CLOSE_S, DEADLINE_KEY, CallTotals, RankMetrics, Stage2Parts, Stage2Steps, call_metrics
 from shared.errors import DeadlineError, RolloutError
+from shared.waits import wait_for
 
 log = logging.getLogger("learner.stage2")
 
@@ -134,7 +135,7 @@ class StepRollouts:
         Raises DeadlineError, or what ended the rollouts.
         """
         with self._changed:
-            arrived = self._changed.wait_for(lambda: self._ended or self._rows.closed, timeout=deadline_s)
+            arrived = wait_for(self._changed, lambda: self._ended or self._rows.closed, deadline_s)
             if self._error is not None:
                 raise self._error
             if not arrived:

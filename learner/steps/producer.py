@@ -30,6 +30,7 @@ from learner.steps.shares import Call, Counts, Drop, Served, ShareQueue
 from learner.steps.source import Fence
 from learner.steps.stage2 import CallTotals
 from shared.errors import DeadlineError, RolloutError
+from shared.waits import wait_for
 
 log = logging.getLogger("learner.pipeline")
 
@@ -143,7 +144,7 @@ class Producer:
         with self._changed:
             queue = self._queue
             queue.request_fence()
-            self._changed.wait_for(lambda: queue.ended or queue.quiet, timeout=deadline_s)
+            wait_for(self._changed, lambda: queue.ended or queue.quiet, deadline_s)
             queue.check()
             if not queue.quiet:
                 what, remedy = "waiting for the call in flight before a weight sync", f"raise {self._deadline_key}"

@@ -14,7 +14,6 @@ serves. What failed is left out of the next try; a failure that is nobody's is r
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import time
@@ -65,6 +64,7 @@ from shared.errors import (
 )
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
+from shared.waits import within
 from shared.wire import Bucket, ScoreCall, ScoreReply, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
@@ -409,8 +409,7 @@ def _check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Memb
 async def _look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
     """A server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
     try:
-        async with asyncio.timeout(LAST_LOOK_S):
-            return await backend.look(client, 0.0)
+        return await within(LAST_LOOK_S, backend.look(client, 0.0))
     except TimeoutError:
         raise ServerUnreachableError(
             f"{client.base_url}: the rollout server does not answer",

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from shared.errors import DeadlineError
 
 T = TypeVar("T")
+TICK_S, LATE_S = 0.25, 1.0
 
 
 class Operation(Generic[T]):
@@ -105,7 +106,10 @@ def _watch() -> None:
         with _changed:
             overdue = _overdue()
             if not overdue:
-                _changed.wait(_until_next_s())
+                began, planned_s = time.monotonic(), _until_next_s()
+                _changed.wait(planned_s)
+                if planned_s is not None:
+                    _allow_for(time.monotonic() - began - planned_s)
         while overdue:  # keeps nothing that has ended
             overdue.pop().expire()
 
@@ -118,6 +122,13 @@ def _overdue() -> list[Operation[Any]]:
 
 
 def _until_next_s() -> float | None:
-    """None: nothing is under way."""
+    """At most a tick. None: nothing is under way."""
     deadlines = [operation.deadline for operation in _under_way]
-    return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+    return min(TICK_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
+
+
+def _allow_for(late_s: float) -> None:
+    """Far later than a tick: this process itself stood still (Ctrl-Z, a paused machine). No deadline passes then."""
+    if late_s > LATE_S:
+        for operation in _under_way:
+            operation.deadline += late_s

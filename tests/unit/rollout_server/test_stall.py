@@ -18,8 +18,14 @@ from shared.errors import ServerError
 STALL_S = 0.4
 
 
-def idle() -> float:
-    return 0.0
+def idle() -> dict[int, float]:
+    return {1: 0.0, 2: 0.0}
+
+
+def working() -> dict[int, float]:
+    """Process 2 has ended, and another came, which is not the engine's to count."""
+    now = time.monotonic()
+    return {1: now, 2: 1e9} if int(now * 10) % 2 else {1: now, 3: -1e9}
 
 
 async def wait_for(watch: StallWatch) -> str:
@@ -83,7 +89,7 @@ def test_an_engine_that_works_gets_more_time_but_not_for_ever() -> None:
     async def run() -> float:
         watch = StallWatch(STALL_S)
         begin = time.monotonic()
-        running = asyncio.create_task(watch.run(asyncio.Event().wait, time.monotonic))
+        running = asyncio.create_task(watch.run(asyncio.Event().wait, working))
         with pytest.raises(ServerError, match="does not answer") as caught:
             await wait_for(watch)
         running.cancel()
@@ -93,21 +99,44 @@ def test_an_engine_that_works_gets_more_time_but_not_for_ever() -> None:
     assert asyncio.run(run()) > 0.7 * BUSY_TURNS * STALL_S
 
 
+def test_a_pause_of_the_server_itself_is_no_silence_of_the_engine() -> None:
+    async def run() -> None:
+        watch = StallWatch(STALL_S)
+
+        async def answer() -> None:
+            await asyncio.sleep(0.5 * STALL_S)
+            for _ in range(10):  # an answer comes through several queues
+                await asyncio.sleep(0)
+
+        running = asyncio.create_task(watch.run(answer, idle))
+        waiting = asyncio.create_task(wait_for(watch))
+        await asyncio.sleep(0.25 * STALL_S)
+        time.sleep(3 * STALL_S)
+        for _ in range(20):
+            await asyncio.sleep(0.05 * STALL_S)
+            watch.check()
+        assert not waiting.done()
+        running.cancel()
+        waiting.cancel()
+
+    asyncio.run(run())
+
+
 def test_work_is_told_from_waiting_and_from_being_stopped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     waiting = subprocess.Popen(["sleep", "60"])
     try:
-        wait_until(lambda: (work_s([child.pid]) or 0.0) > 0.2)
-        assert work_s([waiting.pid]) == pytest.approx(0.0, abs=0.1)
+        wait_until(lambda: work_s([child.pid])[child.pid] > 0.2)
+        assert work_s([waiting.pid])[waiting.pid] == pytest.approx(0.0, abs=0.1)
         child.send_signal(signal.SIGSTOP)
-        wait_until(lambda: work_s([child.pid, waiting.pid]) is None)
+        wait_until(lambda: work_s([child.pid, waiting.pid]) == {})
         child.send_signal(signal.SIGCONT)
-        wait_until(lambda: work_s([child.pid]) is not None)
+        wait_until(lambda: work_s([child.pid]).keys() == {child.pid})
     finally:
         for one in (child, waiting):
             one.kill()
             one.wait()
-    assert work_s([child.pid]) == 0.0
+    assert work_s([child.pid]) == {}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -258,6 +258,35 @@ def test_busy_past_the_deadline_is_told(respx_mock: respx.MockRouter) -> None:
         use(infer)
 
 
+def test_patience_with_a_busy_server_begins_when_it_is_busy(respx_mock: respx.MockRouter) -> None:
+    """The call had waited at the server for longer than `timeout_s` before it was refused."""
+    refusals = [error(ServerBusyError("draining"), {"Retry-After": "0.02"})]
+
+    async def refuse_late(request: httpx.Request) -> httpx.Response:
+        if not refusals:
+            return answer(request)
+        await asyncio.sleep(0.3)
+        return refusals.pop()
+
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=refuse_late)
+    respx_mock.get(f"{URL}/health/").respond(200)
+    assert use(infer, gone_s=0.2)[0].response_token_ids == [7]
+
+
+def test_a_busy_line_is_passed_on_after_a_wait(respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller sends the others again at once, so the client waits, as it does after a 503."""
+    monkeypatch.setattr(client_module, "RETRY_AFTER_S", 0.3)
+    busy = ErrorBody.of(ServerBusyError("too much memory")).model_dump()
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=stream(line(1), json.dumps({"error": busy}).encode()))
+    respx_mock.get(f"{URL}/health/").respond(200)
+    places: list[int] = []
+    begin = time.monotonic()
+    with pytest.raises(ServerBusyError, match="too much memory"):
+        use(lambda c: c.infer(THREE, lambda i, _: places.append(i)), gone_s=2.0)
+    assert time.monotonic() - begin >= 0.3
+    assert (places, route.call_count) == ([1], 1)
+
+
 def test_a_poisoned_server_is_not_waited_for(respx_mock: respx.MockRouter) -> None:
     """Also a 503, but waiting does not mend it."""
     route = respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerPoisonedError("sync failed")))

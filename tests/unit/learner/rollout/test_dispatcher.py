@@ -20,7 +20,14 @@ from learner.rollout.distribution import (
     halves,
     quotas_of,
 )
-from shared.errors import DeadlineError, MediaError, ProjectError, RolloutError, ServerUnreachableError
+from shared.errors import (
+    DeadlineError,
+    MediaError,
+    ProjectError,
+    RolloutError,
+    ServerBusyError,
+    ServerUnreachableError,
+)
 
 
 class Servers:
@@ -197,6 +204,35 @@ def test_a_reply_that_breaks_after_its_last_answer_is_complete() -> None:
     assert (sorted(answered), splits) == ([0, 1, 2], [])
 
 
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_a_server_that_is_busy_after_some_answers_is_not_lost(number: int, quota: int) -> None:
+    """However often, as long as each call has an answer: neither the server nor a request has failed."""
+
+    async def answer_one(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
+        await asyncio.sleep(0)
+        assert not batch.failed
+        answered(batch.stop - 1, server)
+        raise ServerBusyError("too much memory")
+
+    answers: list[int] = []
+    dispatcher: Dispatcher[int] = Dispatcher(
+        one_server(number, quota),
+        send=answer_one,
+        on_answer=lambda request, _: answers.append(request),
+        on_split=lambda requests, error: None,
+    )
+    asyncio.run(dispatcher.run())
+    assert sorted(answers) == list(range(number))
+
+
+def test_a_server_that_stays_busy_is_lost() -> None:
+    """The client has waited already: no answer after all of its patience."""
+    servers = Servers(poison=0, error=ServerBusyError("draining"))
+    with pytest.raises(ServerBusyError):
+        run(one_server(1, 4), servers)
+    assert len(servers.started) == 1
+
+
 def test_a_single_request_is_sent_twice_at_most() -> None:
     servers = Servers(poison=0, error=DeadlineError("slow"))
     with pytest.raises(DeadlineError):
@@ -299,3 +335,31 @@ def test_a_request_that_fails_on_two_servers_is_the_request_s_fault() -> None:
     with pytest.raises(RolloutError):
         asyncio.run(dispatcher.run())
     assert len(lost) == 1
+
+
+def test_an_answer_that_comes_after_its_server_was_lost_is_dropped() -> None:
+    """A cancelled call may still give an answer that had arrived. Its request is another server's by then."""
+    one_call_each = tuple(ServerSpan(server=0, start=i, stop=i + 1) for i in range(2))
+    answers: list[tuple[int, int]] = []
+
+    async def send(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
+        if server == 0 and batch.start == 0:
+            await asyncio.sleep(0)  # until the other call is under way
+            raise ServerUnreachableError("server 0 is gone")
+        if server == 0:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                answered(1, server)
+        for request in range(batch.start, batch.stop):
+            answered(request, server)
+
+    dispatcher: Dispatcher[int] = Dispatcher(
+        Distribution(spans=one_call_each, quotas=(2, 2)),
+        send=send,
+        on_answer=lambda request, server: answers.append((request, server)),
+        on_split=lambda requests, error: None,
+        lose=lambda server, error: (0, 2),
+    )
+    asyncio.run(dispatcher.run())
+    assert sorted(answers) == [(0, 1), (1, 1)]

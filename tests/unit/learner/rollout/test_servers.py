@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from learner.config.schema import DecodingConfig
 from learner.records import Sample
+from learner.rollout import client as client_module
 from learner.rollout.backend import MicroStep, Requests, RolloutCallLog
 from learner.rollout.membership import ServedWeights
 from learner.rollout.requests import request_config
@@ -33,7 +34,7 @@ from shared.errors import (
     ServerUnreachableError,
 )
 from shared.seeds import offset_seed, request_seed
-from shared.wire import PROTOCOL_VERSION
+from shared.wire import NDJSON, PROTOCOL_VERSION, ErrorBody
 from tests.unit.learner.rollout.fakes import FakeServer, config, error, output, sample, status
 
 URLS = ["http://a.test/x", "http://b.test", "http://c.test"]
@@ -171,6 +172,30 @@ def test_busy_then_success(router: respx.MockRouter, build: Build) -> None:
     assert generate(build(URLS[:1], decode_batch_size=4, on_call=logs.append), 3) == [0, 1, 2]
     assert len(server.calls) == 2
     assert logs[0].splits == []
+
+
+def test_busy_in_the_middle_of_a_stream(
+    router: respx.MockRouter, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server had no memory for all images of a call: it keeps serving, and gets what is left again with the same
+    seeds."""
+    monkeypatch.setattr(client_module, "RETRY_AFTER_S", 0.01)
+    server = FakeServer(router, URLS[0])
+
+    def answer_one(call: dict[str, Any]) -> httpx.Response:
+        middle = len(call["infer_requests"]) // 2
+        answered = output(call["infer_requests"][middle], offset_seed(call["request_config"]["seed"], middle))
+        busy = ErrorBody.of(ServerBusyError("too much memory")).model_dump()
+        lines = [json.dumps({"index": middle, "output": answered}), json.dumps({"error": busy})]
+        return httpx.Response(200, text="\n".join(lines), headers={"Content-Type": NDJSON})
+
+    server.replies = [answer_one] * 2
+    logs: list[RolloutCallLog] = []
+    backend = build(URLS[:1], decode_batch_size=8, on_call=logs.append)
+    assert generate(backend, 5) == list(range(5))
+    assert server.numbers() == [[0, 1, 2, 3, 4], [0, 1], [3, 4], [0]]
+    assert server.seeds() == [seed(0), seed(0), seed(3), seed(0)]
+    assert logs[0].splits == [(3, 0, 4), (3, 0, 1)]
 
 
 def test_timeout_then_split_and_retry(router: respx.MockRouter, build: Build, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,124 @@
+"""Waits with a deadline, and what happens to them when this process stands still (a real SIGSTOP)."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from shared.errors import DeadlineError
+from shared.sync.calls import Operation
+from shared.waits import result_of, wait_for, within
+
+LIMIT_S, WORK_S, PAUSE_S = 0.6, 0.3, 2.5
+
+
+def later(what: Callable[[], object], delay_s: float = WORK_S) -> None:
+    timer = threading.Timer(delay_s, what)
+    timer.daemon = True
+    timer.start()
+
+
+def condition(work_s: float) -> bool:
+    changed, ended = threading.Condition(), threading.Event()
+
+    def end() -> None:
+        with changed:
+            ended.set()
+            changed.notify_all()
+
+    later(end, work_s)
+    with changed:
+        return wait_for(changed, ended.is_set, LIMIT_S)
+
+
+def future(work_s: float) -> bool:
+    found: Future[bool] = Future()
+    later(lambda: found.set_result(True), work_s)
+    try:
+        return result_of(found, LIMIT_S)
+    except TimeoutError:
+        return False
+
+
+def coroutine(work_s: float) -> bool:
+    async def work() -> bool:
+        await asyncio.sleep(work_s)
+        for _ in range(10):  # an answer comes through several layers
+            await asyncio.sleep(0)
+        return True
+
+    async def run() -> bool:
+        try:
+            return await within(LIMIT_S, work())
+        except TimeoutError:
+            return False
+
+    return asyncio.run(run())
+
+
+def operation(work_s: float) -> bool:
+    try:
+        Operation(lambda: time.sleep(work_s), LIMIT_S, "the work").result()
+    except DeadlineError:
+        return False
+    return True
+
+
+WAITS = {"condition": condition, "future": future, "coroutine": coroutine, "operation": operation}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=list(WAITS))
+def test_what_comes_in_time_is_taken_and_what_does_not_is_given_up(wait: Callable[[float], bool]) -> None:
+    assert wait(0.0)
+    begin = time.monotonic()
+    assert not wait(30.0)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_pause_of_the_process_itself_does_not_count(wait: str) -> None:
+    """Stopped and continued, as Ctrl-Z and `fg` do."""
+    argv = [sys.executable, "-m", __name__, wait, str(WORK_S + PAUSE_S)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        time.sleep(0.1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(PAUSE_S)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == "True\n"
+
+
+def test_an_error_is_raised_and_work_that_is_given_up_is_cancelled() -> None:
+    ended = []
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(True)
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match="no"):
+            await within(5.0, fail())
+        with pytest.raises(TimeoutError):
+            await within(0.1, slow())
+
+    asyncio.run(run())
+    assert ended == [True]
+
+
+if __name__ == "__main__":
+    print("waiting", flush=True)
+    print(WAITS[sys.argv[1]](float(sys.argv[2])), flush=True)
