@@ -25,7 +25,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from PIL import Image
 
 from shared.errors import MediaError, RequestError, ServerBusyError
 from shared.images import ImageRules, Images, media_error
-from shared.patience import SLICE_S, Patience
+from shared.waits import SLICE_S, Patience
 
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
@@ -78,11 +77,11 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, num_pixels: int, closed: threading.Event) -> None:
-        until = time.monotonic() + self._timeout_s
+        patience = Patience(self._timeout_s)
         with self._changed:
             while self.num_held and self.num_held + num_pixels > self._most:
                 _check_open(closed)
-                if time.monotonic() > until:
+                if patience.is_over():
                     raise ServerBusyError(
                         "images of the calls under way hold too much memory",
                         found=f"{self.num_held} pixels after {self._timeout_s:g} s",

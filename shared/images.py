@@ -41,7 +41,7 @@ from urllib.parse import SplitResult, quote, unquote, unquote_to_bytes, urljoin,
 from PIL import Image, UnidentifiedImageError
 
 from shared.errors import MediaError
-from shared.patience import SLICE_S, Patience
+from shared.waits import SLICE_S, Patience
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 FIVE_WAYS = (

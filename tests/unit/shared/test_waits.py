@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
+from shared import waits
 from shared.errors import DeadlineError
 from shared.sync.calls import Operation
-from shared.waits import result_of, wait_for, within
+from shared.waits import SLICE_S, Patience, result_of, wait_for, within
 
 LIMIT_S, WORK_S, PAUSE_S = 0.6, 0.3, 2.5
 
@@ -122,3 +124,24 @@ def test_an_error_is_raised_and_work_that_is_given_up_is_cancelled() -> None:
 if __name__ == "__main__":
     print("waiting", flush=True)
     print(WAITS[sys.argv[1]](float(sys.argv[2])), flush=True)
+
+
+def test_patience_does_not_count_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    limit = Patience(1.0)
+    now[0] += 3600
+    assert not limit.is_over()
+    begin = now[0]
+    while not limit.is_over():
+        now[0] += SLICE_S
+    assert 0.5 < now[0] - begin <= 1.0
+
+
+def test_patience_ends_though_there_are_pauses_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    limit, number = Patience(1.0), 0
+    while not limit.is_over():
+        number, now[0] = number + 1, now[0] + 60
+    assert number < 1.0 / SLICE_S
