@@ -88,6 +88,8 @@ def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
         f"missing labels {_shown(missing)}; above {MISSING} sft unlearns what has no label. Test labels with the same "
         "gaps count what is found there as wrong, and don't show the gain"
     )
+    if found["headroom_places"].low > HEADROOM:
+        reason += ". Answers also differ in places: compare with grpo, credit: object, which gained more where both ran"
     return Rule(KEEP_UNMATCHED, missing.low > MISSING, reason)
 
 
