@@ -1,7 +1,7 @@
 # `make help` lists the targets. Each does its own set-up, and says what it is doing.
 SHELL := /bin/bash
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest -n 3 --dist loadfile
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile
 NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
