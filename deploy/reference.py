@@ -245,7 +245,7 @@ def endpoints_page() -> str:
         raise KeyError(f"describe in ENDPOINTS what the server serves: {sorted(unlike)}")
     rows = [
         (
-            f"[`{path}/`](#{re.sub(r'[^a-z_-]', '', path)})",
+            f"[`{path}/`](#{re.sub(r'[^a-z0-9_-]', '', path)})",
             method,
             ENDPOINTS[path].meaning.partition(". ")[0].rstrip("."),
         )

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, image_parts
-from rollout_server.processes import descendants, work_s
+from rollout_server.processes import cpu_seconds, descendants
 from rollout_server.prompts import Renderer
 from shared.aio import gather
 from shared.checkpoint import model_folder, signature
@@ -46,6 +46,7 @@ from shared.generation import (
 )
 from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
+from shared.waits import ends_within
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def named(field: str) -> Iterator[None]:
         raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
 
 
-BUSY_TURNS, TICKS = 10, 10
+BUSY_TURNS = 10
 BUSY_SHARE = 0.02  # of a core: more than processes use that only wait
 
 
@@ -163,11 +164,11 @@ class StallWatch:
             self.check()
             raise
 
-    async def run(self, ping: Callable[[], Awaitable[object]], work_s: Callable[[], dict[int, float]]) -> None:
-        """`work_s`: seconds of CPU time that each of the engine's processes has used so far; empty if it is stopped."""
+    async def run(self, ping: Callable[[], Awaitable[object]], used_s: Callable[[], dict[int, float]]) -> None:
+        """`used_s`: seconds of CPU time that each of the engine's processes has used so far; empty if it is stopped."""
         while True:
             asking = asyncio.ensure_future(ping())
-            if not await self._answers(asking, work_s):
+            if not await self._answers(asking, used_s):
                 self._stalled = True
                 waiting, self._waiting = self._waiting, set()
                 for limit in waiting:
@@ -177,16 +178,15 @@ class StallWatch:
             self._stalled = False
             await asyncio.sleep(0.25 * self._stall_s)
 
-    async def _answers(self, asking: asyncio.Future[object], work_s: Callable[[], dict[int, float]]) -> bool:
-        """Whether it does, with as many turns as it gets. A turn is counted in ticks, so that no time passes while this
-        process itself stands still."""
-        turn_s, before, self._silent_s = 0.75 * self._stall_s, work_s(), 0.0
+    async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
+        """Whether it does, with as many turns as it gets. No time passes while this process itself stands
+        still."""
+        turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
-            for _ in range(TICKS):
-                if (await asyncio.wait({asking}, timeout=turn_s / TICKS))[0]:
-                    return True
+            if await ends_within(turn_s, asking):
+                return True
             self._silent_s += turn_s
-            now = work_s()
+            now = used_s()
             if sum(now[pid] - before[pid] for pid in now.keys() & before) < BUSY_SHARE * turn_s:
                 return False
             before = now
@@ -289,7 +289,7 @@ class VllmEngine:
 
     async def watch(self) -> None:
         """Look after the engine, as long as this runs."""
-        await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: work_s(self._processes))
+        await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: cpu_seconds(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
         core = self._llm.engine_core

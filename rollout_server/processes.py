@@ -9,7 +9,7 @@ until vLLM's own notification wakes it.
 server. When the server is gone, even by SIGKILL, the worker ends everything that descended from it: engine cores, the
 data-parallel coordinator, other workers, itself.
 
-`work_s` tells an engine that is busy from one that is stopped.
+`cpu_seconds` tells an engine that is busy from one that is stopped.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def work_s(pids: Iterable[int]) -> dict[int, float]:
+def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
     """Seconds of CPU time that each of these processes has used so far. Empty if one is stopped (SIGSTOP, a debugger).
     One that has ended is left out."""
     used = {}

@@ -24,13 +24,20 @@ async def within(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
     """Its result. Raises TimeoutError after `limit_s`, and what it raises; it has ended then."""
     task = asyncio.ensure_future(work)
     try:
-        for _ in range(TICKS):
-            if (await asyncio.wait({task}, timeout=limit_s / TICKS))[0]:
-                return task.result()
+        if await ends_within(limit_s, task):
+            return task.result()
         raise TimeoutError
     finally:
         task.cancel()
         await asyncio.wait({task})
+
+
+async def ends_within(limit_s: float, task: asyncio.Future[Any]) -> bool:
+    """It goes on if it does not end."""
+    for _ in range(TICKS):
+        if (await asyncio.wait({task}, timeout=limit_s / TICKS))[0]:
+            return True
+    return False
 
 
 def wait_for(changed: threading.Condition, holds: Callable[[], bool], limit_s: float) -> bool:

@@ -89,7 +89,7 @@ def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
         "gaps count what is found there as wrong, and don't show the gain"
     )
     if found["headroom_places"].low > HEADROOM:
-        reason += ". Answers also differ in places: compare with grpo, credit: object, which gained more where both ran"
+        reason += ". Answers also differ in places: compare with grpo, credit: object, which gained more in one regime"
     return Rule(KEEP_UNMATCHED, missing.low > MISSING, reason)
 
 

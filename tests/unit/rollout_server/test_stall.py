@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from rollout_server.engine import BUSY_TURNS, StallWatch
-from rollout_server.processes import work_s
+from rollout_server.processes import cpu_seconds
 from shared.errors import ServerError
 
 STALL_S = 0.4
@@ -126,17 +126,17 @@ def test_work_is_told_from_waiting_and_from_being_stopped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     waiting = subprocess.Popen(["sleep", "60"])
     try:
-        wait_until(lambda: work_s([child.pid])[child.pid] > 0.2)
-        assert work_s([waiting.pid])[waiting.pid] == pytest.approx(0.0, abs=0.1)
+        wait_until(lambda: cpu_seconds([child.pid])[child.pid] > 0.2)
+        assert cpu_seconds([waiting.pid])[waiting.pid] == pytest.approx(0.0, abs=0.1)
         child.send_signal(signal.SIGSTOP)
-        wait_until(lambda: work_s([child.pid, waiting.pid]) == {})
+        wait_until(lambda: cpu_seconds([child.pid, waiting.pid]) == {})
         child.send_signal(signal.SIGCONT)
-        wait_until(lambda: work_s([child.pid]).keys() == {child.pid})
+        wait_until(lambda: cpu_seconds([child.pid]).keys() == {child.pid})
     finally:
         for one in (child, waiting):
             one.kill()
             one.wait()
-    assert work_s([child.pid]) == {}
+    assert cpu_seconds([child.pid]) == {}
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
