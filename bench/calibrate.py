@@ -1,7 +1,8 @@
 """Fit what `predict-gain` predicts: `python -m bench.calibrate --study DIR --out learner/predict/calibration.json`.
 
 In: DIR of `bench.study`, with `study.json`, and per regime `features/REGIME.json`: what
-`rollout-learner predict-gain --json` measured of the regime's base model on its training data. Out: a linear formula
+`rollout-learner predict-gain --json` measured of the regime's base model on its training data. With several studies
+(`--study` again), each adds its regimes: gains are differences within one study. Out: a linear formula
 per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error over regimes that were
 left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose gain the features do
 not tell (an R2 below LEAST_R2), gets none, and is named.
@@ -30,13 +31,13 @@ LEAST_R2 = 0.5
 
 
 def main(
-    study: Annotated[Path, typer.Option(help="Folder of bench.study.")],
+    study: Annotated[list[Path], typer.Option(help="Folder of bench.study; again for each.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     features: Annotated[str, typer.Option(help="Features of the formulas, with commas.")] = ",".join(FEATURES),
 ) -> None:
     """Fit, print and write."""
     try:
-        formulas, left_out = calibrate(read_study(study), features.split(","))
+        formulas, left_out = calibrate(read_studies(study), features.split(","))
         write_calibration(formulas, out)
     except ProjectError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -48,18 +49,19 @@ def main(
 Regime = tuple[Mapping[str, float], Mapping[str, float]]  # features, and gains by arm
 
 
-def read_study(folder: Path) -> list[Regime]:
+def read_studies(folders: Sequence[Path]) -> list[Regime]:
     """Every regime whose features were measured. Raises DataError."""
     found: list[Regime] = []
-    for name, summary in _json(folder / "study.json", "regimes").items():
-        path = folder / "features" / f"{name}.json"
-        if path.is_file():
-            features = {key: float(value) for key, value in _json(path, "features").items()}
-            found.append((features, _gains(summary["arms"])))
+    for folder in folders:
+        for name, summary in _json(folder / "study.json", "regimes").items():
+            path = folder / "features" / f"{name}.json"
+            if path.is_file():
+                features = {key: float(value) for key, value in _json(path, "features").items()}
+                found.append((features, _gains(summary["arms"])))
     if not found:
         raise DataError(
             "no regime to calibrate on",
-            found=f"no features/REGIME.json for a regime of {folder / 'study.json'}",
+            found=f"no features/REGIME.json for a regime of {', '.join(str(one / 'study.json') for one in folders)}",
             wanted="the features of each regime",
             remedy="rollout-learner predict-gain --config RUN.yaml --json DIR/features/REGIME.json",
         )

@@ -102,7 +102,7 @@ class Arm:
         return self.grpo is not None or self.best_of is not None
 
 
-_GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 1e-4, "batch_size": 16, "steps": 80, "evaluations": 8}
+_GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
 ARMS: Mapping[str, Arm] = {
     "sft": Arm(variant="sft", steps=120, evaluations=15),
     "rollout matching": Arm(loss=TUNED),
@@ -657,7 +657,8 @@ def report(out: Path) -> None:
         results = [replace(one, arm=chosen[one.arm].arm) for one in read_results(folder) if one.arm in chosen]
         summary = summarize(results)
         for one in chosen.values():
-            summary["arms"][one.arm] |= {"rate": one.rate, "val": round(one.val, 4)}
+            rate = ARMS[one.arm].rate * one.rate if one.arm in ARMS else 0.0  # of the base, 0
+            summary["arms"][one.arm] |= {"learning_rate": float(f"{rate:.6g}"), "val": round(one.val, 4)}
         found[folder.name] = summary
         text += f"\n{folder.name}\n\n{table(summary)}\n"
     if found:

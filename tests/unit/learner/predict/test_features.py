@@ -156,7 +156,9 @@ PLAIN = {
     [
         ({}, rules.SFT),
         ({"parse_rate": 0.2, "missing_labels": 0.4}, rules.SFT),
-        ({"missing_labels": 0.4, "headroom_places": 0.3}, rules.KEEP_UNMATCHED),
+        ({"missing_labels": 0.4, "headroom_places": 0.3}, rules.GRPO_FOR_GAPS),
+        ({"missing_labels": 0.4, "headroom_places": 0.01}, rules.KEEP_UNMATCHED),
+        ({"missing_labels": 0.4, "headroom_places": 0.3, "no_signal": 0.9}, rules.KEEP_UNMATCHED),
         ({"headroom_places": 0.2, "headroom": 0.2}, rules.GRPO),
         ({"headroom_places": 0.2, "headroom": 0.2, "no_signal": 0.9}, rules.BEST_OF_K),
         ({"headroom": 0.2}, rules.BEST_OF_K),

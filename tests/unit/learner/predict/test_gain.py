@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.calibrate import calibrate, read_study
+from bench.calibrate import calibrate, read_studies
 from learner.predict.gain import PACKAGED, Formula, fit, read_calibration, write_calibration
 from shared.errors import DataError
 
@@ -73,7 +73,7 @@ def write_study(folder: Path, number: int) -> None:
 
 def test_a_study_becomes_a_calibration(tmp_path: Path) -> None:
     write_study(tmp_path, 8)
-    formulas, left_out = calibrate(read_study(tmp_path), NAMES)
+    formulas, left_out = calibrate(read_studies([tmp_path]), NAMES)
     write_calibration(formulas, tmp_path / "calibration.json")
     assert read_calibration(tmp_path / "calibration.json") == formulas
     assert list(formulas) == ["grpo"]
@@ -83,10 +83,18 @@ def test_a_study_becomes_a_calibration(tmp_path: Path) -> None:
     assert left_out.keys() == {"best of 8", "union of 8"}
 
 
+def test_several_studies_add_up(tmp_path: Path) -> None:
+    for name, number in (("one", 4), ("two", 4)):
+        (tmp_path / name).mkdir()
+        write_study(tmp_path / name, number)
+    formulas, _ = calibrate(read_studies([tmp_path / "one", tmp_path / "two"]), NAMES)
+    assert formulas["grpo"].num_regimes == 8
+
+
 def test_a_study_of_few_regimes_has_no_formula(tmp_path: Path) -> None:
     write_study(tmp_path, 4)
     with pytest.raises(DataError, match="only 4 regimes"):
-        calibrate(read_study(tmp_path), NAMES)
+        calibrate(read_studies([tmp_path]), NAMES)
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"grpo": 1}', '{"grpo": {"intercept": 0}}'])
@@ -95,10 +103,11 @@ def test_a_damaged_calibration_is_an_error(text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError):
         read_calibration(tmp_path / "file")
     with pytest.raises(DataError):
-        read_study(tmp_path)
+        read_studies([tmp_path])
 
 
-def test_the_shipped_calibration_is_that_of_the_committed_study() -> None:
-    formulas, _ = calibrate(read_study(ROOT / "bench" / "results" / "study-gpu-2026-11-23"), ["missing_labels"])
+def test_the_shipped_calibration_is_that_of_the_committed_studies() -> None:
+    studies = [ROOT / "bench" / "results" / f"study-{where}-2026-11-23" for where in ("gpu", "cpu")]
+    formulas, _ = calibrate(read_studies(studies), ["missing_labels"])
     assert read_calibration(PACKAGED) == formulas
     assert all(formula.num_regimes >= 10 for formula in formulas.values())
