@@ -21,6 +21,7 @@ the prompt-prefix check compares two renderings; no rollout is made with uncheck
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
+log = logging.getLogger("learner.rollout")
 ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 NAME = "colocate"  # in call records, in place of a server's URL
 
@@ -89,8 +91,7 @@ class ColocatedEngine:
         offload: Offload,
         lora_rank: int = 0,
     ) -> None:
-        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory,
-        RolloutError if another program takes memory meanwhile."""
+        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
         self.ver: int | None = None
         self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
         self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
@@ -116,7 +117,11 @@ class ColocatedEngine:
 
     @property
     def _runner(self) -> Any:
-        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        return self._worker.model_runner
+
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -242,18 +247,10 @@ class ColocatedEngine:
         return args
 
     def _sleep(self) -> None:
-        """Move the weights to host memory and free the KV cache. Raises RolloutError."""
-        if not self._sleeps:
-            return
-        try:
-            self._llm.sleep(level=1)
-        except AssertionError as error:  # vLLM expects more free memory on the device than before
-            raise RolloutError(
-                "the colocated engine gave its memory back, and the GPU has less free memory than before",
-                found=f"{error} Probably another program took memory meanwhile",
-                wanted="a GPU that this run has to itself while it trains",
-                remedy=f"stop the other program (nvidia-smi shows it), or let it start before this run, {ELSEWHERE}",
-            ) from error
+        """Move the weights to host memory and free the KV cache."""
+        if self._sleeps:
+            with _beside_other_programs(self._worker):
+                self._llm.sleep(level=1)
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
         """vLLM's outputs in order, its errors as ours."""
@@ -291,6 +288,30 @@ class ColocatedEngine:
             remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
             f"offload.enabled: true, {ELSEWHERE}",
         )
+
+
+@contextmanager
+def _beside_other_programs(worker: Any) -> Iterator[None]:
+    """vLLM's worker gives its memory back, and then asserts that the device has more free memory than before. Another
+    program may have taken more meanwhile. Here that is a warning: the engine sleeps, and its executor must know it."""
+    sleep = worker.sleep
+
+    def asleep(level: int = 1) -> None:
+        try:
+            sleep(level)
+        except AssertionError as error:
+            if "increased after sleeping" not in str(error):
+                raise
+            log.warning(
+                "another program took memory of the GPU while the colocated engine gave its own back. The run goes on, "
+                "and needs that memory again for rollouts. nvidia-smi shows the program"
+            )
+
+    worker.sleep = asleep
+    try:
+        yield
+    finally:
+        del worker.sleep
 
 
 def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
