@@ -50,7 +50,6 @@ from shared.waits import ends_within
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
 T = TypeVar("T")
-_WORKER_CALL_S = 60.0  # a worker that is silent for so long is gone; its own waits are far shorter
 _MAX_TOKENS = "request_config.max_tokens"
 
 
@@ -292,8 +291,11 @@ class VllmEngine:
         await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: cpu_seconds(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
+        """Without a deadline in vLLM: replies of workers that are processes of their own have no number, so one that is
+        given up would be taken for the answer of the next call, or for a step's tokens. A worker that is stopped
+        stops the engine, which `StallWatch` notices."""
         core = self._llm.engine_core
-        call = (method, _WORKER_CALL_S, args, None)
+        call = (method, None, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
             # The public call returns only the first data-parallel engine's answers, and so hides the others' errors.
             calls = [core._call_utility_async("collective_rpc", *call, engine=engine) for engine in core.core_engines]

@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from rollout_server import engine
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, Share
-from rollout_server.engine import VllmEngine, checkpoint_digest
+from rollout_server.engine import StallWatch, VllmEngine, WorkerReply, checkpoint_digest
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerError
 from shared.generation import Prompt
@@ -155,6 +155,34 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
 
     asyncio.run(asyncio.wait_for(run(), 10))
     engine._threads.shutdown(wait=True)
+
+
+def test_no_reply_of_a_worker_is_given_up() -> None:
+    """vLLM's tensor-parallel workers reply into one queue, in order. A call with a deadline would leave its late reply
+    there for whoever reads next. (A worker that was stopped for longer ended the engine: 'str' has no tokens.)"""
+
+    class Core:
+        """With one queue of replies, as `MultiprocExecutor`. The first reply takes long."""
+
+        def __init__(self) -> None:
+            self.replies: asyncio.Queue[str] = asyncio.Queue()
+
+        async def collective_rpc_async(self, method: str, deadline_s: float | None, args: Any, _: Any) -> list[str]:
+            reply = WorkerReply(weights=method).model_dump_json()
+            asyncio.get_running_loop().call_later(0.05 * (method == "slow"), self.replies.put_nowait, reply)
+            passed = None if deadline_s is None else 0.01  # its clock is fast
+            return [await asyncio.wait_for(self.replies.get(), passed)]
+
+    engine = object.__new__(VllmEngine)
+    engine._stalls = StallWatch(60.0)
+
+    async def run() -> None:
+        engine._llm = SimpleNamespace(engine_core=Core())
+        for method in ("slow", "next"):
+            (reply,) = await engine.on_workers(method)
+            assert reply.weights == method
+
+    asyncio.run(asyncio.wait_for(run(), 10))
 
 
 # ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
