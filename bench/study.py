@@ -659,6 +659,7 @@ def report(out: Path) -> None:
         for one in chosen.values():
             rate = ARMS[one.arm].rate * one.rate if one.arm in ARMS else 0.0  # of the base, 0
             summary["arms"][one.arm] |= {"learning_rate": float(f"{rate:.6g}"), "val": round(one.val, 4)}
+            summary["arms"][one.arm]["curves"] = one.curves
         found[folder.name] = summary
         text += f"\n{folder.name}\n\n{table(summary)}\n"
     if found:
@@ -672,21 +673,32 @@ class Chosen:
     arm: str
     rate: float  # times the arm's
     val: float
+    curves: Mapping[str, Sequence[Sequence[float]]]  # by seed
 
 
 def _by_validation(folder: Path) -> dict[str, Chosen]:
     """By label: of each arm the rate with the best mean validation score."""
-    scores: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, dict[str, Row]] = defaultdict(dict)
     for path in folder.glob("*.json"):
         result = json.loads(path.read_text())
-        scores[result["arm"]].append(result["val"][SELECTED_BY])
+        found[result["arm"]][str(result["seed"])] = result
     best: dict[str, tuple[str, Chosen]] = {}
-    for label, values in scores.items():
+    for label, results in found.items():
         arm, _, rate = label.partition(RATE)
-        one = Chosen(arm, float(rate or 1.0), mean(values))
+        val = mean(result["val"][SELECTED_BY] for result in results.values())
+        one = Chosen(arm, float(rate or 1.0), val, {seed: _curve(result) for seed, result in sorted(results.items())})
         if arm not in best or one.val > best[arm][1].val:
             best[arm] = label, one
     return dict(best.values())
+
+
+def _curve(result: Row) -> list[list[float]]:
+    """Per evaluation: step, seconds of training (by the median step), validation and test F1@0.5."""
+    step_s = result["medians"]["step_s"]
+    return [
+        [one["step"], round(one["step"] * step_s, 1), one["val"][SELECTED_BY], one["test"][SELECTED_BY]]
+        for one in result["course"]
+    ]
 
 
 def table(summary: Mapping[str, Any]) -> str:
