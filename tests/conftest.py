@@ -5,8 +5,11 @@ One thread of OpenMP each, which sleeps while it waits: this must stand before t
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
@@ -22,3 +25,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Commands that a test runs in this process send logs to a file, or switch them off: not for the next test."""
+    loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    before = {one: (one.propagate, one.level) for one in loggers if one.parent is logging.root}
+    yield
+    logging.disable(logging.NOTSET)
+    for logger, (propagate, level) in before.items():
+        logger.propagate = propagate
+        logger.setLevel(level)
