@@ -2,10 +2,11 @@
 
 In: DIR of `bench.study`, with `study.json`, and per regime `features/REGIME.json`: what
 `rollout-learner predict-gain --json` measured of the regime's base model on its training data. With several studies
-(`--study` again), each adds its regimes: gains are differences within one study. Out: a linear formula
-per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error over regimes that were
-left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose gain the features do
-not tell (an R2 below LEAST_R2), gets none, and is named.
+(`--study` again), each adds its regimes: gains are differences within one study.
+
+Out: a linear formula per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error
+over regimes that were left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose
+gain the features do not tell (an R2 below LEAST_R2), gets none, and is named.
 
 `python -m bench.study --features` measures the features of its regimes. Of another regime, with any run's YAML:
 

@@ -658,8 +658,8 @@ def report(out: Path) -> None:
         summary = summarize(results)
         for one in chosen.values():
             rate = ARMS[one.arm].rate * one.rate if one.arm in ARMS else 0.0  # of the base, 0
-            summary["arms"][one.arm] |= {"learning_rate": float(f"{rate:.6g}"), "val": round(one.val, 4)}
-            summary["arms"][one.arm]["curves"] = one.curves
+            told = {"learning_rate": float(f"{rate:.6g}"), "val": round(one.val, 4), "curves": one.curves}
+            summary["arms"][one.arm] |= told
         found[folder.name] = summary
         text += f"\n{folder.name}\n\n{table(summary)}\n"
     if found:

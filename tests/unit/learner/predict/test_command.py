@@ -47,7 +47,7 @@ def test_missing_labels_are_found_by_the_shipped_checkpoint(tmp_path: Path, caps
     assert all(name in shown.out for name in MEANINGS)
     assert shown.err == ""
     assert found["missing_labels"] > 0.25
-    assert told["recommendation"].endswith(rules.KEEP_UNMATCHED)
+    assert told["recommendation"] == rules.GRPO_FOR_GAPS
     assert found["f1_greedy"] < found["f1_val"]  # the labels, not the model
     assert found["f1_best"] > found["f1_sampled"] > 0.2
     assert told["predicted_gain_points"] == {"grpo": pytest.approx(1.0)}
