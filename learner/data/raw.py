@@ -11,80 +11,54 @@ it. `BadRecords` keeps the first errors and counts all of them, so that a user s
     unknown_class    an object whose class the annotations do not name
     image_missing    an image that is missing or can't be read
     image_size       an image of another size than the annotation says
+    duplicate        an object that stands twice, its class and its coordinates
     too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
+
+Some things are right in one data set and a mistake in another. They are kept, and counted in the same way:
+
+    unlabelled       an image without a label file (YOLO), which becomes a scene without objects
+    orphan_label     a label file without an image (YOLO)
+    keypoints        a label with keypoints (YOLO), which are left out
+    padded_name      a class name with spaces around it, which are removed
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
-from learner.config.schema import BadRecordConfig
-from learner.records import DetectionObject, GeometryKind, Sample
+from learner.config.sections.data import BadRecordConfig
+from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample
 from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
 
-Kind = Literal["no_area", "outside_image", "unknown_class", "image_missing", "image_size", "too_long", "malformed"]
+Kind = Literal[
+    "no_area", "outside_image", "unknown_class", "image_missing", "image_size", "duplicate", "too_long", "malformed"
+]
+Kept = Literal["unlabelled", "orphan_label", "keypoints", "padded_name"]
 Action = Literal["error", "drop", "clip"]
 EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
+LARGEST = 1e9  # coordinate: above every pixel
 MAX_SHOWN = 50  # errors that are kept word for word
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a record stands, for messages: file, and "line 7" or "image 12"."""
-
-    file: Path
-    record: str
-
-    def error(self, what: str, *, found: str, wanted: str, remedy: str = "correct the record") -> DataError:
-        return DataError(f"{self.file}, {self.record}: {what}", found=found, wanted=wanted, remedy=remedy)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RawObject:
-    """One annotated object. `coords` are x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
-
-    desc: str | None  # None: the annotations do not name its class
-    kind: GeometryKind
-    coords: tuple[float, ...]
-    written: str  # its class and place as the file has them
-    name: str  # what messages call it
-    place: Place
-    ignored: bool = False  # a region where nothing is known, not an object
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RawRecord:
-    """One annotated image (or row of images)."""
-
-    place: Place
-    sample_id: str
-    messages: Sequence[Mapping[str, Any]]  # the prompt, without the assistant's last turn
-    images: tuple[str, ...]  # as the file has them
-    objects: Sequence[RawObject]
-    width: int | None  # of the annotated image in pixels; None: the image's own
-    height: int | None
-    relative: bool = False  # coordinates are shares of width and height
 
 
 @dataclass
 class BadRecords:
-    """What was wrong with one annotation file, and what `policy` made of it."""
+    """Collects what was wrong with one annotation file, and what `policy` made of it."""
 
     policy: BadRecordConfig
     errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
     num_errors: int = 0
-    counts: Counter[tuple[Kind, Action]] = field(default_factory=Counter)
-    examples: dict[Kind, str] = field(default_factory=dict)  # of what was dropped or clipped: the first
+    counts: Counter[tuple[Kind | Kept, Action | Literal["keep"]]] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # of what was dropped, clipped or kept: the first
 
     def meet(self, kind: Kind, error: DataError) -> Action:
         """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`."""
@@ -95,8 +69,16 @@ class BadRecords:
                 self.errors.append(_with_way_out(kind, error))
         else:
             self.counts[kind, action] += 1
-            self.examples.setdefault(kind, f"{error.what}; found {error.found}")
+            self._add_example(kind, error)
         return action
+
+    def keep(self, kind: Kept, error: DataError) -> None:
+        """Take note of what may be a mistake, and is used all the same."""
+        self.counts[kind, "keep"] += 1
+        self._add_example(kind, error)
+
+    def _add_example(self, kind: Kind | Kept, error: DataError) -> None:
+        self.examples.setdefault(kind, f"{error.what}; found {error.found}")
 
     def _action(self, kind: Kind) -> Action:
         policy = self.policy
@@ -106,6 +88,7 @@ class BadRecords:
             "unknown_class": policy.unknown_class,
             "image_missing": policy.image_missing,
             "image_size": policy.image_size,
+            "duplicate": policy.duplicate,
             "too_long": policy.too_long,
             "malformed": "error",
         }
@@ -131,7 +114,7 @@ class BadRecords:
             )
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """What was dropped and clipped, by kind: `{"no_area": {"drop": 2}}`."""
+        """What was dropped, clipped and kept, by kind: `{"no_area": {"drop": 2}}`."""
         found: dict[str, dict[str, int]] = {}
         for (kind, action), number in sorted(self.counts.items()):
             found.setdefault(kind, {})[action] = number
@@ -203,7 +186,8 @@ class SampleMaker:
         size = self._size(record, seen)
         if not self._asks_something(record.messages, len(record.images), record.place) or size is None:
             return None
-        kept = [(obj, made) for obj in record.objects if (made := self._object(obj, size, record.relative))]
+        objects = self._distinct(filter(None, map(self._sound, record.objects)))
+        kept = [(obj, made) for obj in objects if (made := self._object(obj, size, record.relative))]
         if self.bad.num_errors > errors:
             return None
         sample = Sample(
@@ -258,6 +242,31 @@ class SampleMaker:
             return False
         return True
 
+    def _sound(self, obj: RawObject) -> RawObject | None:
+        """The object with its class's name as it is taught; None where it is no object at all."""
+        if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in obj.coords):  # not NaN either
+            error = obj.place.error(f"{obj.name} has no coordinates", found=obj.written, wanted="numbers of pixels")
+            self.bad.meet("malformed", error)
+            return None
+        name = obj.desc.strip() if obj.desc else ""
+        if not name or name == obj.desc:
+            return obj
+        found, wanted = f"{obj.desc!r:.100}", "no spaces around it"
+        self.bad.keep("padded_name", obj.place.error("a class name with spaces around it", found=found, wanted=wanted))
+        return replace(obj, desc=name)
+
+    def _distinct(self, objects: Iterable[RawObject]) -> Iterator[RawObject]:
+        seen: set[tuple[object, ...]] = set()
+        for obj in objects:
+            content = (obj.desc, obj.kind, obj.coords, obj.ignored)
+            if content in seen:
+                wanted = "each object once"
+                error = obj.place.error(f"{obj.name} stands there twice", found=obj.written, wanted=wanted)
+                self.bad.meet("duplicate", error)
+            else:
+                seen.add(content)
+                yield obj
+
     def _object(self, obj: RawObject, size: tuple[int, int], relative: bool) -> DetectionObject | None:
         """In bins; None where it is not used. Of ignore regions only the part inside the image counts."""
         if obj.desc is None and not obj.ignored:
@@ -265,15 +274,15 @@ class SampleMaker:
             self.bad.meet("unknown_class", error)
             return None
         coords = [v * size[i % 2] for i, v in enumerate(obj.coords)] if relative else list(obj.coords)
-        if not obj.ignored and not _has_area(obj.kind, coords):
+        if not obj.ignored and not has_area(obj.kind, coords):
             self._no_area(obj, "an area above 0")
             return None
         if not _inside(coords, size):
             if not obj.ignored and self._outside(obj, size) != "clip":
                 return None
-            coords = _clipped(obj.kind, coords, size)
+            coords = within(obj.kind, coords, (0, 0, *size))
         bins = to_bins(coords, *size) if coords else ()
-        if bins and _has_area(obj.kind, bins):
+        if bins and has_area(obj.kind, bins):
             return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins)
         if not obj.ignored and coords:
             self._no_area(obj, f"an area above 0 after rounding to a thousandth of {size[0]} x {size[1]} pixels")
@@ -324,9 +333,9 @@ def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
     return all(-EDGE_TOLERANCE <= value <= size[i % 2] + EDGE_TOLERANCE for i, value in enumerate(coords))
 
 
-def _has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
-    """Of pixels as of bins."""
-    if not encloses_something(kind, coords):  # type: ignore[arg-type]
+def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
+    """Whether a box has an area, in pixels or in bins."""
+    if not encloses_something(kind, coords):
         return False
     if kind == "bbox_2d":
         return True
@@ -335,15 +344,15 @@ def _has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
     return area(DetectionObject(desc="", kind=kind, bins=tuple(coords))) > 0  # type: ignore[arg-type]
 
 
-def _clipped(kind: GeometryKind, coords: Sequence[float], size: tuple[int, int]) -> list[float]:
-    """The part inside the image (of a polygon in several parts the largest); [] where nothing is."""
-    if kind == "bbox_2d":
-        cut = [min(max(value, 0.0), float(size[i % 2])) for i, value in enumerate(coords)]
-        return cut if encloses_something(kind, cut) else []  # type: ignore[arg-type]
+def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[float]:
+    """The part inside `bounds` (of a polygon in several parts the largest); [] where nothing is."""
+    cut = [min(max(value, float(bounds[i % 2])), float(bounds[2 + i % 2])) for i, value in enumerate(coords)]
+    if kind == "bbox_2d" or cut == list(coords):
+        return cut if encloses_something(kind, cut) else []
     import shapely
 
     outline = shapely.make_valid(shapely.Polygon(list(zip(coords[0::2], coords[1::2], strict=True))))
-    return ring_of(shapely.intersection(outline, shapely.box(0, 0, *size)))
+    return ring_of(shapely.intersection(outline, shapely.box(*bounds)))
 
 
 def ring_of(shape: Any) -> list[float]:

@@ -12,48 +12,30 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from learner.config.schema import BadRecordConfig, DataConfig
-from learner.data.readers import Split, format_of, load_split
-from learner.records import DetectionObject, GeometryKind, Sample
+from learner.config.sections.data import BadRecordConfig, DataConfig
+from learner.data.formats.detect import format_of
+from learner.data.splits import Split, load_split
+from learner.records import DetectionObject, Sample
 from learner.tasks.detection.geometry import iou_matrix
 from shared.errors import DataError
+from tests.unit.learner.data.annotations import (
+    FINE,
+    FLAT,
+    OUT,
+    THIN_OUT,
+    box,
+    coco,
+    jsonl,
+    refusal,
+    samples_of,
+    split_of,
+    voc,
+    voc_object,
+    yolo,
+)
 from tests.unit.learner.data.fakes import AnyTask, draw
 
-
-def box(desc: str, *bins: int) -> DetectionObject:
-    return DetectionObject(desc=desc, kind="bbox_2d", bins=bins)
-
-
-def split_of(path: Path | str, geometry: GeometryKind = "bbox_2d", **data: Any) -> Split:
-    return load_split(DataConfig(train=str(path), **data), str(path), AnyTask(), geometry=geometry)
-
-
-def samples_of(path: Path | str, geometry: GeometryKind = "bbox_2d", **data: Any) -> list[Sample]:
-    return split_of(path, geometry, **data).samples
-
-
-def refusal(path: Path | str, geometry: GeometryKind = "bbox_2d", **data: Any) -> str:
-    with pytest.raises(DataError) as raised:
-        split_of(path, geometry, **data)
-    return str(raised.value)
-
-
 # ---- Pascal VOC ----------------------------------------------------------------------------------------------------
-
-
-def voc_object(name: str, *corners: object, **flags: object) -> str:
-    tags = "".join(f"<{key}>{value}</{key}>" for key, value in flags.items())
-    bounds = "".join(f"<{c}>{v}</{c}>" for c, v in zip(("xmin", "ymin", "xmax", "ymax"), corners, strict=True))
-    return f"<object><name>{name}</name>{tags}<bndbox>{bounds}</bndbox></object>"
-
-
-def voc(folder: Path, stem: str, *objects: str, size: tuple[object, object] = (200, 100), filename: str = "") -> None:
-    (folder / "Annotations").mkdir(exist_ok=True)
-    (folder / "Annotations" / f"{stem}.xml").write_text(
-        f"<annotation><filename>{filename or stem + '.jpg'}</filename><path>/home/somebody/{stem}.jpg</path>"
-        f"<size><width>{size[0]}</width><height>{size[1]}</height><depth>3</depth></size>{''.join(objects)}</annotation>"
-    )
-    draw(folder, f"JPEGImages/{stem}.jpg")
 
 
 @pytest.fixture
@@ -112,7 +94,7 @@ def test_all_bad_voc_records_are_told_with_file_object_and_value(cells: Path) ->
         r"d.xml, annotation: its image has another size than the annotation says; found 300 x 100",
         r"d.xml, object 1: the object ('RBC') has no area; found xmin 5, ymin 5, xmax 5, ymax 9",
         r"d.xml, object 2: the object ('WBC') lies outside the image; found xmin 1, ymin 1, xmax 9, ymax 999",
-        r"e.xml, annotation: not Pascal VOC; found object 1 ('RBC'): xmin , ymin 5",
+        r"e.xml, object 1: not Pascal VOC; found 'RBC': xmin , ymin 5",
         r"f.xml, annotation: not Pascal VOC",
         "data.on_bad_record.outside_image: drop (or clip)",
     ):
@@ -120,14 +102,6 @@ def test_all_bad_voc_records_are_told_with_file_object_and_value(cells: Path) ->
 
 
 # ---- YOLO ----------------------------------------------------------------------------------------------------------
-
-
-def yolo(folder: Path, *lines: str, content: str = "path: .\ntrain: images/train\nval: images/val\n") -> Path:
-    draw(folder, "images/train/a.jpg", "images/train/sub/b.png", "images/val/c.jpg")
-    (folder / "labels/train").mkdir(parents=True)
-    (folder / "labels/train/a.txt").write_text("\n".join(lines))
-    (folder / "data.yaml").write_text(f"{content}names:\n  0: cat\n  1: dog\n")
-    return folder / "data.yaml"
 
 
 def test_yolo_labels_become_samples(tmp_path: Path) -> None:
@@ -138,6 +112,13 @@ def test_yolo_labels_become_samples(tmp_path: Path) -> None:
     assert (first.sample_id, first.width, first.height) == ("images/train/a.jpg", 200, 100)
     assert (second.sample_id, second.objects) == ("images/train/sub/b.png", ())
     assert [s.sample_id for s in samples_of(f"{file}:val")] == ["images/val/c.jpg"]
+
+
+def test_yolo_replaces_the_last_folder_images_on_the_way(tmp_path: Path) -> None:
+    """A data set below a folder of that name, as in `images/set/images/train`, has its labels beside its images."""
+    (tmp_path / "images").mkdir()
+    file = yolo(tmp_path / "images", "1 0.5 0.5 1 1")
+    assert samples_of(f"{file}:train")[0].objects == (box("dog", 0, 0, 999, 999),)
 
 
 def test_yolo_segments_are_polygons_or_their_boxes(tmp_path: Path) -> None:
@@ -158,6 +139,8 @@ def test_a_yolo_split_is_named(tmp_path: Path) -> None:
 def test_yolo_images_may_be_listed_in_several_ways(tmp_path: Path, content: str) -> None:
     file = yolo(tmp_path, content=content)
     draw(tmp_path, "train/images/x.jpg")
+    (tmp_path / "train/labels").mkdir()
+    (tmp_path / "train/labels/x.txt").touch()
     (tmp_path / "list.txt").write_text("./images/train/a.jpg\nimages/train/sub/b.png\n")
     assert [Path(s.images[0]).name for s in samples_of(file)] in (["x.jpg"], ["a.jpg", "b.png"])
 
@@ -184,22 +167,12 @@ BLOB[40:90, 100:160] = 1
 BLOB[5:8, 190:193] = 1  # a crumb
 
 
-def coco(folder: Path, *annotations: dict[str, Any]) -> Path:
-    draw(folder, "1.png")
-    file = folder / "instances.json"
-    rows = [{"id": i, "image_id": 1, "category_id": 1, "bbox": [0, 0, 50, 50], **a} for i, a in enumerate(annotations)]
-    images = [{"id": "1", "file_name": "1.png", "width": 200, "height": 100}]
-    content = {"images": images, "annotations": rows, "categories": [{"id": 1, "name": "cat"}]}
-    file.write_text(json.dumps(content, indent=1))
-    return file
-
-
 def test_coco_polygons_are_read_where_asked_for(tmp_path: Path) -> None:
     """Of an object in several parts, the largest."""
     parts = [[0, 0, 10, 0, 10, 10], [0, 0, 100, 0, 100, 100, 0, 100.0]]
-    file = coco(tmp_path, {"segmentation": parts}, {"segmentation": []})
+    file = coco(tmp_path, {"segmentation": parts}, {"segmentation": [], "bbox": [0, 0, 50, 40]})
     outline = DetectionObject(desc="cat", kind="poly", bins=(0, 0, 500, 0, 500, 999, 0, 999))
-    assert samples_of(file, "poly")[0].objects == (outline, box("cat", 0, 0, 250, 500))
+    assert samples_of(file, "poly")[0].objects == (outline, box("cat", 0, 0, 250, 400))
     assert [obj.kind for obj in samples_of(file)[0].objects] == ["bbox_2d", "bbox_2d"]
 
 
@@ -219,7 +192,7 @@ def test_coco_run_lengths_become_polygons(tmp_path: Path, form: str) -> None:
 
 def test_wrong_outlines_are_told(tmp_path: Path) -> None:
     wrong: list[Any] = [[[1, 2, 3, 4]], {"size": [10, 10], "counts": [100]}, {"size": [100, 200], "counts": [7]}, "x"]
-    file = coco(tmp_path, *({"segmentation": one} for one in wrong))
+    file = coco(tmp_path, *({"segmentation": one, "bbox": [i, 0, 50, 50]} for i, one in enumerate(wrong)))
     text = refusal(file, "poly")
     assert "4 records" in text
     assert all(f"annotation {i}: its segmentation is wrong" in text for i in range(4))
@@ -232,18 +205,6 @@ def test_an_id_may_be_a_number_here_and_a_string_there(tmp_path: Path) -> None:
 
 
 # ---- ignore regions ------------------------------------------------------------------------------------------------
-
-
-def jsonl(folder: Path, *objects: dict[str, Any], name: str = "data.jsonl", **fields: Any) -> Path:
-    """One row per object, on one image of 200 x 100."""
-    draw(folder, "1.png")
-    rows = [
-        {"id": i, "messages": [{"role": "user", "content": "<image>?"}], "images": ["1.png"], "objects": [obj]}
-        | {"width": 200, "height": 100, **fields}
-        for i, obj in enumerate(objects)
-    ]
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / name
 
 
 @pytest.mark.parametrize("flag", [{"ignore": True}, {"iscrowd": 1}, {"difficult": "1"}])
@@ -259,9 +220,6 @@ def test_flags_make_ignore_regions(tmp_path: Path, flag: dict[str, Any]) -> None
 
 
 # ---- bad records ---------------------------------------------------------------------------------------------------
-
-FLAT, OUT, FINE = [{"desc": "x", "bbox_2d": b} for b in ([5, 5, 5, 9], [150, 50, 260, 90], [0, 0, 20, 50])]
-THIN_OUT = {"desc": "x", "poly": [150, 0, 250, 50, 150, 100]}
 
 
 def test_every_error_is_listed_and_above_fifty_counted(tmp_path: Path) -> None:

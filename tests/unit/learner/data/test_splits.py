@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from learner.config.schema import DataConfig
-from learner.data.readers import load_samples
+from learner.config.sections.data import DataConfig
+from learner.data.splits import load_samples
 from learner.records import DetectionObject, Sample
 from shared.errors import DataError
 from tests.unit.learner.data.fakes import AnyTask, draw
@@ -255,7 +255,7 @@ def test_the_demo_reads_alike_from_both_files(tmp_path: Path) -> None:
     """The demo's JSONL and COCO files give the same objects for the same images, through the real task."""
     from deploy.demo.build_data import Build, build
     from deploy.demo.model import build_tokenizer
-    from learner.config.schema import TaskConfig
+    from learner.config.sections.task import TaskConfig
     from learner.tasks.detection.task import DetectionTask
 
     build(Build(train=20, val=0, test=0), tmp_path)

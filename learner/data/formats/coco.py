@@ -1,0 +1,201 @@
+"""`coco`: a sample per image, an object per annotation, its category's name as the description.
+
+Polygons and run lengths are read with `task.geometry: poly`. `iscrowd` and `ignore` make ignore regions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field, ValidationError
+
+from learner.data.formats.masks import outline_of
+from learner.data.formats.source import RowModel, Source
+from learner.data.formats.strict import ClassName, Flag, Identity, Number, Size
+from learner.records import GeometryKind, Place, RawObject, RawRecord
+from shared.reading import is_file
+
+
+class CocoImage(RowModel):
+    id: Identity
+    file_name: str = Field(min_length=1)
+    width: Size
+    height: Size
+
+
+class CocoAnnotation(RowModel):
+    id: Identity
+    image_id: Identity
+    category_id: Identity
+    bbox: list[Number] = Field(min_length=4, max_length=4)
+    iscrowd: Flag = False
+    ignore: Flag = False
+
+
+class OutlinedAnnotation(CocoAnnotation):
+    """An annotation with what is read for polygons only: in large files it takes most of the memory."""
+
+    segmentation: Any = None
+
+
+class CocoCategory(RowModel):
+    id: Identity
+    name: ClassName
+
+
+class CocoFile(RowModel):
+    images: list[CocoImage]
+    annotations: list[CocoAnnotation]
+    categories: list[CocoCategory]
+    item: ClassVar[type[CocoAnnotation]] = CocoAnnotation
+
+
+class OutlinedFile(CocoFile):
+    annotations: list[OutlinedAnnotation]  # type: ignore[assignment]
+    item: ClassVar[type[CocoAnnotation]] = OutlinedAnnotation
+
+
+def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
+    """Samples in the order of `images`."""
+
+    def records() -> Iterator[RawRecord]:
+        coco, broken = _read_file(source)
+        by_image = _annotations_by_image(coco, broken, source)
+        names = _names_by_id(coco.categories, source)
+        folder = _near_folder([image.file_name for image in coco.images[:1]], source)
+        for image in coco.images:
+            found = by_image.get(image.id, ())
+            if "categories" in broken:  # its own may be one that cannot be read, which is an error already
+                found = [annotation for annotation in found if annotation.category_id in names]
+            objects = [_of_annotation(a, names, image, source) for a in found]
+            yield RawRecord(
+                place=Place(source.file, f"image {image.id}"),
+                sample_id=image.id,
+                messages=source.messages,
+                images=(str(folder / image.file_name) if folder else image.file_name,),
+                objects=[obj for obj in objects if obj is not None],
+                width=image.width,
+                height=image.height,
+            )
+
+    return source.image_root(source.file.parent), records()
+
+
+def image_folder(names: Sequence[str], source: Source) -> Path:
+    """Where the images of these names are."""
+    return _near_folder(names, source) or source.image_root(source.file.parent)
+
+
+def _near_folder(names: Sequence[str], source: Source) -> Path | None:
+    """Where the first image is, if it is not beside the file but in a folder near it, as COCO's own is in `train2017`
+    beside `annotations`. Absolute, because records are relative to the file's folder."""
+    own = source.file.absolute().parent
+    if source.data.image_root is not None or not names or is_file(own / names[0]):
+        return None
+    split = source.file.stem.rpartition("_")[2]
+    near = [place / name for place in (own, own.parent) for name in ("images", split, f"images/{split}", "")]
+    return next((folder for folder in near if is_file(folder / names[0])), None)
+
+
+def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
+    """The file, and the sections of which something could not be read. Those mistakes are in `source.bad`. The items
+    without one are returned all the same, so that what they refer to is checked in the same run."""
+    model = OutlinedFile if source.geometry == "poly" else CocoFile
+    place = Place(source.file, "COCO JSON")
+    try:
+        content = source.file.read_bytes()
+        return model.model_validate_json(content), set()
+    except OSError as error:
+        source.bad.meet("malformed", place.error("the file cannot be read", found=str(error), wanted="COCO JSON"))
+    except ValidationError as error:
+        source.bad.malformed(place, error)
+        return _items_without_mistake(content, model)
+    return CocoFile(images=[], annotations=[], categories=[]), set()
+
+
+def _items_without_mistake(content: bytes, model: type[CocoFile]) -> tuple[CocoFile, set[str]]:
+    """Never raises: what cannot be read is left out."""
+    try:
+        sections = json.loads(content)
+    except (ValueError, RecursionError):
+        sections = None
+    kept: dict[str, list[Any]] = {}
+    broken: set[str] = set()
+    for name, item in (("images", CocoImage), ("annotations", model.item), ("categories", CocoCategory)):
+        listed = sections.get(name) if isinstance(sections, dict) else None
+        values = listed if isinstance(listed, list) else [None]
+        kept[name] = [made for value in values if (made := _made(item, value))]
+        if len(kept[name]) < len(values):
+            broken.add(name)
+    return model.model_construct(None, **kept), broken
+
+
+def _made(model: type[RowModel], value: Any) -> RowModel | None:
+    try:
+        return model.model_validate(value)
+    except ValidationError:
+        return None
+
+
+def category_ids(file: Path) -> dict[str, int]:
+    """Ids of class names in a COCO file that was read before."""
+    listed = json.loads(file.read_bytes()).get("categories", [])
+    return {str(one["name"]): one["id"] for one in listed if isinstance(one.get("id"), int)}
+
+
+def _names_by_id(categories: Sequence[CocoCategory], source: Source) -> Mapping[str, str]:
+    names: dict[str, str] = {}
+    for category in categories:
+        first = names.setdefault(category.id, category.name)
+        if first != category.name:
+            place = Place(source.file, f"category {category.id}")
+            found, wanted = f"{first!r} and {category.name!r}", "an id of its own for each category"
+            source.bad.meet("malformed", place.error("its id is taken", found=found, wanted=wanted))
+    return names
+
+
+def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> Mapping[str, list[CocoAnnotation]]:
+    image_ids = {image.id for image in coco.images}
+    grouped: dict[str, list[CocoAnnotation]] = defaultdict(list)
+    for annotation in coco.annotations:
+        if annotation.image_id in image_ids:
+            grouped[annotation.image_id].append(annotation)
+            continue
+        if "images" in broken:
+            continue  # its own may be one that cannot be read, which is an error already
+        place, found = Place(source.file, f"annotation {annotation.id}"), f"image_id {annotation.image_id}"
+        source.bad.meet("malformed", place.error("its image is not there", found=found, wanted="an id of `images`"))
+    return grouped
+
+
+def _of_annotation(
+    annotation: CocoAnnotation, names: Mapping[str, str], image: CocoImage, source: Source
+) -> RawObject | None:
+    place, desc = Place(source.file, f"annotation {annotation.id}"), names.get(annotation.category_id)
+    x, y, width, height = annotation.bbox
+    kind: GeometryKind = "bbox_2d"
+    coords: Sequence[float] = (x, y, x + width, y + height)
+    written = f"bbox {[round(v, 3) for v in annotation.bbox]}"
+    if isinstance(annotation, OutlinedAnnotation) and annotation.segmentation:
+        try:
+            limit = source.data.max_image_pixels
+            coords = outline_of(annotation.segmentation, image.width, image.height, limit)
+            kind, written = "poly", f"segmentation, {written}"
+        except ValueError as error:
+            found = f"{str(annotation.segmentation)[:100]} ({error})"
+            wanted = "a list of polygons, or run lengths (RLE) of the image's size"
+            source.bad.meet("malformed", place.error("its segmentation is wrong", found=found, wanted=wanted))
+            return None
+    return RawObject(
+        desc=desc,
+        kind=kind,
+        coords=tuple(coords),
+        written=written if desc else f"category_id {annotation.category_id}, not among `categories`",
+        name=f"the object ({desc!r})" if desc else "the object",
+        place=place,
+        ignored=annotation.iscrowd or annotation.ignore,
+    )

@@ -1,0 +1,97 @@
+"""Which format annotations have, and the reader of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from learner.config.sections.data import DataConfig
+from learner.data.formats.coco import read_coco
+from learner.data.formats.folders import Annotations, Format, choose
+from learner.data.formats.hf_datasets import read_datasets
+from learner.data.formats.jsonl import read_jsonl
+from learner.data.formats.source import Source, name_and_split
+from learner.data.formats.voc import read_voc
+from learner.data.formats.yolo import read_yolo
+from learner.records import RawRecord
+from shared.errors import DataError
+from shared.reading import is_there
+
+
+def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
+    """The format and the path that a reader takes, of a file or of a folder in a known layout. `wanted`: the split that
+    `path` stands for, None if several keys name it. Raises DataError."""
+    name, split = name_and_split(path)
+    if is_there(Path(name)) and Path(name).is_dir() and data.format != "datasets" and not _is_saved(Path(name)):
+        found = choose(Path(name), split, wanted)
+        if found is not None and data.format in ("auto", found.format):
+            return found
+    return Annotations(format_of(data, path), path)
+
+
+def format_of(data: DataConfig, path: str) -> Format:
+    """`data.format`, or what the files look like. Raises DataError where there is nothing, or nothing known."""
+    if data.format == "datasets":
+        return "datasets"
+    file = Path(path)
+    if not is_there(file):
+        file = Path(path.rpartition(":")[0] or path)  # without the split
+    if not is_there(file):
+        raise DataError(
+            "an annotation file is missing",
+            found=f"no file {file.absolute()}",
+            wanted="annotations" if data.format == "auto" else f"{data.format} annotations",
+            remedy="correct the path under data (relative ones start at the working directory); a data set by its name "
+            "on the Hugging Face hub needs data.format: datasets",
+        )
+    found = _detected(file) if data.format == "auto" else data.format
+    if found is None:
+        raise DataError(
+            "the format of the annotations is not known",
+            found=f"{'a folder' if file.is_dir() else 'a file'} {file}",
+            wanted="JSONL (.jsonl), COCO (.json), Pascal VOC (a folder of .xml, or a list .txt), YOLO (data.yaml), "
+            "a folder with one of them per split, or a saved Hugging Face data set",
+            remedy="set data.format",
+        )
+    return found
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether it is a Hugging Face data set."""
+    marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.*")
+    return any(next(folder.glob(mark), None) for mark in marks)
+
+
+def _detected(path: Path) -> Format | None:
+    if path.is_dir():
+        if next(path.glob("*.xml"), None):
+            return "voc"
+        return "datasets" if _is_saved(path) else None
+    by_suffix: dict[str, Format] = {
+        ".jsonl": "jsonl",
+        ".ndjson": "jsonl",
+        ".yaml": "yolo",
+        ".yml": "yolo",
+        ".txt": "voc",
+    }
+    if path.suffix.lower() != ".json":
+        return by_suffix.get(path.suffix.lower())
+    if not path.is_file():  # a pipe or a device has no end
+        return None
+    try:
+        with path.open("rb") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError, RecursionError):  # a document of several lines, or one that its reader refuses
+        return "coco"
+    return "jsonl" if isinstance(first, dict) and "messages" in first else "coco"
+
+
+FormatReader = Callable[[Source], tuple[Path, Iterator[RawRecord]]]
+READERS: Mapping[Format, FormatReader] = {
+    "jsonl": read_jsonl,
+    "coco": read_coco,
+    "voc": read_voc,
+    "yolo": read_yolo,
+    "datasets": read_datasets,
+}

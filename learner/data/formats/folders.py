@@ -1,0 +1,155 @@
+"""A folder of photographs and annotations, as tools export it: its splits, and the format and path of each.
+
+In: a folder. Out: for `train`, `val` and `test`, or for "" if nothing is split, what `data.train` could name. Nothing
+is opened but `data.yaml`; names decide. Five layouts are known:
+
+    YOLO        data.yaml, which names its splits
+    a folder per split (Roboflow), with _annotations.coco.json, XML files or JSONL: train/, valid/, test/
+    COCO        *.json, in the folder or its `annotations`: instances_train2017.json, val.json
+    JSONL       *.jsonl
+    VOC         XML files in the folder, Annotations, annotations, voc, xml or labels; lists of names in ImageSets/Main,
+                ImageSets or splits
+
+A folder that only holds another such folder stands for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from learner.data.formats.yolo import yolo_file
+from shared.errors import DataError
+
+Format = Literal["jsonl", "coco", "voc", "yolo", "datasets"]
+_WORDS = {
+    "train": "train",
+    "training": "train",
+    "val": "val",
+    "valid": "val",
+    "validation": "val",
+    "dev": "val",
+    "test": "test",
+    "testing": "test",
+}
+_XML_FOLDERS = ("", "Annotations", "annotations", "voc", "xml", "xmls", "labels")
+_LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
+
+
+@dataclass(frozen=True, slots=True)
+class Annotations:
+    """What `data.train` and its like name: a path that a reader takes, and its format."""
+
+    format: Format
+    path: str
+
+
+Found = dict[str, Annotations]  # by split; "": all
+
+
+def splits_in(folder: Path) -> Found:
+    """By split, `train` first; {} where nothing is known. Raises DataError if a data.yaml is wrong."""
+    for look in (_yolo, _folder_each, _coco, _jsonl, _voc):
+        found = look(folder)
+        if found:
+            return {split: found[split] for split in ("train", "val", "test", "") if split in found}
+    inside = [found for child in _folders(folder) if (found := _without_going_deeper(child))]
+    return inside[0] if len(inside) == 1 else {}
+
+
+def split_named(name: str) -> str | None:
+    """`train`, `val` or `test`, if a word of a file's name says so; None: none does, or several do."""
+    words = {_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _WORDS}
+    return words.pop() if len(words) == 1 else None
+
+
+def _without_going_deeper(folder: Path) -> Found:
+    return next((found for look in (_yolo, _folder_each, _coco, _jsonl, _voc) if (found := look(folder))), {})
+
+
+def _yolo(folder: Path) -> dict[str, Annotations]:
+    files = [file for name in ("data.yaml", "data.yml", "dataset.yaml") if (file := folder / name).is_file()]
+    if not files:
+        return {}
+    splits = {_WORDS[split]: split for split in yolo_file(files[0]).splits}
+    return {split: Annotations("yolo", f"{files[0]}:{name}") for split, name in splits.items()}
+
+
+def _folder_each(folder: Path) -> dict[str, Annotations]:
+    found: dict[str, Annotations] = {}
+    for child in _folders(folder):
+        split = _WORDS.get(child.name.lower())
+        inside = _only(_coco(child)) or _only(_jsonl(child)) or (_only(_voc(child)) if split else None)
+        if split and inside:
+            found[split] = inside
+    return found
+
+
+def _only(found: dict[str, Annotations]) -> Annotations | None:
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _coco(folder: Path) -> dict[str, Annotations]:
+    own = folder / "_annotations.coco.json"  # as Roboflow writes it
+    if own.is_file():
+        return {"": Annotations("coco", str(own))}
+    for place in (folder / "annotations", folder / "Annotations", folder):
+        files = sorted(place.glob("*.json")) if place.is_dir() else []
+        instances = [file for file in files if file.name.startswith("instances")]  # not captions, not keypoints
+        if found := _by_name(instances or files, "coco"):
+            return found
+    return {}
+
+
+def _jsonl(folder: Path) -> dict[str, Annotations]:
+    return _by_name(sorted(folder.glob("*.jsonl")), "jsonl")
+
+
+def _by_name(files: list[Path], format_: Format) -> dict[str, Annotations]:
+    """A file per split, or the only file; {} where two could be meant."""
+    named = [(split, file) for file in files if (split := split_named(file.stem))]
+    if named and len({split for split, _ in named}) == len(named):
+        return {split: Annotations(format_, str(file)) for split, file in named}
+    return {"": Annotations(format_, str(files[0]))} if len(files) == 1 else {}
+
+
+def _voc(folder: Path) -> dict[str, Annotations]:
+    xml = next((folder / name for name in _XML_FOLDERS if _has_xml(folder / name)), None)
+    if xml is None:
+        return {}
+    for lists in (folder / name for name in _LIST_FOLDERS):
+        named = {split: lists / f"{split}.txt" for split in ("train", "val", "test")}
+        there = {split: Annotations("voc", str(file)) for split, file in named.items() if file.is_file()}
+        if "train" in there:
+            return there
+    return {"": Annotations("voc", str(xml))}
+
+
+def _has_xml(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.glob("*.xml"), None) is not None
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    return (child for child in sorted(folder.iterdir()) if child.is_dir() and not child.name.startswith("."))
+
+
+def choose(folder: Path, split: str, wanted: str | None) -> Annotations | None:
+    """The annotations of one split of a folder; None if nothing in it is known. `split`: as in the path (`data:val`),
+    empty if not. `wanted`: the key that the path stands for (`train`), None if several keys have the same path. Raises
+    DataError."""
+    found = splits_in(folder)
+    if not found:
+        return None
+    name = _WORDS.get(split, split) or ("" if "" in found else wanted or "")
+    if name in found:
+        return found[name]
+    named = ", ".join(filter(None, found)) or "none: all annotations are one set"
+    raise DataError(
+        f"{folder}: which split?",
+        found=f"{split!r}" if split else "none named",
+        wanted=f"one of the folder's splits ({named})",
+        remedy=f"write {folder}:{next(iter(found))}" if "" not in found else f"write {folder}",
+    )

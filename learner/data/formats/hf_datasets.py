@@ -1,0 +1,202 @@
+"""`datasets`: a Hugging Face data set, given as `FOLDER_OR_NAME:train`.
+
+Its rows are either as in `jsonl`, or have `image` and `objects` with `bbox` and `category` (or `label`). Images that
+are inside the data set are held as base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from learner.data.formats.jsonl import Row, of_row
+from learner.data.formats.source import Source, name_and_split, need_split
+from learner.data.formats.strict import any_flag, box, identity, whole
+from learner.records import Place, RawObject, RawRecord
+from shared.config.model import show
+from shared.errors import DataError
+from shared.reading import is_file
+
+
+def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
+    name, split = name_and_split(source.path)
+    rows = _open_dataset(name, split)
+    columns = set(rows.column_names)
+    if {"messages", "objects"} <= columns:
+        read = _of_dataset_row
+    elif {"image", "objects"} <= columns:
+        read = _of_dataset_image
+    else:
+        raise DataError(
+            f"{name}: not a data set for detection",
+            found=f"the columns {sorted(columns)}",
+            wanted="image and objects (with bbox and category), or the columns of the project's JSONL",
+            remedy="rename the columns, or export the data set as COCO or JSONL",
+        )
+
+    def records() -> Iterator[RawRecord]:
+        for number, row in enumerate(rows):
+            yield from read(number, row, Place(Path(name), f"row {number}"), rows.features, source)
+
+    return source.image_root(Path()), records()
+
+
+def _open_dataset(name: str, split: str) -> Any:
+    """The rows, images not decoded. Raises DataError."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{name}: data.format: datasets needs the package `datasets`",
+            found="it is not installed",
+            wanted="the package, which the extra `datasets` of this project brings",
+            remedy="pip install 'datasets>=3'",
+        ) from error
+    folder = Path(name)
+    try:
+        saved = any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+        found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
+    except Exception as error:  # what the hub, the file system and pyarrow raise
+        raise DataError(
+            f"{name}: the data set can't be loaded",
+            found=f"{type(error).__name__}: {str(error)[:300]}",
+            wanted="a folder, or a name on the Hugging Face hub",
+            remedy="correct the path or the name; data.format says which annotations are meant",
+        ) from error
+    rows = found[need_split(name, split, sorted(found))] if isinstance(found, dict) else found
+    for column, feature in rows.features.items():
+        if isinstance(feature, datasets.Image):
+            rows = rows.cast_column(column, datasets.Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            rows = rows.cast_column(column, type(feature)(datasets.Image(decode=False)))
+    return rows
+
+
+def _image_string(image: Any) -> str:
+    """The image string of an undecoded image, a string, or a picture that Pillow has."""
+    if isinstance(image, str):
+        return image
+    if isinstance(image, Mapping):
+        path, data = image.get("path"), image.get("bytes")
+        if path and is_file(Path(path)):
+            return str(Path(path).absolute())
+        if data:
+            return base64.b64encode(data).decode()
+        if path:
+            return str(path)
+    if not hasattr(image, "save"):
+        raise ValueError(f"{show(image)} instead of an image")
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def _of_dataset_row(
+    number: int, row: Mapping[str, Any], place: Place, features: Any, source: Source
+) -> Iterator[RawRecord]:
+    """A row with the columns of the project's JSONL. Columns fill what a row lacks with None."""
+    images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
+    try:
+        if not isinstance(images, list):
+            raise ValueError(f"images: {show(images)} instead of a list")
+        filled = {**row, "images": [_image_string(image) for image in images], "objects": _rows_of(row["objects"])}
+    except (TypeError, ValueError) as error:
+        found, wanted = f"{error}"[:200], "images, and objects as rows or as columns of equal length"
+        source.bad.meet("malformed", place.error("not a row of a data set", found=found, wanted=wanted))
+        return
+    yield from of_row(partial(Row.model_validate, _without_nones(filled)), str(number), place, source.bad)
+
+
+def _without_nones(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nones(part) for key, part in value.items() if part is not None}
+    return [_without_nones(part) for part in value] if isinstance(value, list) else value
+
+
+def _rows_of(objects: Any) -> list[dict[str, Any]]:
+    """Objects as rows: some data sets keep a list per field."""
+    if not isinstance(objects, Mapping):
+        return [dict(obj) for obj in objects or ()]
+    columns = {key: values for key, values in objects.items() if isinstance(values, list)}
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _of_dataset_image(
+    number: int, row: Mapping[str, Any], place: Place, features: Any, source: Source
+) -> Iterator[RawRecord]:
+    """A row with `image` and `objects`."""
+    try:
+        names = _class_names(features["objects"])
+        objects = [
+            _of_dataset_object(n, obj, names, place, source) for n, obj in enumerate(_rows_of(row["objects"]), 1)
+        ]
+        width, height = (whole(row[key]) if row.get(key) else None for key in ("width", "height"))
+        given = next((row[key] for key in ("image_id", "id") if row.get(key) is not None), number)
+        sample_id, image = identity(given), _image_string(row["image"])
+    except (TypeError, ValueError) as error:
+        wanted = "objects with bbox (four numbers) and category or label"
+        source.bad.meet("malformed", place.error("not an annotated image", found=f"{error}"[:200], wanted=wanted))
+        return
+    yield RawRecord(
+        place=place,
+        sample_id=sample_id,
+        messages=source.messages,
+        images=(image,),
+        objects=objects,
+        width=width,
+        height=height,
+    )
+
+
+_CLASS_COLUMNS = ("category", "label", "labels", "class", "category_id", "name")
+_BOX_COLUMNS = ("bbox", "box", "bboxes", "boxes")
+_FLAGS = ("iscrowd", "is_crowd", "difficult", "ignore")
+
+
+def _class_names(feature: Any) -> list[str] | None:
+    """The names of a `ClassLabel` column, where there is one."""
+    for _ in range(2):  # a list of mappings, or a mapping of lists
+        inner = getattr(feature, "feature", None)
+        feature = feature[0] if isinstance(feature, list) else inner if inner is not None else feature
+    columns = feature if isinstance(feature, Mapping) else {}
+    for name in _CLASS_COLUMNS:
+        label: Any = getattr(columns.get(name), "feature", columns.get(name))
+        if hasattr(label, "names"):
+            return list(label.names)
+    return None
+
+
+def _of_dataset_object(
+    number: int, obj: Mapping[str, Any], names: Sequence[str] | None, place: Place, source: Source
+) -> RawObject:
+    """Raises ValueError."""
+    label = next((obj[column] for column in _CLASS_COLUMNS if column in obj), None)
+    try:
+        desc = label if isinstance(label, str) else name_of_label(label, names)
+        x1, y1, x2, y2 = corners = box(next((obj[column] for column in _BOX_COLUMNS if column in obj), None))
+        ignored = any_flag(obj, _FLAGS)
+    except ValueError as error:
+        raise ValueError(f"object {number}: {obj!r:.150} instead of {error}") from error
+    if source.data.box_format == "xywh":
+        x2, y2 = x1 + x2, y1 + y2
+    return RawObject(
+        desc=desc or None,
+        kind="bbox_2d",
+        coords=(x1, y1, x2, y2),
+        written=f"bbox {[round(v, 3) for v in corners]}, class {label!r:.100}",
+        name=f"object {number} ({desc!r})",
+        place=place,
+        ignored=ignored,
+    )
+
+
+def name_of_label(label: Any, names: Sequence[str] | None) -> str | None:
+    """Raises ValueError."""
+    if label is None or names is None:
+        return None
+    index = whole(label)
+    return names[index] if index < len(names) else None

@@ -1,0 +1,132 @@
+"""`jsonl`, the project's own format: one record per line.
+
+Coordinates are pixels; image paths are relative to the file's folder or `image_root`. An assistant's last turn is
+dropped. Without `id` the line number stands in. An object with `"ignore": true` (or `iscrowd`, `difficult`) is an
+ignore region.
+
+    {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
+     "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError, model_validator
+
+from learner.data.formats.source import RowModel, Source
+from learner.data.formats.strict import Flag, Identity, Number, Size
+from learner.data.raw import BadRecords
+from learner.records import GeometryKind, Place, RawObject, RawRecord
+from shared.errors import DataError
+from shared.reading import lines_in
+from shared.wire import Message
+
+
+class ObjectRow(RowModel):
+    """Pixels: `bbox_2d` is x1, y1, x2, y2; `poly` is x1, y1, x2, y2, ...; exactly one of them."""
+
+    desc: str = ""
+    bbox_2d: list[Number] | None = Field(default=None, min_length=4, max_length=4)
+    poly: list[Number] | None = Field(default=None, min_length=6)
+    ignore: Flag = False
+    iscrowd: Flag = False
+    difficult: Flag = False
+
+    @property
+    def ignored(self) -> bool:
+        return self.ignore or self.iscrowd or self.difficult
+
+    @model_validator(mode="after")
+    def _is_one_object(self) -> ObjectRow:
+        if not self.desc and not self.ignored:
+            raise ValueError("wanted a desc")
+        if (self.bbox_2d is None) == (self.poly is None):
+            raise ValueError("wanted exactly one of bbox_2d and poly")
+        if self.poly is not None and len(self.poly) % 2:
+            raise ValueError("poly: wanted an even number of coordinates")
+        return self
+
+
+class Row(RowModel):
+    """A line of the project's JSONL."""
+
+    id: Identity | None = None
+    messages: list[Message] = Field(min_length=1)
+    images: list[str] = []
+    objects: list[ObjectRow]
+    width: Size
+    height: Size
+
+
+def read_jsonl(source: Source) -> tuple[Path, Iterator[RawRecord]]:
+    if source.data.prompt is not None:
+        remedy = "remove data.prompt, or correct data.format"
+        found = f"data.prompt {source.data.prompt!r:.100}, and JSONL rows"
+        raise DataError("JSONL rows carry their own messages", found=found, wanted="no data.prompt", remedy=remedy)
+
+    def records() -> Iterator[RawRecord]:
+        try:
+            for number, text in lines_in(source.file):
+                place = Place(source.file, f"line {number}")
+                yield from of_row(partial(Row.model_validate_json, text), str(number), place, source.bad)
+        except OSError as error:
+            place = Place(source.file, "lines")
+            raise place.error("the file cannot be read", found=str(error), wanted="one record a line") from error
+
+    return source.image_root(source.file.parent), records()
+
+
+def of_row(parse: Callable[[], Row], default_id: str, place: Place, bad: BadRecords) -> Iterator[RawRecord]:
+    """The row's record, if it is one."""
+    try:
+        row = parse()
+        messages = _prompt_turns(row.messages, place)
+    except ValidationError as error:
+        bad.malformed(place, error)
+    except DataError as error:
+        bad.meet("malformed", error)
+    else:
+        yield RawRecord(
+            place=place,
+            sample_id=default_id if row.id is None else row.id,
+            messages=messages,
+            images=tuple(row.images),
+            objects=[_of_object_row(number, obj, place) for number, obj in enumerate(row.objects, start=1)],
+            width=row.width,
+            height=row.height,
+        )
+
+
+def _of_object_row(number: int, obj: ObjectRow, place: Place) -> RawObject:
+    kind: GeometryKind = "bbox_2d" if obj.bbox_2d is not None else "poly"
+    coords = obj.bbox_2d if obj.bbox_2d is not None else obj.poly
+    assert coords is not None
+    return RawObject(
+        desc=obj.desc,
+        kind=kind,
+        coords=tuple(coords),
+        written=f"{kind} {[round(v, 3) for v in coords]}"[:200],
+        name=f"object {number} ({obj.desc!r})",
+        place=place,
+        ignored=obj.ignored,
+    )
+
+
+def _prompt_turns(messages: Sequence[Message], place: Place) -> list[dict[str, Any]]:
+    """The turns without the assistant's last one: what a rollout is asked to answer."""
+    turns = messages[:-1] if messages[-1].role == "assistant" else messages
+    if not turns or turns[-1].role != "user":
+        roles = [message.role for message in messages]
+        raise place.error(
+            "messages ask nothing", found=f"roles {roles}", wanted="a user's turn, then at most one answer"
+        )
+    for message in turns:
+        if not isinstance(message.content, str) and any(part.image is not None for part in message.content):
+            raise place.error(
+                "messages hold an image", found="a content part with an image", wanted="images in the row's `images`"
+            )
+    return [message.model_dump(exclude_none=True) for message in turns]

@@ -1,0 +1,89 @@
+"""COCO's segmentations as outlines: polygons as they stand, and run lengths (RLE) as the outline of their mask.
+
+`outline_of` raises ValueError, which says what is wrong. The run lengths' text form is the one of COCO's reference
+(`rleFrString` in pycocotools): five bits a character, differences from the run before the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from learner.data.formats.strict import numbers, whole
+from learner.data.raw import ring_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's edge
+_MOST_CHARACTERS = 7  # of one run length in text form: 35 bits
+
+
+def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> list[float]:
+    """x1, y1, x2, y2, ... of the largest part, holes filled."""
+    import shapely
+
+    if isinstance(segmentation, Mapping):
+        mask = mask_of(segmentation, width, height, max_pixels)
+        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # which has no area
+    if not isinstance(segmentation, list):
+        raise ValueError("neither polygons nor run lengths")
+    rings = [numbers(ring) for ring in segmentation]
+    if any(len(ring) < 6 or len(ring) % 2 for ring in rings):
+        raise ValueError("a polygon has an even number of at least 6 coordinates")
+    if len(rings) == 1:
+        return rings[0]
+    return max(rings, key=lambda ring: shapely.Polygon(list(zip(ring[0::2], ring[1::2], strict=True))).area)
+
+
+def mask_of(rle: Mapping[str, Any], width: int, height: int, max_pixels: int) -> NDArray[np.int8]:
+    """[height, width] of zeros and ones. Run lengths go column by column, zeros first."""
+    import numpy as np
+
+    size, counts = rle.get("size"), rle.get("counts")
+    if not isinstance(size, list) or [whole(value) for value in size] != [height, width]:
+        raise ValueError(f"a size other than [{height}, {width}], which is the image's")
+    if width * height > max_pixels:  # a mask takes as many bytes, and a small file can ask for any number
+        raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
+    if not isinstance(counts, list | str):
+        raise ValueError("no run lengths (`counts`)")
+    runs = [whole(value) for value in counts] if isinstance(counts, list) else _runs_in(counts)
+    if sum(runs) != width * height:
+        raise ValueError(f"run lengths of {sum(runs)} pixels in all, of an image of {width * height}")
+    return np.repeat(np.arange(len(runs), dtype=np.int8) % 2, runs).reshape(width, height).T
+
+
+def _runs_in(text: str) -> list[int]:
+    runs: list[int] = []
+    value = num_characters = 0
+    for character in text:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64 or num_characters == _MOST_CHARACTERS:
+            raise ValueError("a text that is not run lengths")
+        value |= (bits & 0x1F) << 5 * num_characters
+        num_characters += 1
+        if bits & 0x20:
+            continue
+        if bits & 0x10:
+            value -= 1 << 5 * num_characters
+        if len(runs) > 2:
+            value += runs[-2]
+        if value < 0:
+            raise ValueError("a negative run length")
+        runs.append(value)
+        value = num_characters = 0
+    if num_characters:
+        raise ValueError("run lengths that end in the middle of one")
+    return runs
+
+
+def _shape_of(mask: NDArray[np.int8]) -> Any:
+    """The union of the mask's runs, column by column: exact, stairs and all."""
+    import numpy as np
+    import shapely
+
+    steps = np.diff(np.pad(mask, ((1, 1), (0, 0))), axis=0)
+    x, top = np.nonzero(steps.T == 1)
+    _, bottom = np.nonzero(steps.T == -1)
+    return shapely.union_all(shapely.box(x, top, x + 1, bottom))

@@ -1,0 +1,43 @@
+"""A part of a split: `data/[:90%]` and `data/[90%:]` are 90 and 10 percent of the same annotations.
+
+A record's part follows from its id alone. So the two never share a photograph, neither depends on the order of the
+files, and a photograph that is added later changes no other's part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from shared.errors import DataError
+
+_PART = re.compile(r"(?P<path>.+)\[(?P<first>\d{1,3}%)?:(?P<last>\d{1,3}%)?\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Percent: from `first` on, below `last`."""
+
+    first: int = 0
+    last: int = 100
+
+    def has(self, sample_id: str) -> bool:
+        digest = hashlib.blake2b(sample_id.encode(errors="backslashreplace"), digest_size=8).digest()
+        return self.first <= int.from_bytes(digest, "big") * 100 // (1 << 64) < self.last
+
+
+def part_of(path: str) -> tuple[str, Part]:
+    """The path without its part, and the part. Raises DataError."""
+    found = _PART.fullmatch(path)
+    if found is None:
+        return path, Part()
+    first, last = (int(found[name][:-1]) if found[name] else default for name, default in (("first", 0), ("last", 100)))
+    if not 0 <= first < last <= 100:
+        raise DataError(
+            f"{path}: an empty part",
+            found=f"from {first}% to {last}%",
+            wanted="two shares between 0% and 100%, the first one lower",
+            remedy=f"write {found['path']}[:90%] and {found['path']}[90%:]",
+        )
+    return found["path"], Part(first, last)

@@ -1,0 +1,114 @@
+"""Values of annotation files, read strictly. Tools write 640 as 640.0 or "640"; those are the number, nothing else is.
+
+Each function returns the value or raises ValueError, whose text says what was wanted. The types are the same for
+pydantic's models.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+LARGEST = 1e9  # above every pixel and every id of a class; products of two stay exact
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_YES = ("1", "1.0", "true", "t", "yes", "y")
+_NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")
+
+
+def number(value: Any) -> float:
+    """A finite number, also as text."""
+    wanted = "a number"
+    if isinstance(value, str):
+        value = value.strip()
+        if _NUMBER.fullmatch(value) is None:
+            raise ValueError(wanted)
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(wanted)
+    if isinstance(value, int) and abs(value) > LARGEST:  # it may be too large for a float
+        raise ValueError(f"{wanted} of at most {LARGEST:g}")
+    found = float(value)
+    if not math.isfinite(found) or abs(found) > LARGEST:
+        raise ValueError(f"{wanted} of at most {LARGEST:g}")
+    return found
+
+
+def numbers(values: Any) -> list[float]:
+    """A list of numbers. A text is none, although it can be iterated over."""
+    if not isinstance(values, list | tuple):
+        raise ValueError("a list of numbers")
+    return [number(value) for value in values]
+
+
+def box(values: Any) -> tuple[float, float, float, float]:
+    if not isinstance(values, list | tuple) or len(values) != 4:
+        raise ValueError("four numbers")
+    a, b, c, d = numbers(values)
+    return a, b, c, d
+
+
+def whole(value: Any) -> int:
+    """A whole number that is not negative."""
+    try:
+        found = number(value)
+    except ValueError as error:
+        raise ValueError(str(error).replace("a number", "a whole number")) from error
+    if found != int(found) or found < 0:
+        raise ValueError("a whole number, not negative")
+    return int(found)
+
+
+def flag(value: Any) -> bool:
+    """Yes or no, in the words of several tools. Nothing, `None` and `Unspecified` are no."""
+    if isinstance(value, bool):
+        return value
+    text = "" if value is None else str(value).strip().lower() if isinstance(value, str | int | float) else "?"
+    if text not in _YES + _NO:
+        raise ValueError("yes or no, as 1 or 0, true or false")
+    return text in _YES
+
+
+def any_flag(values: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Whether one of the flags is set. All are read, so that each is yes or no."""
+    found = False
+    for name in names:
+        try:
+            found |= flag(values.get(name))
+        except ValueError as error:
+            raise ValueError(f"{name} {values[name]!r:.40} instead of {error}") from error
+    return found
+
+
+def class_name(value: Any) -> str:
+    """A text that is not blank, as it stands: spaces around it are removed where all formats meet."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("a name: a text that is not blank")
+    return value
+
+
+def identity(value: Any) -> str:
+    """An id, which is a text, or a whole number that may be written as 7, 7.0 or "7"."""
+    if isinstance(value, str) and value.strip():
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:
+        return str(value)
+    if isinstance(value, float) and abs(value) <= LARGEST and value == int(value):
+        return str(int(value))
+    raise ValueError("an id: a text or a whole number")
+
+
+def _size(value: Any) -> int:
+    found = whole(value)
+    if not found:
+        raise ValueError("a whole number above 0")
+    return found
+
+
+Number = Annotated[float, BeforeValidator(number)]
+Size = Annotated[int, BeforeValidator(_size)]
+Flag = Annotated[bool, BeforeValidator(flag)]
+ClassName = Annotated[str, BeforeValidator(class_name)]
+Identity = Annotated[str, BeforeValidator(identity)]

@@ -1,0 +1,185 @@
+"""`voc`: Pascal VOC, one XML file per image.
+
+The path is a folder of them, or a text file with the names of some, one per line (as VOC's `ImageSets`). Pixel
+coordinates are taken as they stand. `difficult` makes ignore regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+from learner.data.formats.source import SUFFIXES, Source, text_of
+from learner.data.formats.strict import any_flag, number, whole
+from learner.records import Place, RawObject, RawRecord
+from shared.errors import DataError
+from shared.reading import is_file
+
+
+def read_voc(source: Source) -> tuple[Path, Iterator[RawRecord]]:
+    folder, files = files_of(source)
+    root = image_folder(folder, source)
+
+    def records() -> Iterator[RawRecord]:
+        for file in files:
+            record = _of_xml(file, root, source)
+            if record is not None:
+                yield record
+
+    return root, records()
+
+
+def image_folder(folder: Path, source: Source) -> Path:
+    """Where the images are of XML files in this folder."""
+    near = [folder.parent / "JPEGImages", folder.parent / "images", folder, folder.parent]
+    return source.image_root(next((path for path in near if _has_images(path)), folder))
+
+
+def files_of(source: Source) -> tuple[Path, list[Path]]:
+    """The folder of the XML files, and those of this split. Raises DataError."""
+    listing = source.file
+    if listing.is_dir():
+        return listing, sorted(listing.glob("*.xml"))
+    if listing.suffix.lower() == ".xml":
+        return listing.parent, [listing]
+    given = source.data.annotation_root
+    near = [p / name for p in list(listing.absolute().parents)[:4] for name in ("Annotations", "voc", "annotations")]
+    folders = [Path(given)] if given is not None else near
+    folder = next((path for path in folders if path.is_dir()), None)
+    if folder is None:
+        raise DataError(
+            f"{listing}: the XML files that it lists are not found",
+            found=f"no folder {folders[0]}",
+            wanted="the folder of the annotations",
+            remedy="set data.annotation_root",
+        )
+    text = text_of(listing, Place(listing, "list"), "names of XML files, one per line")
+    names = [line.split()[0] for line in text.splitlines() if line.strip()]
+    return folder, [folder / f"{name.removesuffix('.xml')}.xml" for name in names]
+
+
+def _has_images(folder: Path) -> bool:
+    return folder.is_dir() and any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
+
+
+def _of_xml(file: Path, root: Path, source: Source) -> RawRecord | None:
+    place = Place(file, "annotation")
+    try:
+        tree = _root_of(file)
+        width, height = (_side(tree.find("size"), name) for name in ("width", "height"))
+        filename = _text(tree, "filename")
+    except OSError as error:
+        source.bad.meet("malformed", place.error("the file is missing", found=str(error), wanted="an XML file"))
+        return None
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # LookupError: an encoding that nobody knows
+        found, wanted = str(error)[:300], "Pascal VOC: size, and objects with name and bndbox"
+        source.bad.meet("malformed", place.error("not Pascal VOC", found=found, wanted=wanted))
+        return None
+    nodes = enumerate(tree.findall("object"), start=1)
+    objects = [obj for n, node in nodes if (obj := _of_voc_object(node, Place(file, f"object {n}"), source))]
+    return RawRecord(
+        place=place,
+        sample_id=file.stem,
+        messages=source.messages,
+        images=(image_of(filename, file, root),),
+        objects=objects,
+        width=width,
+        height=height,
+    )
+
+
+_CORNERS = ("xmin", "ymin", "xmax", "ymax")
+_FLAGS = ("difficult", "ignore", "iscrowd")
+_PARENTS = {  # of the tags that are read: any other place, and any other spelling, would be an empty scene
+    "size": ("annotation",),
+    "filename": ("annotation",),
+    "object": ("annotation",),
+    "part": ("object",),  # a head, a hand: VOC 2012 has boxes of them, which are not objects
+    "name": ("object", "part", "owner"),
+    "bndbox": ("object", "part"),
+    **dict.fromkeys(("width", "height"), ("size",)),
+    **dict.fromkeys(_CORNERS, ("bndbox",)),
+    **dict.fromkeys(_FLAGS, ("object",)),
+}
+_MARKS = ("filename", "size", "object")  # a VOC file has one of them at least
+
+
+def _root_of(file: Path) -> ElementTree.Element:
+    """Raises OSError, ElementTree.ParseError, LookupError or ValueError."""
+    if not is_file(file):  # a pipe or a device has no end
+        raise FileNotFoundError(f"no file {file}")
+    root = ElementTree.parse(file).getroot()
+    if root.tag != "annotation":
+        raise ValueError(f"the root <{root.tag}> instead of <annotation>")
+    for parent in root.iter():
+        for node in parent:
+            _check_place(node.tag, parent.tag)
+    if not any(root.find(mark) is not None for mark in _MARKS):
+        raise ValueError("an <annotation> without filename, size and object")
+    return root
+
+
+def _check_place(tag: object, parent: object) -> None:
+    """Raises ValueError."""
+    if not isinstance(tag, str):
+        return  # a comment
+    name = tag.rpartition("}")[2].lower()  # without its namespace
+    parents = _PARENTS.get(name)
+    if parents is None or parent == "source":
+        return
+    if name != tag:
+        raise ValueError(f"<{tag}> instead of <{name}>")
+    if parent not in parents:
+        raise ValueError(f"<{name}> inside <{parent}>, where it is not read")
+
+
+def _text(parent: ElementTree.Element | None, name: str) -> str:
+    """The text of the only child of that name; empty without one. Raises ValueError."""
+    found = parent.findall(name) if parent is not None else []
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} times <{name}>")
+    return (found[0].text or "").strip() if found else ""
+
+
+def _side(size: ElementTree.Element | None, name: str) -> int | None:
+    """A number of pixels; None where it is missing or 0, as some tools write it where they do not know."""
+    text = _text(size, name)
+    try:
+        return whole(text or 0) or None
+    except ValueError as error:
+        raise ValueError(f"{name} {text}") from error
+
+
+def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> RawObject | None:
+    desc = written = ""
+    try:
+        desc = _text(node, "name")
+        _text(node, "bndbox")  # there is only one
+        bounds = node.find("bndbox")
+        texts = [_text(bounds, corner) for corner in _CORNERS]
+        written = ", ".join(f"{corner} {text}" for corner, text in zip(_CORNERS, texts, strict=True))
+        coords = tuple(number(text) for text in texts)
+        ignored = any_flag({name: _text(node, name) for name in _FLAGS}, _FLAGS)
+    except ValueError as error:
+        found = f"{desc!r}: {written} ({error})"[:300]
+        source.bad.meet("malformed", place.error("not Pascal VOC", found=found, wanted="name and bndbox"))
+        return None
+    return RawObject(
+        desc=desc or None,
+        kind="bbox_2d",
+        coords=coords,
+        written=written,
+        name=f"the object ({desc!r})",
+        place=place,
+        ignored=ignored,
+    )
+
+
+def image_of(name: str, file: Path, root: Path) -> str:
+    """The image that the XML names; some tools leave its ending out, or rename the files afterwards."""
+    if name and is_file(root / name):
+        return name
+    stems = [Path(name).name, Path(name).stem, file.stem]
+    found = (f"{stem}{suffix}" for stem in stems if stem for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
+    return next((image for image in found if is_file(root / image)), name or file.stem)

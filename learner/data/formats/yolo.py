@@ -1,0 +1,346 @@
+"""`yolo`: a `data.yaml` with `names` and a folder or list of images per split, given as `data.yaml:train`.
+
+A label file has the image's name, in `labels` instead of `images`. Segments are polygons with `task.geometry: poly`,
+else boxes. Keypoints (`kpt_shape`) are left out and counted. An image without a label file is a scene without objects,
+which is counted too. A split without any label file is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from learner.data.formats.source import SUFFIXES, Source, name_and_split, need_split, text_of
+from learner.data.formats.strict import class_name, number, whole
+from learner.records import GeometryKind, Place, RawObject, RawRecord
+from shared.config.model import show
+from shared.errors import DataError
+from shared.reading import is_there
+
+SPLITS = ("train", "val", "valid", "test")
+_WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
+_MAX_BYTES = 1 << 20  # of data.yaml
+_VISIBILITIES = (0.0, 1.0, 2.0)
+
+
+def read_yolo(source: Source) -> tuple[Path, Iterator[RawRecord]]:
+    name, split = name_and_split(source.path)
+    file = Path(name)
+    found = yolo_file(file)
+    images = images_of(found, need_split(name, split, list(found.splits)), file)
+    return source.image_root(found.root), _records(images, found, source)
+
+
+# ---- data.yaml -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class YoloFile:
+    """The content of a `data.yaml`."""
+
+    root: Path
+    classes: Mapping[int, str]
+    splits: Mapping[str, list[str]]  # folders or lists of images
+    num_keypoint_values: int | None  # of each label, after its box; None: labels are boxes and outlines
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML would take the last one."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key[1]!r:.80} twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def yolo_file(file: Path) -> YoloFile:
+    """Raises DataError."""
+    place = Place(file, "YOLO")
+    try:
+        text = text_of(file, place, _WANTED)
+        if len(text) > _MAX_BYTES:
+            raise ValueError(f"{len(text)} characters")
+        content = yaml.load(text, _Loader)
+        if not isinstance(content, dict) or not isinstance(content.get("names"), list | dict):
+            raise ValueError("no `names`")
+        return _of_content(content, file.parent)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        found = "endless nesting" if isinstance(error, RecursionError) else str(error)[:300]
+        raise place.error("not a YOLO data set", found=found, wanted=_WANTED) from error
+
+
+def _of_content(content: Mapping[Any, Any], beside: Path) -> YoloFile:
+    """Raises ValueError."""
+    root = content.get("path")
+    if root is not None and not isinstance(root, str):
+        raise ValueError(f"path: {show(root)} instead of a folder")
+    entries = {key: content[key] for key in SPLITS if content.get(key) is not None}
+    splits = {key: entry if isinstance(entry, list) else [entry] for key, entry in entries.items()}
+    for key, parts in splits.items():
+        for part in parts:
+            if not isinstance(part, str) or not part or "\0" in part:
+                raise ValueError(f"{key}: {show(part)} instead of a folder or a list of images")
+    classes = _classes(content["names"])
+    if content.get("nc") is not None and _whole_of("nc", content["nc"]) != len(classes):
+        raise ValueError(f"nc: {content['nc']}, but {len(classes)} names")
+    return YoloFile(
+        root=beside / (root or ""), classes=classes, splits=splits, num_keypoint_values=_keypoint_values(content)
+    )
+
+
+def _classes(names: list[Any] | dict[Any, Any]) -> dict[int, str]:
+    """Raises ValueError."""
+    classes: dict[int, str] = {}
+    for key, value in names.items() if isinstance(names, dict) else enumerate(names):
+        number_ = _whole_of("names", key)
+        if number_ in classes:
+            raise ValueError(f"names: two of {number_}")
+        # YAML reads an unquoted 7 as a number, and `no` as false: a number is its digits, a truth value is a mistake
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e9 else value
+        try:
+            classes[number_] = class_name(text)
+        except ValueError as error:
+            raise ValueError(f"names: {show(value)} for {number_} instead of {error} (quote it)") from error
+    if not classes:
+        raise ValueError("no `names`")
+    return classes
+
+
+def _whole_of(key: str, value: Any) -> int:
+    """Raises ValueError."""
+    try:
+        return whole(value)
+    except ValueError as error:
+        raise ValueError(f"{key}: {show(value)} instead of {error}") from error
+
+
+def _keypoint_values(content: Mapping[Any, Any]) -> int | None:
+    """Raises ValueError."""
+    shape = content.get("kpt_shape")
+    if shape is None:
+        return None
+    if not isinstance(shape, list) or len(shape) != 2:
+        raise ValueError(f"kpt_shape: {show(shape)} instead of [keypoints, 2 or 3]")
+    count, dims = (_whole_of("kpt_shape", value) for value in shape)
+    return count * dims
+
+
+def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
+    """All images of a split, in the order of their names, or in that of a list. Raises DataError."""
+    place, root, beside = Place(file, "YOLO"), content.root, file.parent
+    found: list[Path] = []
+    for part in content.splits[split]:
+        choices = [root / part, beside / part, beside / part.removeprefix("../")]  # as some tools export it
+        path = next((choice for choice in choices if is_there(choice)), None)
+        if path is None:
+            raise place.error("its images are not there", found=f"no {choices[0]}", wanted="a folder or a list")
+        if path.is_dir():
+            found += images_below(path)
+        else:
+            text = text_of(path, Place(path, "list"), "names of images, one per line")
+            lines = [line.strip() for line in text.splitlines()]
+            found += [path.parent / line if line.startswith("./") else root / line for line in lines if line]
+    return found
+
+
+def images_below(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+
+
+# ---- labels --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """An image's label file, line by line; None: it has none."""
+
+    image: Path
+    file: Path
+    lines: list[str] | None
+
+
+def _records(images: Sequence[Path], content: YoloFile, source: Source) -> Iterator[RawRecord]:
+    """Raises DataError where labels and images do not belong together."""
+    found = [_labels(image, source) for image in images]
+    _check_files(found, source)
+    if content.num_keypoint_values is None:
+        _check_outlines(found, source)
+    for labels in found:
+        yield _record(labels, content, source)
+
+
+def _labels(image: Path, source: Source) -> _Labels:
+    file = label_file(image)
+    if not is_there(file):
+        return _Labels(image, file, None)
+    try:
+        text = text_of(file, Place(file, "labels"), "a text with one label per line")
+    except DataError as error:
+        source.bad.meet("malformed", error)
+        return _Labels(image, file, [])
+    return _Labels(image, file, [line.strip() for line in text.splitlines()])
+
+
+def label_file(image: Path) -> Path:
+    """The last folder `images` on the way is `labels`; without one, the labels are beside the images."""
+    return _other_folder(image, "images", "labels").with_suffix(".txt")
+
+
+def _other_folder(path: Path, old: str, new: str) -> Path:
+    parts = list(path.parts)
+    for i in range(len(parts) - 2, -1, -1):
+        if parts[i] == old:
+            parts[i] = new
+            break
+    return Path(*parts)
+
+
+def _check_files(found: Sequence[_Labels], source: Source) -> None:
+    """Count images without labels, and labels without an image. Raises DataError if no image has labels."""
+    missing = [labels for labels in found if labels.lines is None]
+    if found and len(missing) == len(found):
+        raise DataError(
+            f"{source.path}: no image has a label file",
+            found=f"{len(found)} images, and no {found[0].file}",
+            wanted="labels beside the images, or in a folder `labels` where the images are in `images`",
+            remedy="name the folders so (an empty label file says that an image has no objects)",
+        )
+    for labels in missing:
+        error = Place(labels.image, "labels").error("has no label file", found=f"no {labels.file}", wanted="one")
+        source.bad.keep("unlabelled", error)
+    expected = {labels.file for labels in found}
+    for folder in sorted({file.parent for file in expected}):
+        for file in sorted(set(folder.glob("*.txt")) - expected):
+            if _is_orphan(file):
+                error = Place(file, "labels").error("has no image", found="labels", wanted="an image of its name")
+                source.bad.keep("orphan_label", error)
+
+
+def _is_orphan(file: Path) -> bool:
+    """Whether it has labels, and no image: not `classes.txt`, and not the labels of another split."""
+    image = _other_folder(file, "labels", "images")
+    if any(is_there(image.with_suffix(suffix)) for end in SUFFIXES for suffix in (end, end.upper())):
+        return False
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            first = lines.readline(1000).split()
+    except OSError:
+        return False
+    return len(first) >= 5 and _numbers(first) is not None
+
+
+def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
+    """Raises DataError if what would be read as outlines are boxes with keypoints."""
+    labels = [values for one in found for line in one.lines or () if (values := _numbers(line.split()[1:]))]
+    if _are_keypoints(labels):
+        raise DataError(
+            f"{source.path}: labels look like boxes with keypoints",
+            found=f"{len(labels[0])} numbers in every label: a box, and points inside it",
+            wanted="`kpt_shape` in data.yaml, or boxes, or outlines",
+            remedy="add kpt_shape: [KEYPOINTS, 2 or 3] to data.yaml; the boxes are used",
+        )
+
+
+def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
+    """Whether all labels are a box and keypoints. Outlines differ in length, or some have a point that is not in the
+    box which their first two points would be, and they do not cross themselves."""
+    if not labels or len(labels[0]) <= 4 or len({len(values) for values in labels}) > 1:
+        return False
+    if all(_is_box_with_points(values, 3) for values in labels):
+        return True
+    if not all(_is_box_with_points(values, 2) for values in labels):
+        return False
+    import shapely  # here, because labels are boxes mostly
+
+    rings = (shapely.Polygon(list(zip(values[0::2], values[1::2], strict=True))) for values in labels)
+    return any(not ring.is_valid for ring in rings)
+
+
+def _is_box_with_points(values: Sequence[float], dims: int) -> bool:
+    """`dims` 3: each point is followed by its visibility. A point that was not labelled is 0, 0."""
+    x, y, width, height = values[:4]
+    rest = values[4:]
+    if len(rest) % dims or (dims == 3 and any(value not in _VISIBILITIES for value in rest[2::3])):
+        return False
+    return all(
+        (px == py == 0) or (abs(px - x) <= width / 2 + 1e-3 and abs(py - y) <= height / 2 + 1e-3)
+        for px, py in zip(rest[0::dims], rest[1::dims], strict=True)
+    )
+
+
+def _numbers(words: Sequence[str]) -> list[float] | None:
+    try:
+        return [number(word) for word in words]
+    except ValueError:
+        return None
+
+
+def _record(labels: _Labels, content: YoloFile, source: Source) -> RawRecord:
+    objects = []
+    for line_number, line in enumerate(labels.lines or (), start=1):
+        if line:
+            try:
+                objects.append(_of_line(line, Place(labels.file, f"line {line_number}"), content, source))
+            except DataError as error:
+                source.bad.meet("malformed", error)
+    return RawRecord(
+        place=Place(labels.file, "labels"),
+        sample_id=sample_id_of(labels.image, content),
+        messages=source.messages,
+        images=(str(labels.image.absolute()),),
+        objects=objects,
+        width=None,
+        height=None,
+        relative=True,
+    )
+
+
+def sample_id_of(image: Path, content: YoloFile) -> str:
+    return str(image.relative_to(content.root) if image.is_relative_to(content.root) else image)
+
+
+def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawObject:
+    """`class x y width height` (of the centre), or `class x1 y1 x2 y2 x3 y3 ...`. Raises DataError."""
+    try:
+        first, *rest = line.split()
+        desc, values = content.classes.get(whole(first)), [number(text) for text in rest]
+    except ValueError as error:
+        found, wanted = f"{line:.200}", f"{error}: a class, then numbers"
+        raise place.error("not a YOLO label", found=found, wanted=wanted) from error
+    if content.num_keypoint_values is not None:
+        values = _without_keypoints(values, line, place, content.num_keypoint_values)
+        left_out = place.error("keypoints are not read", found=f"{line:.200}", wanted="a box", remedy="nothing to do")
+        source.bad.keep("keypoints", left_out)
+    elif len(values) != 4 and (len(values) < 6 or len(values) % 2):
+        wanted = "class, x, y, width, height, or class and three points or more (with keypoints: kpt_shape in the YAML)"
+        raise place.error("not a YOLO label", found=f"{line:.200}", wanted=wanted)
+    kind: GeometryKind = "bbox_2d"
+    if len(values) == 4:
+        x, y, width, height = values
+        coords = [x - width / 2, y - height / 2, x + width / 2, y + height / 2]
+    elif source.geometry == "poly":
+        coords, kind = values, "poly"
+    else:
+        coords = [min(values[0::2]), min(values[1::2]), max(values[0::2]), max(values[1::2])]
+    return RawObject(
+        desc=desc,
+        kind=kind,
+        coords=tuple(coords),
+        written=f"{line:.200}",
+        name=f"the object ({desc!r})" if desc else "the object",
+        place=place,
+    )
+
+
+def _without_keypoints(values: list[float], line: str, place: Place, num_keypoint_values: int) -> list[float]:
+    """Raises DataError."""
+    if len(values) != 4 + num_keypoint_values:
+        wanted = f"class, box and {num_keypoint_values} numbers of keypoints, as kpt_shape says"
+        raise place.error("not a YOLO label with keypoints", found=f"{line:.200}", wanted=wanted)
+    return values[:4]

@@ -1,0 +1,187 @@
+"""Splits: annotations of any format into samples, all read and checked before anything is trained (R12, R41).
+
+In: `data` of the configuration, and the path of a split. Out: its samples, and what was dropped and clipped. Only
+annotations are held in memory (some 2 kB a sample); of images the header is read, and the pixels when a prompt is
+encoded. `learner.data.formats` has a reader per format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from learner.config.sections.data import DataConfig
+from learner.data.formats.coco import category_ids
+from learner.data.formats.detect import READERS, FormatReader, locate
+from learner.data.formats.folders import Annotations
+from learner.data.formats.parts import Part, part_of
+from learner.data.formats.source import Source
+from learner.data.raw import BadRecords, SampleMaker, SeenImages, Validates, look_at_images
+from learner.extensions import Reader, where_raised
+from learner.records import GeometryKind, Place, RawRecord, Sample
+from shared.errors import DataError
+from shared.images import Images
+
+log = logging.getLogger(__name__)
+
+_THREADS = 8  # that look at images: mostly they wait for the disk
+_AHEAD = 256  # records whose images are looked at together
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """The samples of one split in the file's order, and what was bad with it."""
+
+    samples: list[Sample]
+    bad: BadRecords
+
+
+def load_samples(
+    data: DataConfig,
+    path: str,
+    task: Validates,
+    *,
+    geometry: GeometryKind = "bbox_2d",
+    reader: Reader | None = None,
+) -> list[Sample]:
+    """The samples of `load_split`."""
+    return load_split(data, path, task, geometry=geometry, reader=reader).samples
+
+
+def load_split(
+    data: DataConfig,
+    path: str,
+    task: Validates,
+    *,
+    geometry: GeometryKind = "bbox_2d",
+    too_long: Callable[[Sample], str | None] | None = None,
+    reader: Reader | None = None,
+) -> Split:
+    """Every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`.
+
+    `too_long` says of a sample how long it is, where it does not fit a row. `reader` is `data.reader`. What is dropped
+    or clipped is logged. Raises DataError, which lists all records that can't be used, with file and line or id.
+    """
+    split = read_split(data, path, task, geometry=geometry, too_long=too_long, reader=reader)
+    split.bad.raise_errors(path)
+    for kind, actions in split.bad.summary().items():
+        for action, number in actions.items():
+            log.warning("%s: %s %d (%s), for example: %s", path, action, number, kind, split.bad.examples[kind])
+    return split
+
+
+def read_split(
+    data: DataConfig,
+    path: str,
+    task: Validates,
+    *,
+    geometry: GeometryKind = "bbox_2d",
+    too_long: Callable[[Sample], str | None] | None = None,
+    reader: Reader | None = None,
+) -> Split:
+    """The same as `load_split`, with all errors in `bad`. Raises DataError only if the annotations are empty or
+    unreadable."""
+    bad = BadRecords(data.bad_records)
+    whole, part = part_of(path)
+    source = Source(data=data, path=whole, geometry=geometry, bad=bad)
+    maker = SampleMaker(task=task, bad=bad, too_long=too_long)
+    limit = data.max_samples if path == data.train else None
+    if reader is None:
+        annotations = annotations_of(data, path)
+        found = _samples(replace(source, path=annotations.path), READERS[annotations.format], maker, part)
+    else:
+        found = _samples_of_reader(reader, source, maker, part)
+    samples = list(islice(_new_ids_only(found, bad), limit))
+    if not samples and not bad.num_errors:
+        raise DataError(
+            f"{path} has no samples",
+            found=f"only bad records: {bad.summary()}" if bad.counts else "no records",
+            wanted="one record or more",
+            remedy="correct the path, or the records",
+        )
+    return Split(samples=samples, bad=bad)
+
+
+def annotations_of(data: DataConfig, path: str) -> Annotations:
+    """What a format's reader is given for a split. Raises DataError."""
+    keys = [key for key, named in (("train", data.train), ("val", data.val), ("test", data.test)) if named == path]
+    return locate(data, part_of(path)[0], keys[0] if len(keys) == 1 else None)
+
+
+def category_ids_of(data: DataConfig, path: str | None) -> dict[str, int]:
+    """Ids of the class names of annotations that were read before, if they are COCO's and still there; else {}."""
+    if path is None or data.reader is not None:
+        return {}
+    try:
+        annotations = annotations_of(data, path)
+        return category_ids(Path(annotations.path)) if annotations.format == "coco" else {}
+    except (DataError, OSError, ValueError):  # a file that was moved during a run must not end it
+        return {}
+
+
+def _samples(source: Source, read: FormatReader, maker: SampleMaker, part: Part) -> Iterator[tuple[Place, Sample]]:
+    root, records = read(source)
+    chosen = (record for record in records if part.has(record.sample_id))
+    for record, seen in _looked_at(chosen, Images(source.data.image_rules), root):
+        sample = maker.make(record, seen)
+        if sample is not None:
+            yield record.place, sample
+
+
+def _samples_of_reader(
+    reader: Reader, source: Source, maker: SampleMaker, part: Part
+) -> Iterator[tuple[Place, Sample]]:
+    """Samples from `data.reader`. Its exceptions become DataErrors."""
+    chosen = (record for record in _records_of(reader, source) if part.has(record.sample_id))
+    root = source.image_root(source.file if source.file.is_dir() else source.file.parent)
+    for record, seen in _looked_at(chosen, Images(source.data.image_rules), root):
+        if isinstance(record, RawRecord):
+            place, sample = record.place, maker.make(record, seen)
+        else:
+            place = Place(source.file, f"sample {record.sample_id}")
+            sample = maker.finish(record, seen, place)
+        if sample is not None:
+            yield place, sample
+
+
+def _records_of(reader: Reader, source: Source) -> Iterator[RawRecord | Sample]:
+    key = f"{source.path}: data.reader failed"
+    wanted, remedy = "RawRecords or Samples, or a DataError for a record that cannot be used", "correct the reader"
+    try:
+        for number, record in enumerate(reader(source.path, source.data), start=1):
+            if not isinstance(record, RawRecord | Sample):
+                found = f"record {number} is a {type(record).__name__}"
+                raise DataError(key, found=found, wanted=wanted, remedy=remedy)
+            yield record
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(key, found=where_raised(error), wanted=wanted, remedy=remedy) from error
+
+
+Record = TypeVar("Record", RawRecord, RawRecord | Sample)
+
+
+def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterator[tuple[Record, SeenImages]]:
+    """Each record with what its images are, some of them looked at ahead, side by side."""
+    left = iter(records)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        while window := list(islice(left, _AHEAD)):
+            seen = pool.map(lambda record: look_at_images(record.images, images, root), window)
+            yield from zip(window, seen, strict=True)
+
+
+def _new_ids_only(samples: Iterable[tuple[Place, Sample]], bad: BadRecords) -> Iterator[Sample]:
+    places: dict[str, Place] = {}
+    for place, sample in samples:
+        first = places.setdefault(sample.sample_id, place)
+        if first is place:
+            yield sample
+        else:
+            found = f"id {sample.sample_id!r}, also at {first.record}"
+            bad.meet("malformed", place.error("its id is taken", found=found, wanted="an id of its own"))

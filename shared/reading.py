@@ -1,0 +1,56 @@
+"""Paths and JSON from files that somebody else may have written or damaged.
+
+`json_of`, `json_in` and `lines_in` raise OSError or ValueError and nothing else. So a caller names the file and the way
+out in an error of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def json_in(path: Path) -> Any:
+    """The content of a JSON file. A pipe or a device is refused, because it has no end."""
+    _refuse_other_than_file(path)
+    return json_of(path.read_bytes())
+
+
+def json_of(text: str | bytes) -> Any:
+    """A JSON text as a value."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:  # `[` a thousand times
+        raise ValueError("JSON that is nested too deeply") from error
+
+
+def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, content) of each line that is not empty, without a byte order mark."""
+    _refuse_other_than_file(path)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if content := line.removeprefix(b"\xef\xbb\xbf").strip():
+                yield number, content
+
+
+def is_file(path: Path) -> bool:
+    """False also for a name that no file can have: too long, or with a zero byte."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_there(path: Path) -> bool:
+    """`is_file` for files and folders."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _refuse_other_than_file(path: Path) -> None:
+    if not path.is_file():
+        raise IsADirectoryError(f"{path} is a folder") if path.is_dir() else FileNotFoundError(f"no file {path}")

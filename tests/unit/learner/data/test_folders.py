@@ -1,0 +1,128 @@
+"""Folders as data (R41): every layout that tools export, a split of each, and parts of a split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.config.schema import DataConfig
+from learner.data.formats.folders import splits_in
+from learner.data.formats.parts import part_of
+from learner.data.splits import load_split
+from shared.errors import DataError
+from tests.unit.learner.data.annotations import FINE, box, coco, jsonl, voc, voc_object, yolo
+from tests.unit.learner.data.fakes import AnyTask, draw
+
+OBJECT = voc_object("RBC", 0, 50, 20, 100)
+
+
+def ids(path: str, **data: str) -> list[str]:
+    return [s.sample_id for s in load_split(DataConfig(**{"train": path, **data}), path, AnyTask()).samples]
+
+
+def roboflow(folder: Path, *splits: str) -> Path:
+    for split in splits:
+        file = coco(folder / split, {})
+        file.rename(file.parent / "_annotations.coco.json")
+    return folder
+
+
+def test_yolo_folders_have_the_splits_of_their_file(tmp_path: Path) -> None:
+    yolo(tmp_path, "1 0.5 0.5 1 1", content="train: images/train\nvalid: images/val\n")
+    assert list(splits_in(tmp_path)) == ["train", "val"]
+    assert ids(str(tmp_path)) == ["images/train/a.jpg", "images/train/sub/b.png"]
+    for name in ("val", "valid"):
+        assert ids(f"{tmp_path}:{name}") == ["images/val/c.jpg"]
+
+
+def test_a_folder_per_split(tmp_path: Path) -> None:
+    for split in ("train", "valid", "test"):
+        (tmp_path / split).mkdir()
+    roboflow(tmp_path, "train", "valid", "test")
+    assert {split: found.format for split, found in splits_in(tmp_path).items()} == dict.fromkeys(
+        ("train", "val", "test"), "coco"
+    )
+    assert ids(f"{tmp_path}:val") == ["1"]
+    with pytest.raises(DataError, match=f"{tmp_path}:train"):
+        ids(f"{tmp_path}:other")
+
+
+def test_the_key_says_the_split_unless_two_keys_share_a_path(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "valid").mkdir()
+    roboflow(tmp_path, "train", "valid")
+    folder = str(tmp_path)
+    assert ids(folder, train="other", val=folder) == ["1"]
+    with pytest.raises(DataError, match="which split"):
+        ids(folder, train=folder, val=folder)
+
+
+def test_splits_may_have_formats_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    roboflow(tmp_path, "train")
+    voc(tmp_path, "a", OBJECT)
+    (tmp_path / "Annotations").rename(tmp_path / "valid")
+    draw(tmp_path, "valid/a.jpg")
+    assert {split: found.format for split, found in splits_in(tmp_path).items()} == {"train": "coco", "val": "voc"}
+    assert (ids(f"{tmp_path}:train"), ids(f"{tmp_path}:val")) == (["1"], ["a"])
+
+
+def test_coco_images_are_found_beside_the_annotations(tmp_path: Path) -> None:
+    (tmp_path / "annotations").mkdir()
+    file = coco(tmp_path, {})
+    file.rename(tmp_path / "annotations" / "instances_train2017.json")
+    (tmp_path / "annotations" / "captions_train2017.json").write_text("{}")
+    (tmp_path / "train2017").mkdir()
+    (tmp_path / "1.png").rename(tmp_path / "train2017" / "1.png")
+    assert list(splits_in(tmp_path)) == ["train"]
+    (sample,) = load_split(DataConfig(train=str(tmp_path)), str(tmp_path), AnyTask()).samples
+    assert sample.images == (str(tmp_path / "train2017/1.png"),)
+
+
+def test_voc_folders_with_and_without_lists(tmp_path: Path) -> None:
+    voc(tmp_path, "a", OBJECT)
+    voc(tmp_path, "b", OBJECT)
+    assert ids(str(tmp_path)) == ["a", "b"]
+    (tmp_path / "ImageSets/Main").mkdir(parents=True)
+    (tmp_path / "ImageSets/Main/train.txt").write_text("b\n")
+    (tmp_path / "ImageSets/Main/val.txt").write_text("a\n")
+    assert (ids(str(tmp_path)), ids(f"{tmp_path}:val")) == (["b"], ["a"])
+
+
+def test_photographs_and_xml_in_one_folder(tmp_path: Path) -> None:
+    voc(tmp_path, "a", OBJECT)
+    (tmp_path / "Annotations/a.xml").rename(tmp_path / "JPEGImages/a.xml")
+    (sample,) = load_split(
+        DataConfig(train=str(tmp_path / "JPEGImages")), str(tmp_path / "JPEGImages"), AnyTask()
+    ).samples
+    assert sample.objects == (box("RBC", 0, 500, 100, 999),)
+
+
+def test_jsonl_files_and_a_folder_around_them(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    for name in ("train", "val"):
+        jsonl(tmp_path / "inside", FINE, name=f"{name}.jsonl")
+    assert list(splits_in(tmp_path)) == ["train", "val"]
+    assert ids(str(tmp_path)) == ["0"]
+
+
+def test_a_folder_with_nothing_known_is_refused(tmp_path: Path) -> None:
+    assert splits_in(tmp_path) == {}
+    with pytest.raises(DataError, match=r"data\.format"):
+        ids(str(tmp_path))
+
+
+def test_parts_share_nothing_and_leave_nothing_out(tmp_path: Path) -> None:
+    file = jsonl(tmp_path, *[FINE] * 200)
+    first, second = ids(f"{file}[:80%]"), ids(f"{file}[80%:]")
+    assert sorted(map(int, first + second)) == list(range(200))
+    assert 20 <= len(second) <= 60
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    assert sorted(ids(f"{file}[80%:]")) == sorted(second)  # the order does not matter
+    assert part_of("a[1].json")[0] == "a[1].json"
+    for wrong in ("[90%:10%]", "[100%:]", "[:0%]", "[:200%]"):
+        with pytest.raises(DataError, match="part"):
+            part_of(f"a{wrong}")
