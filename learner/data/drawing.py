@@ -1,0 +1,25 @@
+"""Labels drawn on photographs: outlines with names, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PIL import Image, ImageDraw
+
+from learner.records import GeometryKind
+from learner.tasks.detection.bins import to_pixels
+
+
+def draw_object(
+    picture: Image.Image, name: str, kind: GeometryKind, bins: Sequence[int], color: tuple[int, int, int]
+) -> None:
+    """A box, or a polygon's outline, with its name."""
+    canvas, pixels = ImageDraw.Draw(picture), to_pixels(bins, *picture.size)
+    x, y = pixels[0::2], pixels[1::2]
+    points = list(zip(x, y, strict=True))
+    if kind == "bbox_2d":
+        (x1, y1), (x2, y2) = points
+        points = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
+    canvas.line([*points, points[0]], fill=color, width=2)
+    printable = name.encode("latin-1", "replace").decode("latin-1")  # what Pillow's own font has
+    canvas.text((min(x) + 2, min(y)), printable, fill=color)
