@@ -49,7 +49,7 @@ class Drawn:
 
 
 def drawn_of(groups: Sequence[Sequence[Assignment]], agreement: float = AGREEMENT) -> Drawn:
-    """Of each scene's answers: all groups have the same size, and there is at least one."""
+    """Counts of each scene's answers: all groups have the same size, and there is at least one."""
     size = len(groups[0])
     found = [findings([_objects(one) for one in group]) for group in groups]
     labels = [

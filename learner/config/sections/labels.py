@@ -1,0 +1,88 @@
+"""The section `labels`: what is done about objects that nobody labelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from learner.config.modes import Rule
+from shared.config.model import Mistake, Section, key
+
+if TYPE_CHECKING:
+    from learner.config.schema import RunConfig
+
+
+class CompleteConfig(Section):
+    """Labels with gaps are completed before they are learned. The model answers each training image several times.
+    Boxes that enough answers agree on, and that overlap no label, join the labels of that image. It works with every
+    trainer variant."""
+
+    rollouts: int = key("answers to each training image", 4, unit="rollouts", req="D20 R48", ge=2)
+    temperature: float = key("temperature at which they are drawn, from all tokens", 1.0, ge=0.1)
+    min_votes: Literal["auto"] | int = key(
+        "how many of the answers must have a box. `auto`: the number from which on the most labels are gained, right "
+        "ones minus wrong ones, as estimated from the labels that are there. Nothing is completed if the estimate is "
+        "poor; the run says why",
+        "auto",
+        req="R48",
+    )
+    overlap: float = key(
+        "boxes that overlap by at least this are about the same object", 0.3, unit="IoU", gt=0.0, le=1.0
+    )
+    refresh: Literal["once"] | int = key(
+        "`once`: before the first step. N: also every N optimizer steps, by the weights of that time; all completed "
+        "labels are made anew. Each time costs `rollouts` answers to every training image",
+        "once",
+        unit="optimizer steps",
+        req="R48",
+    )
+    weight_by_votes: bool = key(
+        "the loss weight of a completed label is the share of the answers that have it; false: 1", False
+    )
+    ignore_below: bool = key(
+        "boxes with too few votes become ignore regions: rewards and evaluations count no prediction there as wrong",
+        False,
+    )
+    write: str | None = key(
+        "a new file (COCO, JSONL) or folder (Pascal VOC, YOLO) for the completed annotations of `data.train`, in the "
+        "format that came in. It is written again at each completion. Nothing is overwritten but what the run wrote; "
+        "null: none",
+        None,
+        min_length=1,
+        req="R43 R48",
+    )
+
+
+class LabelsConfig(Section):
+    """Labels with gaps."""
+
+    complete: CompleteConfig | None = key(
+        "complete them by the model's own agreeing answers; null: no", None, req="R48"
+    )
+
+
+def completion_has_objects(config: RunConfig) -> Iterator[Mistake]:
+    """`labels.complete` goes with `task.type: detection` (R48)."""
+    if config.labels.complete is not None and config.task.type != "detection":
+        wanted, remedy = "task.type: detection, whose answers have boxes to compare", "set labels.complete: null"
+        yield Mistake(path="labels.complete", found=f"task.type: {config.task.type}", wanted=wanted, remedy=remedy)
+
+
+def completion_votes(config: RunConfig) -> Iterator[Mistake]:
+    """`labels.complete.min_votes` is `auto`, or from 1 to `rollouts`; `refresh` is `once`, or 1 and more (R48)."""
+    complete = config.labels.complete
+    if complete is None:
+        return
+    votes, every = complete.min_votes, complete.refresh
+    if votes != "auto" and not 1 <= votes <= complete.rollouts:
+        path, wanted = "labels.complete.min_votes", f"auto, or 1 to rollouts ({complete.rollouts})"
+        yield Mistake(path=path, found=str(votes), wanted=wanted, remedy="correct it, or raise rollouts")
+    if every != "once" and every < 1:
+        path, wanted = "labels.complete.refresh", "once, or a number of optimizer steps from 1 on"
+        yield Mistake(path=path, found=str(every), wanted=wanted, remedy="set it to once")
+
+
+RULES: tuple[Rule, ...] = (
+    completion_has_objects,
+    completion_votes,
+)

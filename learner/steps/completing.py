@@ -1,0 +1,278 @@
+"""Completes the labels of a run's training samples by the model's own agreeing answers (`labels.complete`, R48, D20).
+
+In: the training samples, and a backend that has the weights of this step. Out: the same list, with more labels in it.
+What the samples became is a file in the run directory, `labels/step_N.json`, one per completion. With `write`, the
+annotations are written with them, too, in the format that they came in.
+
+Invariants: every rank has the same labels. Labels that were annotated stay. A completion starts from them, not from
+the last completion. It happens once per due step, whatever is resumed: a run that goes on from step n has the labels
+that it had then, and files of later steps are gone. No sample grows longer than a packed row.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from learner.config.sections.labels import CompleteConfig
+from learner.policy.parallel import Ranks
+from learner.records import DetectionObject, Sample, Votes
+from learner.rollout.backend import MicroStep, RolloutBackend
+from learner.run.additions import RunAnnotations
+from learner.run.files import write_atomically
+from learner.tasks.detection.completion import (
+    Candidate,
+    Estimate,
+    candidates,
+    completed,
+    estimate,
+    tally,
+    without_completed,
+)
+from learner.tasks.detection.task import DetectionTask
+from shared.errors import CheckpointError
+
+log = logging.getLogger("learner.labels")
+
+FOLDER = "labels"
+_AT_ONCE = 64  # samples of a rank whose prompts are in memory together
+_MICRO_STEP = -2  # of its requests, so that no rollout that is learned shares their seeds
+_TELL_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What one completion did."""
+
+    global_step: int
+    ver: int  # of the weights that answered
+    rollouts: int
+    min_votes: int | None  # None: nothing was completed
+    why: str  # nothing was completed
+    added: int  # labels
+    labels: int  # that were annotated
+    samples: int  # with at least one more label
+    left_out: int  # labels that would have made a sample longer than a packed row
+    estimate: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("ver", "rollouts", "min_votes", "why", "added", "labels", "samples", "left_out")
+        return {name: getattr(self, name) for name in names} | {"estimate": self.estimate.to_json()}
+
+    def __str__(self) -> str:
+        """A line for the console."""
+        if self.min_votes is None:
+            return f"labels: nothing completed: {self.why}"
+        missing = self.estimate.missing
+        gaps = "" if missing is None else f"; estimate: at most {missing:.0%} of the objects had no label"
+        return (
+            f"labels: {self.added} added to {self.labels}, which at least {self.min_votes} of {self.rollouts} answers "
+            f"have{gaps}"
+        )
+
+
+class LabelCompletion:
+    """`samples` are changed in place. `too_long` says of a sample whether it does not fit a packed row."""
+
+    def __init__(
+        self,
+        samples: MutableSequence[Sample],
+        *,
+        settings: CompleteConfig,
+        backend: RolloutBackend,
+        task: DetectionTask,
+        ranks: Ranks,
+        run_dir: Path,
+        too_long: Callable[[Sample], str | None] = lambda _: None,
+        tell: Callable[[str], None] = lambda _: None,
+        annotations: RunAnnotations | None = None,
+    ) -> None:
+        self._samples, self._settings, self._backend, self._task = samples, settings, backend, task
+        self._ranks, self._folder, self._too_long, self._tell = ranks, run_dir / FOLDER, too_long, tell
+        self._annotations = annotations
+        self._names = {obj.desc for sample in samples for obj in sample.objects}
+        self._done_at: int | None = None
+
+    def is_due(self, global_step: int) -> bool:
+        """Whether labels are completed before this step. Equal on all ranks."""
+        if self._done_at is None:
+            return True
+        every = self._settings.refresh
+        return every != "once" and global_step // every > self._done_at // every
+
+    def complete(self, global_step: int, ver: int) -> Completion:
+        """Complete all samples by the weights that the backend has. Collective."""
+        settings = self._settings
+        annotated = [without_completed(sample) for sample in self._samples]
+        found = self._candidates(annotated, global_step)
+        counts = sum(
+            (tally(own, settings.rollouts) for own in found), start=np.zeros((settings.rollouts + 1, 3), dtype=np.int64)
+        )
+        known = estimate(counts, sum(len(sample.objects) for sample in annotated))
+        min_votes, why = known.min_votes, known.why
+        if settings.min_votes != "auto":
+            min_votes, why = settings.min_votes, ""
+        left_out = 0
+        if min_votes is not None:
+            for i, (sample, own) in enumerate(zip(annotated, found, strict=True)):
+                self._samples[i], number = self._completed(sample, own, min_votes)
+                left_out += number
+        else:
+            self._samples[:] = annotated
+        self._done_at = global_step
+        grown = [len(new.objects) - len(old.objects) for new, old in zip(self._samples, annotated, strict=True)]
+        completion = Completion(
+            global_step=global_step,
+            ver=ver,
+            rollouts=settings.rollouts,
+            min_votes=min_votes,
+            why=why,
+            added=sum(grown),
+            labels=sum(len(sample.objects) for sample in annotated),
+            samples=sum(number > 0 for number in grown),
+            left_out=left_out,
+            estimate=known,
+        )
+        self._ranks.all_succeed(lambda: self._write(completion))
+        self._ranks.all_succeed(self._write_annotations)
+        return completion
+
+    def restore(self, global_step: int, beside: Path) -> None:
+        """Have the labels again that the run had before `global_step`. `beside`: the checkpoint's run directory.
+        Collective. Raises CheckpointError."""
+        (stored,) = self._ranks.broadcast_object((self._newest(global_step, beside) if self._ranks.is_main else None,))
+        if stored is None:
+            return  # completed labels are new in this run
+        added: Mapping[str, Any] = stored["samples"]
+        for i, sample in enumerate(self._samples):
+            one = added.get(sample.sample_id, {})
+            extra = {kind: tuple(map(_read, one.get(kind, ()))) for kind in ("objects", "ignored")}
+            objects = sorted([*sample.objects, *extra["objects"]], key=self._task.canonical_key)
+            ignored = (*sample.ignored, *extra["ignored"])
+            self._samples[i] = replace(sample, objects=tuple(objects), ignored=ignored)
+        self._done_at = int(stored["global_step"])
+        self._ranks.all_succeed(self._write_annotations)
+
+    # ---- parts -----------------------------------------------------------------------------------------------------
+
+    def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[list[Candidate]]:
+        """The candidates of all samples, in order. Each rank asks for its share, the ranks in step with each other."""
+        found: list[list[Candidate]] = []
+        size = _AT_ONCE * self._ranks.world_size
+        began = told = time.monotonic()
+        for start in range(0, len(annotated), size):
+            part = annotated[start : start + size]
+            share = -(-len(part) // self._ranks.world_size)
+            first = self._ranks.rank * share
+            own = self._of(part[first : first + share], start + first, global_step)
+            found += [one for others in self._ranks.all_gather_object(own) for one in others]
+            if time.monotonic() - told > _TELL_EVERY_S and len(found) < len(annotated):
+                told = time.monotonic()
+                self._tell(f"labels: answers to {len(found)} of {len(annotated)} samples, {told - began:.0f} s")
+        return found
+
+    def _of(self, samples: Sequence[Sample], first: int, global_step: int) -> list[list[Candidate]]:
+        number = self._settings.rollouts
+        line = [sample for sample in samples for _ in range(number)]
+        window = [MicroStep(samples=line, micro_step_idx=_MICRO_STEP, first_req_idx=first * number)]
+        (rollouts,) = self._backend.generate_window(
+            window, global_step=global_step, temperature=self._settings.temperature
+        )
+        answers = [[one.object for one in self._task.parse(rollout).objects] for rollout in rollouts]
+        return [
+            [
+                one
+                for one in candidates(sample, answers[i * number : (i + 1) * number], overlap=self._settings.overlap)
+                if one.relation != "free" or (one.object.desc in self._names and self._task.can_be_taught(one.object))
+            ]
+            for i, sample in enumerate(samples)
+        ]
+
+    def _completed(self, sample: Sample, found: Sequence[Candidate], min_votes: int) -> tuple[Sample, int]:
+        """The sample with its new labels, and how many of these there was no room for: those with the fewest votes."""
+        settings, left_out = self._settings, 0
+        full = completed(sample, found, min_votes, overlap=settings.overlap, ignore_below=settings.ignore_below)
+        while len(full.objects) > len(sample.objects) and self._too_long(full) is not None:
+            fewest = min((obj for obj in full.objects if obj.votes is not None), key=lambda obj: obj.votes)
+            full = replace(full, objects=tuple(obj for obj in full.objects if obj is not fewest))
+            left_out += 1
+        if settings.weight_by_votes:
+            full = replace(full, objects=tuple(map(_weighted, full.objects)))
+        return full, left_out
+
+    def _path(self, global_step: int) -> Path:
+        return self._folder / f"step_{global_step:06d}.json"
+
+    def _write(self, completion: Completion) -> None:
+        """Rank 0 writes what all ranks have."""
+        if not self._ranks.is_main:
+            return
+        samples = {sample.sample_id: added for sample in self._samples if (added := _added(sample))}
+        content = {"global_step": completion.global_step, **completion.to_json(), "samples": samples}
+        write_atomically(self._path(completion.global_step), json.dumps(content) + "\n")
+
+    def _write_annotations(self) -> None:
+        if self._annotations is not None and self._ranks.is_main:
+            self._annotations.write(self._samples)
+
+    def _newest(self, global_step: int, beside: Path) -> dict[str, Any] | None:
+        """The completion that the run had before this step. Files of later steps are removed from this run's folder."""
+        by_step = dict(_files(beside / FOLDER)) | dict(_files(self._folder))
+        for step, path in by_step.items():
+            if step > global_step and path.parent == self._folder:
+                path.unlink()
+        steps = [step for step in by_step if step <= global_step]
+        if not steps:
+            return None
+        path = by_step[max(steps)]
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+            wanted = content["samples"].keys() - {sample.sample_id for sample in self._samples}
+            if wanted:
+                raise ValueError(f"samples that the training data lacks: {', '.join(sorted(wanted)[:3])}")
+            for one in content["samples"].values():
+                for kind in one:
+                    list(map(_read, one[kind]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                "the run's completed labels can't be read",
+                found=f"{path}: {type(error).__name__}: {error}",
+                wanted="the file that the run wrote, and the data that it had",
+                remedy=f"remove {path} to complete the labels anew by the checkpoint's weights",
+            ) from error
+        if path.parent != self._folder:
+            write_atomically(self._path(max(steps)), json.dumps(content) + "\n")
+        return content
+
+
+def _files(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in sorted(folder.glob("step_*.json")):
+        step = path.stem.removeprefix("step_")
+        if step.isdigit():
+            yield int(step), path
+
+
+def _weighted(obj: DetectionObject) -> DetectionObject:
+    return obj if obj.votes is None else obj._replace(votes=obj.votes._replace(weight=obj.votes.share))
+
+
+def _added(sample: Sample) -> dict[str, list[list[Any]]]:
+    """What a sample has besides its annotations, as JSON."""
+    parts = {"objects": sample.objects, "ignored": sample.ignored}
+    return {
+        kind: [[obj.desc, obj.kind, list(obj.bins), list(obj.votes)] for obj in objects if obj.votes is not None]
+        for kind, objects in parts.items()
+        if any(obj.votes is not None for obj in objects)
+    }
+
+
+def _read(entry: Sequence[Any]) -> DetectionObject:
+    desc, kind, bins, (found, answers, weight) = entry
+    return DetectionObject(str(desc), kind, tuple(map(int, bins)), Votes(int(found), int(answers), float(weight)))

@@ -1,0 +1,243 @@
+"""Fitting scores: candidates of validation images in, a `Calibration` out, and how good scores are.
+
+A candidate is right if, among the image's candidates in the order of their scores, it is the first to have IoU of at
+least 0.5 with an object of its name: what COCO counts. A candidate that lies in an ignore region and hits nothing is
+left out. The regression is scipy's L-BFGS on the penalised log loss; the penalty is that of `PENALTIES` with the best
+log loss on images that were not fitted (5 parts). Scores of such images also give the threshold and what is measured.
+
+`auc` is the probability that a right box has a higher score than a wrong one, `ece` the expected calibration error:
+the mean distance between score and share of right boxes over ten bins of equal width, weighted by their boxes
+(Guo et al. 2017). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from scipy.stats import rankdata
+
+from learner.records import DetectionObject, Sample
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.metrics import ignored_shares
+from learner.tasks.detection.scores import FEATURES, Calibration, Candidate, design, raw_scores
+from shared.errors import DataError
+
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # of the squared weights
+FOLDS = 5
+BINS = 10
+NUM_KNOTS = 5  # of each feature
+FEWEST_IMAGES, FEWEST_BOXES = 5, 30
+RIGHT_IOU = 0.5
+Floats = NDArray[np.float64]
+
+
+class Bin(NamedTuple):
+    """A bin of a reliability diagram."""
+
+    low: float
+    high: float
+    score: float  # mean
+    right: float  # share of right boxes
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """All candidates of several images in a line."""
+
+    features: Floats  # [N, len(FEATURES)]
+    names: list[str]
+    images: NDArray[np.int64]  # [N] the image of each
+    right: Floats  # [N] 1 or 0
+    num_truth: int
+
+
+def boxes_of(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], calibration: Calibration | None) -> Boxes:
+    """`found[i]` are the candidates of `samples[i]`. `calibration` gives the order in which they are compared with the
+    truth."""
+    features, names, images, right = [np.zeros((0, len(FEATURES)))], [], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    for place, (candidates, sample) in enumerate(zip(found, samples, strict=True)):
+        if not candidates:
+            continue
+        own = np.stack([one.features for one in candidates])
+        objects = [one.object for one in candidates]
+        scores = calibration.scores(own, [o.desc for o in objects]) if calibration else raw_scores(own)
+        hits, ignored = right_boxes(objects, scores, sample)
+        kept = np.flatnonzero(~ignored)
+        features.append(own[kept])
+        names += [objects[i].desc for i in kept]
+        images.append(np.full(len(kept), place))
+        right.append(hits[kept].astype(np.float64))
+    return Boxes(
+        features=np.concatenate(features),
+        names=names,
+        images=np.concatenate(images),
+        right=np.concatenate(right),
+        num_truth=sum(len(sample.objects) for sample in samples),
+    )
+
+
+def right_boxes(
+    objects: Sequence[DetectionObject], scores: Floats, sample: Sample, threshold: float = RIGHT_IOU
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """[N] which are right, and which do not count because they lie in an ignore region and hit nothing."""
+    right = np.zeros(len(objects), dtype=bool)
+    if not objects:
+        return right, right.copy()
+    truth = sample.objects
+    if truth:
+        same = np.array([[a.desc == b.desc for b in truth] for a in objects])
+        iou = np.where(same, iou_matrix(objects, truth), 0.0)
+        free = np.ones(len(truth), dtype=bool)
+        for i in np.argsort(-scores, kind="stable"):
+            best = int(np.where(free, iou[i], -1.0).argmax())
+            if free[best] and iou[i, best] >= threshold:
+                right[i], free[best] = True, False
+    inside = ignored_shares(objects, sample.ignored)[0] >= threshold
+    return right, inside & ~right
+
+
+def fit_calibration(
+    found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
+) -> tuple[Calibration, Floats, Boxes]:
+    """The calibration, and for what is measured the boxes with a score each [N], by a fit without their image.
+
+    Raises DataError if there is too little to learn from.
+    """
+    boxes = boxes_of(found, samples, None)
+    _require_enough(boxes, samples)
+    first = _fit(boxes, samples, num_drawn=num_drawn)
+    boxes = boxes_of(found, samples, first)  # the order is better now
+    calibration = _fit(boxes, samples, num_drawn=num_drawn)
+    scores = _held_out(boxes, calibration, _best_penalty(boxes, calibration))
+    measured = {"auc": auc(boxes.right, scores), "ece": ece(boxes.right, scores)}
+    threshold = best_threshold(boxes.right, scores, boxes.num_truth)
+    return calibration.model_copy(update={"threshold": threshold, "measured": measured}), scores, boxes
+
+
+def _require_enough(boxes: Boxes, samples: Sequence[Sample]) -> None:
+    number, right = len(boxes.right), int(boxes.right.sum())
+    if len(samples) < FEWEST_IMAGES or number < FEWEST_BOXES or right in (0, number):
+        raise DataError(
+            "too little to calibrate scores with",
+            found=f"{len(samples)} images with {number} boxes, {right} of them right",
+            wanted=f"at least {FEWEST_IMAGES} images and {FEWEST_BOXES} boxes, some right and some wrong",
+            remedy="name a larger validation set, or a model that finds more",
+        )
+
+
+def _fit(boxes: Boxes, samples: Sequence[Sample], *, num_drawn: int) -> Calibration:
+    empty = Calibration(
+        samples=num_drawn,
+        names=sorted({name for name in boxes.names if boxes.names.count(name) >= FEWEST_BOXES}),
+        knots=_knots(boxes.features),
+        weights=[],
+        threshold=0.0,
+        num_images=len(samples),
+        num_boxes=len(boxes.right),
+    )
+    weights = _regress(_design(boxes, empty), boxes.right, _best_penalty(boxes, empty))
+    return empty.model_copy(update={"weights": [round(float(w), 6) for w in weights]})
+
+
+def _design(boxes: Boxes, calibration: Calibration) -> Floats:
+    return design(boxes.features, boxes.names, knots=calibration.knots, classes=calibration.names)
+
+
+def _knots(features: Floats) -> dict[str, list[float]]:
+    """Quantiles of each feature that is not constant."""
+    found = {}
+    for i, name in enumerate(FEATURES):
+        ends = np.unique(np.quantile(features[:, i], np.linspace(0.01, 0.99, NUM_KNOTS)).round(6))
+        if len(ends) > 1:
+            found[name] = ends.tolist()
+    return found
+
+
+def _best_penalty(boxes: Boxes, calibration: Calibration) -> float:
+    losses = {p: log_loss(boxes.right, _held_out(boxes, calibration, p)) for p in PENALTIES}
+    return min(losses, key=lambda penalty: losses[penalty])
+
+
+def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
+    """[N] scores, each by a fit without the images of its part."""
+    columns, scores = _design(boxes, calibration), np.zeros(len(boxes.right))
+    parts = boxes.images % FOLDS
+    for part in range(FOLDS):
+        out = parts == part
+        if out.any():
+            scores[out] = _probability(columns[out], _regress(columns[~out], boxes.right[~out], penalty))
+    return scores
+
+
+def _regress(columns: Floats, right: Floats, penalty: float) -> Floats:
+    """[D] weights; the constant is not penalised."""
+    shrunk = np.full(columns.shape[1], penalty)
+    shrunk[0] = 0.0
+    sign = 2 * right - 1
+
+    def loss(weights: Floats) -> tuple[float, Floats]:
+        margin = sign * (columns @ weights)
+        value = np.logaddexp(0, -margin).sum() + 0.5 * (shrunk * weights**2).sum()
+        return float(value), -columns.T @ (sign * _sigmoid(-margin)) + shrunk * weights
+
+    result: Floats = minimize(loss, np.zeros(columns.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": 500}).x
+    return result
+
+
+def _probability(columns: Floats, weights: Floats) -> Floats:
+    return _sigmoid(columns @ weights)
+
+
+def _sigmoid(values: Floats) -> Floats:
+    return 1 / (1 + np.exp(-np.clip(values, -30, 30)))
+
+
+# ---- how good scores are -------------------------------------------------------------------------------------------
+
+
+def log_loss(right: Floats, scores: Floats) -> float:
+    inside = np.clip(scores, 1e-6, 1 - 1e-6)
+    return float(-np.mean(right * np.log(inside) + (1 - right) * np.log(1 - inside)))
+
+
+def auc(right: Floats, scores: Floats) -> float:
+    """0.5 if all are right, or all wrong."""
+    num_right, number = right.sum(), len(right)
+    if not 0 < num_right < number:
+        return 0.5
+    ranks = rankdata(scores)[right == 1].sum()
+    return float((ranks - num_right * (num_right + 1) / 2) / (num_right * (number - num_right)))
+
+
+def reliability(right: Floats, scores: Floats, num_bins: int = BINS) -> list[Bin]:
+    """Bins of equal width that have boxes."""
+    place = np.minimum((scores * num_bins).astype(int), num_bins - 1)
+    return [
+        Bin(i / num_bins, (i + 1) / num_bins, float(scores[own].mean()), float(right[own].mean()), int(own.sum()))
+        for i in range(num_bins)
+        if (own := place == i).any()
+    ]
+
+
+def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
+    found = reliability(right, scores, num_bins)
+    return sum(abs(one.score - one.right) * one.number for one in found) / max(1, len(right))
+
+
+def best_threshold(right: Floats, scores: Floats, num_truth: int) -> float:
+    """The score from which on F1 is largest: halfway to the next lower score."""
+    if not len(right):
+        return 0.0
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    f1 = 2 * right[order].cumsum() / (np.arange(1, len(right) + 1) + num_truth)
+    last = np.append(ranked[:-1] > ranked[1:], True)  # equal scores go together
+    best = int(np.where(last, f1, -1.0).argmax())
+    below = ranked[best + 1] if best + 1 < len(ranked) else 0.0
+    return float(ranked[best] + below) / 2
