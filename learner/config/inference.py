@@ -1,0 +1,88 @@
+"""`inference.json`: what a model folder must say so that `predict` and `evaluate` ask it as training did.
+
+Written with every checkpoint and export, read by `learner.detector`. It holds the task, the prompt, the classes, the
+limits of images and the decoding. A folder without it is an older checkpoint: then the run's `config.yaml` says the
+same, and `settings_of` makes it from there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from learner.config.schema import RunConfig
+from learner.config.sections.task import TaskConfig
+from learner.records import Sample
+from shared.errors import ConfigError
+
+INFERENCE_NAME = "inference.json"
+CALIBRATION_NAME = "calibration.json"  # beside it: what makes scores (`learner.tasks.detection.scores`)
+IMAGE = "<image>"
+
+
+class InferenceSettings(BaseModel):
+    """`messages` are the prompt's turns with one `<image>`; `classes` are the names in the training labels."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    task: TaskConfig
+    messages: list[dict[str, Any]]
+    classes: list[str] = Field(default_factory=list)
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_new_tokens: int = Field(default=512, ge=1)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
+
+def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
+    """What the run says. `samples`: of its training data. The prompt is the one that most of them have."""
+    prompts: Counter[tuple[tuple[str, Any], ...]] = Counter()
+    classes: dict[str, None] = {}
+    turns: dict[tuple[tuple[str, Any], ...], Sequence[Mapping[str, Any]]] = {}
+    for sample in samples:
+        key = tuple((str(turn["role"]), str(turn["content"])) for turn in sample.messages)
+        prompts[key] += 1
+        turns.setdefault(key, sample.messages)
+        classes.update(dict.fromkeys(str(obj.desc) for obj in sample.objects if hasattr(obj, "desc")))
+    messages = turns[prompts.most_common(1)[0][0]] if prompts else prompt_messages(config.data.prompt)
+    decoding = config.rollout_matching.decoding
+    return InferenceSettings(
+        task=config.task,
+        messages=[dict(turn) for turn in messages],
+        classes=sorted(classes),
+        min_pixels=config.model.min_pixels,
+        max_pixels=config.model.max_pixels,
+        max_new_tokens=decoding.max_new_tokens,
+        repetition_penalty=decoding.repetition_penalty,
+    )
+
+
+def prompt_messages(prompt: str | None) -> list[dict[str, Any]]:
+    """The user's turn, with the image before the text if the text does not place it."""
+    text = prompt if prompt is not None else "Detect every object."
+    return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]
+
+
+def read_settings(folder: Path) -> InferenceSettings | None:
+    """None if the folder has none. Raises ConfigError if they cannot be read."""
+    file = folder / INFERENCE_NAME
+    if not file.is_file():
+        return None
+    try:
+        return InferenceSettings.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"{file}: it does not say how to ask the model",
+            found=f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['input']!r:.100}",
+            wanted=first["msg"],
+            remedy="correct it, or name the run's configuration: --config run.yaml",
+        ) from error

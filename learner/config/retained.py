@@ -1,0 +1,34 @@
+"""`data.retain`: each entry as a configuration of its own, whose `data.train` are the annotations to score.
+
+So everything that reads or checks a run's annotations does it for these too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from learner.config.schema import RunConfig
+from learner.config.sections.data import RetainConfig
+
+
+def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
+    """By name, in order. The reader of the run's own format does not apply to them."""
+    return {one.name: _config_of(config, one) for one in config.data.retain}
+
+
+def _config_of(config: RunConfig, one: RetainConfig) -> RunConfig:
+    own: dict[str, Any] = {
+        "train": one.val,
+        "val": None,
+        "test": None,
+        "format": one.format,
+        "reader": None,
+        "image_root": one.image_root,
+        "annotation_root": None,
+        "prompt": one.prompt,
+        "max_samples": one.samples,
+        "augment": None,
+        "retain": [],
+    }
+    task = one.task if one.task is not None else config.task
+    return config.model_copy(update={"data": config.data.model_copy(update=own), "task": task})

@@ -1,0 +1,125 @@
+"""Predicted objects in pixels, and the tiles of large photographs.
+
+A `Prediction` is all that was found in one image. Tiles overlap, so an object that one tile cuts is whole in the next,
+if it is smaller than the overlap. `merge` keeps the best of each: a box goes if a better one of its class overlaps it,
+or if a tile's edge cut it and a better one covers it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.records import DetectionObject
+from learner.tasks.detection.bins import bounding_box
+from learner.tasks.detection.grammar import NUM_BINS
+
+SAME_IOU, COVERED = 0.5, 0.7
+OVERLAP = 0.25  # of a tile's side
+_EDGE = 2.0  # pixels from a tile's edge at which a box counts as cut
+
+
+class ScoredBox(NamedTuple):
+    """`box` is x1, y1, x2, y2 in pixels. `outline` is x1, y1, x2, y2, ... of a polygon, or (). `votes` are the drawn
+    answers that have the object; None: none were drawn."""
+
+    name: str
+    score: float
+    box: tuple[float, float, float, float]
+    outline: tuple[float, ...] = ()
+    votes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What was found in one image, best first. `truncated`: an answer reached the token limit before its end."""
+
+    id: int | str
+    name: str
+    source: str
+    width: int
+    height: int
+    boxes: tuple[ScoredBox, ...]
+    truncated: bool = False
+
+
+class Tile(NamedTuple):
+    """A part of an image, in its pixels."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
+def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, float, float], tuple[float, ...]]:
+    """Box and outline (`()` for a box) of an object that was found in the tile, in the whole image's pixels."""
+    sizes = ((tile.right - tile.left) / (NUM_BINS - 1), (tile.bottom - tile.top) / (NUM_BINS - 1))
+    offsets = (tile.left, tile.top)
+
+    def pixels(bins: Sequence[int]) -> tuple[float, ...]:
+        return tuple(round(value * sizes[i % 2] + offsets[i % 2], 2) for i, value in enumerate(bins))
+
+    x1, y1, x2, y2 = pixels(bounding_box(obj))
+    return (x1, y1, x2, y2), pixels(obj.bins) if obj.kind == "poly" else ()
+
+
+def tiles_of(width: int, height: int, side: int | None) -> list[Tile]:
+    """The whole image, and if it is larger than a tile, its tiles row by row: as few as cover it with the overlap."""
+    whole = Tile(0, 0, width, height)
+    if side is None or (width <= side and height <= side):
+        return [whole]
+    return [
+        whole,
+        *(
+            Tile(left, top, min(left + side, width), min(top + side, height))
+            for top in _starts(height, side)
+            for left in _starts(width, side)
+        ),
+    ]
+
+
+def _starts(length: int, side: int) -> list[int]:
+    if length <= side:
+        return [0]
+    number = 1 + -(-(length - side) // max(1, round(side * (1 - OVERLAP))))
+    return [round(i * (length - side) / (number - 1)) for i in range(number)]
+
+
+def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:
+    """The boxes of all tiles, each object once, best first."""
+    found = [(box, _is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
+    found.sort(key=lambda entry: (entry[1], -entry[0].score))  # whole ones first
+    kept: list[ScoredBox] = []
+    for box, cut in found:
+        same = [other.box for other in kept if other.name == box.name]
+        if not same or not _repeats(box.box, np.array(same), cut=cut):
+            kept.append(box)
+    return sorted(kept, key=lambda box: -box.score)
+
+
+def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) -> bool:
+    """Whether one of `others` [N, 4] is the same object."""
+    x1, y1, x2, y2 = box
+    width = np.minimum(x2, others[:, 2]) - np.maximum(x1, others[:, 0])
+    height = np.minimum(y2, others[:, 3]) - np.maximum(y1, others[:, 1])
+    shared = np.clip(width, 0, None) * np.clip(height, 0, None)
+    area = (x2 - x1) * (y2 - y1)
+    areas = (others[:, 2] - others[:, 0]) * (others[:, 3] - others[:, 1])
+    same = shared >= SAME_IOU * (area + areas - shared)
+    return bool((same | (cut & (shared >= COVERED * area))).any())
+
+
+def _is_cut(box: ScoredBox, tile: Tile, width: int, height: int) -> bool:
+    """Whether it touches an edge of its tile that is inside the image."""
+    x1, y1, x2, y2 = box.box
+    return (
+        (tile.left > 0 and x1 <= tile.left + _EDGE)
+        or (tile.top > 0 and y1 <= tile.top + _EDGE)
+        or (tile.right < width and x2 >= tile.right - _EDGE)
+        or (tile.bottom < height and y2 >= tile.bottom - _EDGE)
+    )

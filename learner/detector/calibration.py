@@ -1,0 +1,101 @@
+"""`rollout-learner calibrate`: answers to annotated validation images in, `calibration.json` beside the model out.
+
+The images are answered once, greedily and by as many drawn answers as the largest number asked for. Each smaller number
+is fitted on the first of them. The images must be ones that the model was not trained on: answers to training images
+look too good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from learner.config.inference import CALIBRATION_NAME
+from learner.config.sections.data import DataConfig
+from learner.data.splits import load_split
+from learner.detector.answers import Answers, Asked
+from learner.detector.command import quiet, reading
+from learner.detector.model import ModelFiles, find_model, require_boxes
+from learner.records import ParsedRollout, Sample
+from learner.run.files import write_atomically
+from learner.tasks.detection.calibrate import fit_calibration
+from learner.tasks.detection.scores import Calibration, CalibrationFile, Candidate, candidates
+from learner.tasks.detection.task import DetectionTask
+from learner.tasks.tokens import pieces_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """`samples`: the numbers of drawn answers to calibrate for. `out` None: beside the model's weights."""
+
+    model: Path
+    annotations: str
+    asked: Asked
+    samples: Sequence[int] = (0, 4)
+    config: str | None = None
+    out: Path | None = None
+
+
+def calibrate(options: CalibrateOptions) -> int:
+    """Returns the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
+    quiet()
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    model = find_model(options.model, config=options.config)
+    require_boxes(model)
+    numbers = sorted(set(options.samples))
+    asked = replace(options.asked, samples=numbers[-1])
+    answers = Answers(model, asked)
+    task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
+    data, reader = reading(model, [options.annotations], named=options.config is not None)
+    data = data or DataConfig(train=options.annotations, on_bad_record="drop")
+    samples = load_split(data, options.annotations, task, geometry=task.config.geometry, reader=reader).samples
+    found: dict[int, list[list[Candidate]]] = {number: [] for number in numbers}
+    pieces = pieces_of(task.tokenizer)
+    for parsed in _answered(answers, asked_as(model, samples), task, console):
+        for number in numbers:
+            found[number].append(candidates(parsed[: 1 + number], pieces))
+    fitted = [fit_calibration(found[number], samples, num_drawn=number)[0] for number in numbers]
+    out = options.out or model.folder / CALIBRATION_NAME
+    write_atomically(out, CalibrationFile(calibrations=fitted).to_json())
+    console.print(_table(fitted))
+    print(out)
+    return 0
+
+
+def asked_as(model: ModelFiles, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with the model's own prompt."""
+    return [replace(sample, messages=tuple(model.settings.messages)) for sample in samples]
+
+
+def _answered(
+    answers: Answers, samples: Sequence[Sample], task: DetectionTask, console: Console
+) -> Iterator[list[ParsedRollout]]:
+    """The parsed answers to each sample, in order."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with answers, Progress(*columns, console=console) as bar:
+        line = bar.add_task("images", total=len(samples))
+        size = answers.images_at_once
+        for start in range(0, len(samples), size):
+            here = {place: [samples[place]] for place in range(start, min(start + size, len(samples)))}
+            for (rollouts,) in answers.of(here).values():
+                yield [task.parse(rollout) for rollout in rollouts]
+                bar.advance(line)
+
+
+def _table(fitted: Sequence[Calibration]) -> Table:
+    shown = Table("drawn answers", "boxes", "AUC", "calibration error", "best threshold", box=None)
+    for one in fitted:
+        measured = one.measured
+        shown.add_row(
+            str(one.samples),
+            str(one.num_boxes),
+            f"{measured['auc']:.3f}",
+            f"{measured['ece']:.3f}",
+            f"{one.threshold:.2f}",
+        )
+    return shown

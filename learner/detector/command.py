@@ -1,0 +1,195 @@
+"""`rollout-learner predict --model DIR INPUT... --out DIR`.
+
+Prints a line per unreadable image and a progress bar to stderr, and at the end where the results are. Exit code 1 if an
+image was skipped. A command that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from learner.config.sections.data import DataConfig
+from learner.detector.answers import Asked
+from learner.detector.boxes import Prediction
+from learner.detector.detector import Detector
+from learner.detector.inputs import InputImage, Inputs, find_inputs
+from learner.detector.model import ModelFiles, find_model
+from learner.detector.pictures import draw, picture_name, save_picture, write_page
+from learner.detector.results import Store, write_results
+from learner.extensions import reader_of
+from shared.images import ImageRules, Images
+
+LEAST_SCORE = 0.001  # of the COCO results without --conf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says. `conf` None: the pictures and the CSV show what the calibration finds best, the COCO
+    results have everything."""
+
+    model: Path
+    inputs: Sequence[str]
+    out: Path
+    asked: Asked
+    config: str | None = None
+    prompt: str | None = None
+    conf: float | None = None
+    classes: Sequence[str] = ()
+    tile: int | None = None
+    overwrite: bool = False
+
+
+def predict(options: Options) -> int:
+    """Returns the exit code. Raises ConfigError, DataError, ServerError, RolloutError, OutputError."""
+    quiet()
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    model = find_model(options.model, config=options.config, prompt=options.prompt)
+    inputs = find_inputs(options.inputs, *reading(model, options.inputs, named=options.config is not None))
+    for wrong in inputs.bad:
+        console.print(f"skipped: {wrong}")
+    line = dict(enumerate(inputs.images))
+    store = Store.open(options.out, _request(model, options, line), overwrite=options.overwrite)
+    try:
+        detector = Detector(
+            model, asked=options.asked, classes=options.classes, conf=options.conf or LEAST_SCORE, tile=options.tile
+        )
+        todo = {place: image for place, image in line.items() if place not in store.done}
+        work = _work(detector, todo, store, options, console)
+        skipped = [*inputs.bad, *work.skipped]
+    finally:
+        store.close()
+    page = _finish(detector, store, inputs, options, skipped)
+    console.print(_summary(store, work, skipped))
+    print(page)
+    return 1 if skipped else 0
+
+
+def quiet() -> None:
+    """Only what the command says is printed, not what libraries log."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+
+
+@dataclass(kw_only=True)
+class Work:
+    """What a command did itself. `skipped`: one line an image. `seconds`: without the start of the backend."""
+
+    num_images: int
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, options: Options, console: Console) -> Work:
+    """Every image that is left."""
+    work = Work(num_images=len(todo))
+    if not todo:
+        return work
+    if store.done:
+        console.print(f"going on: {len(store.done)} of {len(store.done) + len(todo)} images are done")
+    images, classes = Images(ImageRules()), detector.model.settings.classes
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with console.status("starting"):
+        detector.__enter__()
+    began = time.monotonic()
+    with detector, Progress(*columns, console=console) as bar:
+        task = bar.add_task("photographs", total=len(todo))
+        for place, found in detector.predictions(todo):
+            if isinstance(found, Prediction):
+                boxes = [box for box in found.boxes if box.score >= shown_from(detector, options)]
+                save_picture(options.out, picture_name(place, found), draw(images.load(found.source), boxes, classes))
+                store.add(place, found)
+            else:
+                work.skipped.append(str(found))
+                bar.console.print(f"skipped: {found}")
+            bar.advance(task)
+        work.seconds = time.monotonic() - began
+    return work
+
+
+def shown_from(detector: Detector, options: Options) -> float:
+    """The least score in pictures and CSV."""
+    if options.conf is not None:
+        return options.conf
+    return detector.calibration.threshold if detector.calibration is not None else 0.0
+
+
+def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, skipped: Sequence[str]) -> Path:
+    predictions, conf, known = store.predictions(), shown_from(detector, options), detector.calibration
+    write_results(options.out, predictions, _categories(detector, inputs), conf)
+    score_note = (
+        f"A score is the probability that the box is right, calibrated on {known.num_images} validation images."
+        if known is not None
+        else "The model has no calibration: a score is the probability of the box's tokens, not that it is right."
+    )
+    asked = options.asked
+    return write_page(
+        options.out,
+        store.done,
+        title=detector.model.folder.name if detector.model.folder.name != "checkpoint" else str(detector.model.folder),
+        facts=f"{_number(len(predictions), 'photograph')}, "
+        f"{_number(sum(len(one.boxes) for one in predictions), 'box', 'boxes')}"
+        + (f", {_number(asked.samples, 'drawn answer')} each" if asked.samples else "")
+        + (f", tiles of {options.tile} pixels" if options.tile else ""),
+        conf=conf,
+        score_note=score_note,
+        skipped=skipped,
+        classes=detector.model.settings.classes,
+    )
+
+
+def _categories(detector: Detector, inputs: Inputs) -> dict[str, int]:
+    """The annotation file's ids, else numbers from 1 in the order of the model's classes."""
+    return dict(inputs.categories) or {name: i for i, name in enumerate(detector.model.settings.classes, 1)}
+
+
+def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Any]:
+    """How annotation files are read: as the run reads them if its configuration is named, or if they are its own."""
+    run = model.run
+    if run is None:
+        return None, None
+    own = {path for path in (run.data.train, run.data.val, run.data.test) if path}
+    if not named and not own.issuperset(paths):
+        return None, None
+    return run.data, reader_of(run)
+
+
+def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, Any]:
+    """What must be the same for a command to go on."""
+    sources = hashlib.sha256("\n".join(image.source for image in line.values()).encode()).hexdigest()[:16]
+    asked = {key: value for key, value in asdict(options.asked).items() if key != "token"}
+    return {
+        "model": str(model.folder.resolve()),
+        "settings": model.settings.model_dump(mode="json"),
+        "images": f"{len(line)} images, {sources}",
+        "asked": asked,
+        "conf": options.conf,
+        "classes": list(options.classes),
+        "tile": options.tile,
+    }
+
+
+def _summary(store: Store, work: Work, skipped: Sequence[str]) -> str:
+    pace = f", {work.seconds / work.num_images:.2f} s each" if work.num_images else ""
+    cut = sum(one.truncated for one in store.done.values())
+    boxes = _number(sum(len(one.boxes) for one in store.done.values()), "box", "boxes")
+    return (
+        f"{_number(work.num_images, 'photograph')}{pace}; {boxes} in all"
+        + (f"; {len(skipped)} skipped" if skipped else "")
+        + (f"; {_number(cut, 'answer')} reached --max-new-tokens" if cut else "")
+    )
+
+
+def _number(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,207 @@
+"""Photographs in, scored boxes out: `Detector(path).predict(images)`.
+
+    from learner.detector import Detector
+
+    with Detector("runs/cells") as detector:
+        for prediction in detector.predict(["a.jpg", "b.jpg"]):
+            print(prediction.name, prediction.boxes)
+
+The model is asked as training asked it (`inference.json` beside its weights). Every box has a score: the probability
+that it is right, if the model has a calibration, else the probability of its tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import mimetypes
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from PIL import Image
+
+from learner.detector.answers import Answers, Asked
+from learner.detector.boxes import Prediction, ScoredBox, Tile, in_pixels, merge, tiles_of
+from learner.detector.inputs import InputImage
+from learner.detector.model import ModelFiles, find_model, require_boxes, require_classes
+from learner.records import Rollout, Sample
+from learner.tasks.detection.scores import Calibration, read_calibration, scored_objects
+from learner.tasks.detection.task import DetectionTask
+from learner.tasks.tokens import pieces_of
+from shared.errors import DataError, MediaError
+from shared.images import ImageRules, Images
+
+Photograph = str | Path | Image.Image
+MOST_BYTES = 64 << 20  # of images in one call of a server
+MOST_PATH = 4096  # characters
+
+
+class Parts(NamedTuple):
+    """An image's tiles, and a sample of each."""
+
+    tiles: list[Tile]
+    samples: list[Sample]
+
+
+class Detector:
+    """A model that answers images. Opens its backend at the first prediction; `close` it, or use it in a `with`."""
+
+    def __init__(
+        self,
+        path: str | Path | ModelFiles,
+        *,
+        asked: Asked | None = None,
+        classes: Sequence[str] = (),
+        conf: float = 0.0,
+        tile: int | None = None,
+        calibration: Calibration | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are fields of `Asked`, such as `samples=4` or `backend="hf"`. `conf`: boxes with a lower score are
+        left out. `classes`: only these; () for all. `tile`: side of the tiles of larger photographs, in pixels.
+
+        Raises ConfigError."""
+        self.model = path if isinstance(path, ModelFiles) else find_model(path)
+        require_boxes(self.model)
+        require_classes(self.model, classes)
+        self.asked = asked or Asked(**options)
+        self.classes, self.conf, self.tile = frozenset(classes), conf, tile
+        self.calibration = calibration or read_calibration(self.model.folder, samples=self.asked.samples)
+        self.answers = Answers(self.model, self.asked)
+        self.task = DetectionTask(self.model.settings.task, self.answers.encoder.tokenizer)
+        self._pieces = pieces_of(self.task.tokenizer)
+        self._images = Images(ImageRules())
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        if not self._is_open:
+            self.answers.__enter__()
+            self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._is_open:
+            self.answers.__exit__(None, None, None)
+            self._is_open = False
+
+    def predict(self, images: Photograph | Iterable[Photograph]) -> list[Prediction]:
+        """One prediction an image, in order. Raises MediaError if an image cannot be used."""
+        given = [images] if isinstance(images, str | Path | Image.Image) else list(images)
+        found: list[Prediction] = []
+        for _, one in self.predictions({place: _input(place + 1, image) for place, image in enumerate(given)}):
+            if not isinstance(one, Prediction):
+                raise one
+            found.append(one)
+        return found
+
+    def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
+        """One an image, some images at a time; instead of it, what is wrong with an image that cannot be used. `line`
+        has images by their places in the whole line, on which their drawn answers depend."""
+        self.__enter__()
+        waiting: dict[int, Parts | MediaError] = {}
+        for place, image in line.items():
+            waiting[place] = self._parts(image)
+            if self._is_enough(waiting.values()):
+                yield from self._answered(waiting, line)
+                waiting = {}
+        yield from self._answered(waiting, line)
+
+    def _is_enough(self, waiting: Collection[Parts | MediaError]) -> bool:
+        """Whether these keep the backend busy, or are as much as should be sent at once."""
+        samples = [sample for parts in waiting if isinstance(parts, Parts) for sample in parts.samples]
+        sent = sum(len(sample.images[0]) for sample in samples) * max(1, self.asked.samples)
+        return len(samples) >= self.answers.images_at_once or sent >= MOST_BYTES
+
+    def _answered(
+        self, waiting: Mapping[int, Parts | MediaError], line: Mapping[int, InputImage]
+    ) -> Iterator[tuple[int, Prediction | MediaError]]:
+        asked = {place: part.samples for place, part in waiting.items() if isinstance(part, Parts)}
+        answers = self.answers.of(asked) if asked else {}
+        for place, part in waiting.items():
+            if isinstance(part, Parts):
+                yield place, self._prediction(line[place], part.tiles, answers[place])
+            else:
+                yield place, part
+
+    def _parts(self, image: InputImage) -> Parts | MediaError:
+        try:
+            picture = self._images.load(image.source)
+            tiles = tiles_of(picture.width, picture.height, self.tile)
+            sources = [self._sent(image.source), *(_png(picture.crop(tile)) for tile in tiles[1:])]
+            samples = [self._sample(str(image.id), source, tile) for source, tile in zip(sources, tiles, strict=True)]
+            self.answers.encoder.num_tokens(samples[0])  # raises if the model cannot take its shape
+        except MediaError as error:
+            return error
+        except DataError as error:  # of the sample that the image became
+            return MediaError(
+                f"image {image.source[-300:]!r} can't be used",
+                found=error.found,
+                wanted=error.wanted,
+                remedy="crop the image, or make parts of it",
+            )
+        return Parts(tiles, samples)
+
+    def _sent(self, source: str) -> str:
+        """A server may be on another machine, or may not read this folder: it gets the file's bytes."""
+        path = Path(source.removeprefix("file://")) if len(source) < MOST_PATH else None
+        if self.asked.server is None or path is None or not path.is_file():
+            return source
+        return _data_url(path.read_bytes(), mimetypes.guess_type(path.name)[0] or "image/jpeg")
+
+    def _sample(self, name: str, source: str, tile: Tile) -> Sample:
+        return Sample(
+            sample_id=name,
+            messages=tuple(self.model.settings.messages),
+            images=(source,),
+            objects=(),
+            width=tile.right - tile.left,
+            height=tile.bottom - tile.top,
+        )
+
+    def _prediction(self, image: InputImage, tiles: Sequence[Tile], answers: Sequence[Sequence[Rollout]]) -> Prediction:
+        whole = tiles[0]
+        found = [(tile, self._boxes(tile, own)) for tile, own in zip(tiles, answers, strict=True)]
+        boxes = merge(found, whole.right, whole.bottom) if len(tiles) > 1 else found[0][1]
+        return Prediction(
+            id=image.id,
+            name=image.name,
+            source=image.source,
+            width=whole.right,
+            height=whole.bottom,
+            boxes=tuple(box for box in boxes if box.score >= self.conf),
+            truncated=any(own[0].finish_reason == "length" for own in answers),
+        )
+
+    def _boxes(self, tile: Tile, answers: Sequence[Rollout]) -> list[ScoredBox]:
+        """Best first."""
+        found = scored_objects([self.task.parse(answer) for answer in answers], self._pieces, self.calibration)
+        boxes = [
+            ScoredBox(one.object.desc, one.score, *in_pixels(one.object, tile), one.votes)
+            for one in found
+            if not self.classes or one.object.desc in self.classes
+        ]
+        return sorted(boxes, key=lambda box: -box.score)
+
+
+def _input(number: int, image: Photograph) -> InputImage:
+    if isinstance(image, Image.Image):
+        return InputImage(id=number, source=_png(image.convert("RGB")), name=f"image {number}")
+    return InputImage(id=number, source=str(image), name=Path(str(image)[-200:]).name)
+
+
+def _png(picture: Image.Image) -> str:
+    """An image as a string, without loss."""
+    file = io.BytesIO()
+    picture.save(file, format="PNG", compress_level=1)
+    return _data_url(file.getvalue(), "image/png")
+
+
+def _data_url(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,0 +1,176 @@
+"""Scored boxes of any detectors on any annotation file: how good each is, and by how much they differ.
+
+In: for each detector, boxes with scores by image (COCO results, or a model's own). Out: F1@0.5 and F1@mIoU at a
+threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and paired differences from the first.
+Boxes are compared in pixels, without rounding.
+
+The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Otherwise the images are
+split in five parts, and each part is scored at the threshold that is best on the others: so no image chooses its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
+from learner.tasks.detection.ap_interval import AP, AP50, ApDraws
+from learner.tasks.detection.calibrate import Bin, auc, best_threshold, ece, reliability, right_boxes
+from learner.tasks.detection.metrics import (
+    METRICS,
+    CountTable,
+    Interval,
+    bootstrap_difference,
+    bootstrap_interval,
+    coco_ap,
+    columns_of,
+    count_objects,
+)
+from learner.tasks.detection.parse import NO_COORDINATES
+
+FOLDS = 5
+SHOWN_AP = (AP, AP50)
+SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5")
+
+
+class Scored(NamedTuple):
+    """A box in the sample's scale of 999 by 999, unrounded."""
+
+    object: DetectionObject
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What one detector found: by sample id."""
+
+    name: str
+    boxes: Mapping[str, Sequence[Scored]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """`threshold` None: one for each part of the images."""
+
+    name: str
+    threshold: float | None
+    intervals: Mapping[str, Interval]
+    differences: Mapping[str, Interval]  # from the first detector; {} for the first
+    ap: Mapping[str, float]
+    auc: float
+    ece: float
+    bins: Sequence[Bin]
+    classes: Mapping[str, Mapping[str, float]]
+    num_boxes: int
+
+
+def evaluate_all(
+    found: Sequence[Found], samples: Sequence[Sample], validation: Mapping[str, float] | None = None
+) -> list[Result]:
+    """One result a detector, in order. `validation`: thresholds by name."""
+    tables: list[CountTable] = []
+    precisions: list[ApDraws] = []
+    results: list[Result] = []
+    for one in found:
+        threshold = (validation or {}).get(one.name)
+        line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
+        thresholds = np.full(len(samples), threshold) if threshold is not None else fold_thresholds(line, samples)
+        kept = [[b for b in boxes if b.score >= t] for boxes, t in zip(line, thresholds, strict=True)]
+        assignments = [assignment_of(boxes, sample) for boxes, sample in zip(kept, samples, strict=True)]
+        table = count_objects(assignments)
+        right, scores = judged(line, samples)
+        everything = [assignment_of(boxes, sample) for boxes, sample in zip(line, samples, strict=True)]
+        all_scores = [[box.score for box in boxes] for boxes in line]
+        precision = ApDraws.of(everything, all_scores)
+        intervals = {metric: bootstrap_interval(table, metric) for metric in SHOWN}
+        differences = {m: bootstrap_difference(tables[0], table, m) for m in SHOWN[:2]} if tables else {}
+        results.append(
+            Result(
+                name=one.name,
+                threshold=threshold,
+                intervals=intervals | {name: precision.interval(name) for name in SHOWN_AP},
+                differences=differences | {n: precision.minus(precisions[0], n) for n in SHOWN_AP if precisions},
+                ap=coco_ap(everything, all_scores),
+                auc=auc(right, scores),
+                ece=ece(right, scores),
+                bins=reliability(right, scores),
+                classes=by_class(kept, samples),
+                num_boxes=sum(map(len, line)),
+            )
+        )
+        tables.append(table)
+        precisions.append(precision)
+    return results
+
+
+def judged(
+    line: Sequence[Sequence[Scored]], samples: Sequence[Sample]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of all boxes [N] that count: whether they are right, and their scores."""
+    right, scores = [np.zeros(0)], [np.zeros(0)]
+    for boxes, sample in zip(line, samples, strict=True):
+        own = np.array([box.score for box in boxes])
+        hits, ignored = right_boxes([box.object for box in boxes], own, sample)
+        right.append(hits[~ignored].astype(np.float64))
+        scores.append(own[~ignored])
+    return np.concatenate(right), np.concatenate(scores)
+
+
+def threshold_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> float:
+    """The best for F1@0.5."""
+    right, scores = judged(line, samples)
+    return best_threshold(right, scores, sum(len(sample.objects) for sample in samples))
+
+
+def fold_thresholds(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> NDArray[np.float64]:
+    """[images] of each, the best on the other parts."""
+    parts = np.arange(len(samples)) % FOLDS
+    found = np.zeros(len(samples))
+    for part in set(parts.tolist()):
+        others = [i for i in range(len(samples)) if parts[i] != part] or list(range(len(samples)))
+        found[parts == part] = threshold_of([line[i] for i in others], [samples[i] for i in others])
+    return found
+
+
+def by_class(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """F1, precision and recall at IoU 0.5, and objects, of each class of the truth."""
+    shown: dict[str, dict[str, float]] = {}
+    for name in sorted({obj.desc for sample in samples for obj in sample.objects}):
+        own = [
+            assignment_of(
+                [box for box in boxes if box.object.desc == name],
+                _of_class(sample, name),
+            )
+            for boxes, sample in zip(line, samples, strict=True)
+        ]
+        totals = columns_of(count_objects(own).values.sum(axis=0))
+        shown[name] = {metric: float(METRICS[metric](totals)) for metric in ("f1@0.5", "precision@0.5", "recall@0.5")}
+        shown[name]["objects"] = float(totals["truth"])
+    return shown
+
+
+def _of_class(sample: Sample, name: str) -> Sample:
+    return replace(sample, objects=tuple(obj for obj in sample.objects if obj.desc == name))
+
+
+def assignment_of(boxes: Sequence[Scored], sample: Sample) -> Assignment:
+    """The boxes as if an answer had them, for the metrics of answers."""
+    rollout = Rollout(sample=sample, prompt_token_ids=(), response_token_ids=(), finish_reason="stop", ver=0, seed=None)
+    parsed = ParsedRollout(
+        rollout=rollout,
+        token_ids=np.empty(0, np.int64),
+        objects=tuple(PredictedObject(box.object, range(0)) for box in boxes),
+        slots=NO_COORDINATES.slots,
+        drops={},
+        prefix_length=0,
+        tail_opening="",
+        needs_separator=False,
+        next_index=1,
+        truncated=False,
+        usable=True,
+    )
+    return Assignment(parsed=parsed, pairs=(), missed=(), spurious=())

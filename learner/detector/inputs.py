@@ -1,0 +1,158 @@
+"""What `predict` is given: photographs, folders of them, patterns, annotation files. Out: a line of `InputImage`s.
+
+Order: as given, and inside a folder or a pattern by name. A photograph that is named twice is one image. Annotations
+keep their ids, so that results can be compared with them; other photographs are numbered from 1.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from learner.config.sections.data import BadRecordConfig, DataConfig
+from learner.data.formats.coco import category_ids
+from learner.data.formats.detect import format_of
+from learner.data.formats.source import SUFFIXES
+from learner.data.splits import read_split
+from learner.extensions import Reader
+from learner.records import Sample
+from learner.tasks.detection.coco_results import image_id
+from shared.errors import DataError
+
+_WANTED = "a photograph, a folder of photographs, a pattern such as 'photos/*.jpg', or an annotation file"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputImage:
+    """`id` is the annotation's, or a number. `source` is an image string. `name` is what a person calls it."""
+
+    id: int | str
+    source: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """`bad`: what was wrong with records of annotation files, one line each; they are left out."""
+
+    images: list[InputImage]
+    bad: list[str] = field(default_factory=list)
+    categories: Mapping[str, int] = field(default_factory=dict)  # ids of an annotation file's class names
+
+
+class Anything:
+    """Takes every sample: objects do not matter here."""
+
+    def validate(self, sample: Sample) -> None: ...
+
+
+def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: Reader | None = None) -> Inputs:
+    """All images of `inputs`. `data` says how annotation files are read; None: as the defaults do.
+
+    Raises DataError if an input is nothing of the kind, or if there is no image at all.
+    """
+    sources: dict[str, InputImage | str] = {}  # by what they are, in order; a photograph has its name only
+    bad: list[str] = []
+    for text in inputs:
+        files = _files(text)
+        if files is not None:
+            for file in files:
+                sources.setdefault(str(file.absolute()), _name(file, Path(text)))
+            continue
+        annotated, wrong = _annotated(text, data or DataConfig(train=text), reader)
+        bad += wrong
+        for image in annotated:
+            sources.setdefault(image.source, image)
+    if not sources and not bad:
+        raise DataError("there is nothing to predict", found=", ".join(inputs) or "no input", wanted=_WANTED)
+    return Inputs(images=list(_numbered(sources)), bad=bad, categories=coco_categories(inputs))
+
+
+def coco_categories(inputs: Sequence[str]) -> dict[str, int]:
+    """Ids of class names, if one of the inputs is COCO's."""
+    for text in inputs:
+        if not Path(text).is_file() or not _is_annotated(text) or format_of(DataConfig(train=text), text) != "coco":
+            continue
+        return category_ids(Path(text))
+    return {}
+
+
+def _name(file: Path, given: Path) -> str:
+    """The file's path in the folder that was given: files of equal names stay apart."""
+    return str(file.relative_to(given)) if given.is_dir() else file.name
+
+
+def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
+    """Photographs get the numbers that annotations do not use."""
+    taken = {image.id for image in sources.values() if isinstance(image, InputImage)}
+    number = 0
+    for source, image in sources.items():
+        if isinstance(image, str):
+            number += 1
+            while number in taken or str(number) in taken:
+                number += 1
+            image = InputImage(id=number, source=source, name=image)
+        yield image
+
+
+def _files(text: str) -> list[Path] | None:
+    """The photographs that an input names; None if it is an annotation file. Raises DataError if it is nothing."""
+    path = Path(text)
+    if path.is_file():
+        return [path] if path.suffix.lower() in SUFFIXES else None
+    if path.is_dir():
+        return _photographs(path.rglob("*")) or (
+            None if _is_annotated(text) else _nothing(text, "no photographs in it")
+        )
+    if glob.has_magic(text):
+        matching = [Path(name) for name in glob.glob(text, recursive=True)]  # noqa: PTH207 - absolute patterns too
+        return _photographs(matching) or _nothing(text, "no photograph of that pattern")
+    return None if _is_annotated(text) else _nothing(text, "no such file or folder")
+
+
+def _photographs(paths: Iterable[Path]) -> list[Path]:
+    return sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
+
+
+def _is_annotated(text: str) -> bool:
+    try:
+        format_of(DataConfig(train=text), text)
+    except DataError:
+        return False
+    return True
+
+
+def _nothing(text: str, found: str) -> list[Path]:
+    raise DataError(
+        f"{text}: there is nothing to predict",
+        found=found,
+        wanted=_WANTED,
+        remedy=f"correct the path; photographs end in {', '.join(SUFFIXES)}",
+    )
+
+
+def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
+    """The images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
+    dropped = dict.fromkeys(BadRecordConfig.model_fields, "drop")
+    lenient = BadRecordConfig.model_validate({**dropped, "image_missing": "error"})
+    changed = {"train": text, "on_bad_record": lenient, "max_samples": None}
+    try:
+        split = read_split(data.model_copy(update=changed), text, Anything(), reader=reader)
+    except DataError as error:
+        raise DataError(
+            f"{text}: there is nothing to predict",
+            found=f"no photograph, and no annotations: {error.what}; {error.found}",
+            wanted=_WANTED,
+            remedy="correct the path, or name the folder of the photographs",
+        ) from error
+    bad = [str(error) for error in split.bad.errors]
+    if split.bad.num_errors > len(bad):
+        bad.append(f"{text}: {split.bad.num_errors - len(bad)} more records that cannot be used")
+    images = [
+        InputImage(id=image_id(sample.sample_id), source=sample.images[0], name=Path(sample.images[0][-200:]).name)
+        for sample in split.samples
+        if len(sample.images) == 1
+    ]
+    return images, bad

@@ -1,0 +1,154 @@
+"""Which model `predict` asks, and how: a folder in, its files and settings out.
+
+`MODEL` is a checkpoint, an export, a committed model, or a run's folder, whose newest checkpoint is taken. A checkpoint
+with an adapter is merged into a folder of its own first: engines serve whole models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from learner.config.inference import (
+    CALIBRATION_NAME,
+    INFERENCE_NAME,
+    InferenceSettings,
+    prompt_messages,
+    read_settings,
+    settings_of,
+)
+from learner.config.load import RESOLVED_NAME, load_config
+from learner.config.schema import RunConfig
+from learner.config.sections.data import DataConfig
+from learner.data.splits import read_split
+from learner.detector.inputs import Anything
+from learner.records import Sample
+from learner.run.best import kept
+from learner.run.files import write_atomically
+from shared.errors import ConfigError, DataError
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ADAPTER = "adapter_config.json"
+_FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuration says it
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    folder: Path
+    settings: InferenceSettings
+    run: RunConfig | None = None  # of the run that wrote it, if it is known
+    prompted: bool = False  # by another prompt than that of training
+
+    @property
+    def has_adapter(self) -> bool:
+        return (self.folder / _ADAPTER).is_file()
+
+
+def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
+    """Raises ConfigError if it is no model, or nothing says how to ask it."""
+    folder = _folder(Path(path))
+    run_config = config or _config_beside(folder)
+    run = load_config(run_config) if run_config else None
+    settings = None if config else read_settings(folder)
+    if settings is None:
+        if run is None:
+            raise ConfigError(
+                f"{folder}: nothing says how to ask this model",
+                found="neither inference.json in it nor a run's config.yaml beside it",
+                wanted="the prompt, the task and the limits of images that it was trained with",
+                remedy="name the run's configuration: --config run.yaml",
+            )
+        settings = settings_of(run, _first_samples(run.data, run))
+    if prompt is not None:
+        settings = settings.model_copy(update={"messages": prompt_messages(prompt)})
+    return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None)
+
+
+def require_boxes(model: ModelFiles) -> None:
+    """Raises ConfigError if the model's answers have none."""
+    if model.settings.task.type != "detection":
+        raise ConfigError(
+            "predict finds boxes, and this model's task has none",
+            found=f"task.type: {model.settings.task.type}",
+            wanted="task.type: detection",
+            remedy="ask the model by rollout-server, or by its checkpoint with transformers",
+        )
+
+
+def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
+    """Raises ConfigError for classes that the model was not trained on, unless it is asked another prompt."""
+    known = model.settings.classes
+    unknown = [name for name in classes if name not in known]
+    if known and unknown and not model.prompted:
+        raise ConfigError(
+            "the model has no such class",
+            found=", ".join(unknown),
+            wanted=f"some of {', '.join(known)}",
+            remedy="correct --classes, or name these objects in a --prompt",
+        )
+
+
+def carry_notes(checkpoint: Path, out: Path) -> None:
+    """Give an exported model what the checkpoint, or its run, says about asking it. Raises OutputError."""
+    known = (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint)
+    if known:
+        write_atomically(out / INFERENCE_NAME, find_model(checkpoint).settings.to_json())
+    if (checkpoint / CALIBRATION_NAME).is_file():
+        write_atomically(out / CALIBRATION_NAME, (checkpoint / CALIBRATION_NAME).read_text())
+
+
+@contextmanager
+def merged(model: ModelFiles) -> Iterator[Path]:
+    """A folder with the whole model. That of an adapter is written for the time of the block."""
+    if not model.has_adapter:
+        yield model.folder
+        return
+    import torch
+
+    from learner.config.sections.model import ModelConfig
+    from learner.policy.files import export_model
+    from learner.policy.load import load_policy
+
+    with TemporaryDirectory(prefix="merged-") as folder:
+        policy = load_policy(ModelConfig(path=str(model.folder)), device=torch.device("cpu"))
+        export_model(policy, Path(folder), dtype=policy.model.dtype)
+        del policy
+        yield Path(folder)
+
+
+def _folder(path: Path) -> Path:
+    """The model in `path`, or the best or newest checkpoint of a run. Raises ConfigError."""
+    if (path / "config.json").is_file() or (path / _ADAPTER).is_file():
+        return path
+    if (best := kept(path)) is not None:
+        return best
+    found = [
+        (int(match[1]), entry) for entry in path.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(entry.name))
+    ]
+    if found:
+        return max(found)[1]
+    raise ConfigError(
+        "there is no model",
+        found=f"{path}: {'no config.json in it, and no checkpoint-STEP' if path.is_dir() else 'no such folder'}",
+        wanted="a checkpoint, an exported model, or a run's folder with checkpoints",
+        remedy="correct --model",
+    )
+
+
+def _config_beside(folder: Path) -> str | None:
+    file = folder.parent / RESOLVED_NAME
+    return str(file) if file.is_file() else None
+
+
+def _first_samples(data: DataConfig, run: RunConfig) -> list[Sample]:
+    """Some training samples, for their prompt and classes; [] if they cannot be read now."""
+    few = data.model_copy(update={"max_samples": _FIRST_RECORDS, "on_bad_record": "drop"})
+    try:
+        return read_split(few, data.train, Anything(), geometry=run.task.geometry).samples
+    except (DataError, OSError, json.JSONDecodeError):
+        return []

@@ -1,0 +1,116 @@
+"""What `predict` leaves in its folder, and how a second command goes on.
+
+    predictions.jsonl   one line an image, as it was done, with the request in `request.json`: what a resume reads
+    predictions.json    COCO results: image_id, category_id, bbox, score, with the names of class and file
+    predictions.csv     one line a box
+    pictures/           each photograph with its boxes
+    index.html          all of them on a page
+
+Invariant: a line is written whole, after its picture. What a command did not finish, the next one with the same request
+does; a command with another request is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.detector.boxes import Prediction, ScoredBox
+from learner.run.files import AppendedLines, write_atomically, writing
+from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text
+from shared.errors import ConfigError
+
+LINES, REQUEST = "predictions.jsonl", "request.json"
+COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES = "predictions.json", "predictions.csv", "index.html", "pictures"
+_COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1", "x2", "y2")
+
+
+@dataclass
+class Store:
+    """The lines of one folder. `done` are predictions by the place of their image."""
+
+    done: dict[int, Prediction]
+    lines: AppendedLines
+
+    @classmethod
+    def open(cls, out: Path, request: Mapping[str, Any], *, overwrite: bool = False) -> Store:
+        """Raises ConfigError if the folder has the results of another request, OutputError if it cannot be written."""
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            written, wanted = out / REQUEST, json.dumps(request, indent=1, sort_keys=True)
+            if overwrite:
+                (out / LINES).unlink(missing_ok=True)
+            elif written.is_file() and (out / LINES).is_file() and written.read_text() != wanted:
+                raise _another_request(out, json.loads(written.read_text()), request)
+            write_atomically(written, wanted)
+            return cls(dict(_read(out / LINES)), AppendedLines(out / LINES))
+
+    def add(self, place: int, prediction: Prediction) -> None:
+        """Raises OutputError."""
+        self.done[place] = prediction
+        self.lines.append(json.dumps({"place": place, **asdict(prediction)}))
+
+    def close(self) -> None:
+        self.lines.close()
+
+    def predictions(self) -> list[Prediction]:
+        """In the order of the images."""
+        return [self.done[place] for place in sorted(self.done)]
+
+
+def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
+    if not file.is_file():
+        return
+    for line in file.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:  # the last one of a command that was killed
+            continue
+        place = row.pop("place")
+        boxes = (
+            ScoredBox(name, score, tuple(box), tuple(outline), votes)
+            for name, score, box, outline, votes in row.pop("boxes")
+        )
+        yield place, Prediction(**row, boxes=tuple(boxes))
+
+
+def _another_request(out: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:
+    differing = [key for key in wanted if found.get(key) != wanted[key]]
+    shown = ", ".join(f"{key}: {found.get(key)!r:.80}" for key in differing[:3])
+    return ConfigError(
+        f"{out} has the predictions of another command",
+        found=shown or "other options",
+        wanted="the same model, inputs and options, to go on where it stopped",
+        remedy="choose another --out, or give --overwrite",
+    )
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def write_results(out: Path, predictions: Sequence[Prediction], categories: Mapping[str, int], conf: float) -> None:
+    """The COCO results of all boxes, and the CSV of those with a score of at least `conf`. Raises OutputError."""
+    rows = coco_rows((found for one in predictions for found in _found(one)), categories)
+    write_atomically(out / COCO_NAME, coco_text(rows))
+    write_atomically(out / CSV_NAME, _csv(predictions, conf))
+
+
+def _found(one: Prediction) -> Iterable[FoundBox]:
+    for box in one.boxes:
+        yield FoundBox(one.id, one.name, box.name, box.score, box.box, tuple(box.outline))
+
+
+def _csv(predictions: Sequence[Prediction], conf: float) -> str:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    for one in predictions:
+        for box in one.boxes:
+            if box.score >= conf:
+                writer.writerow([one.name, one.id, one.width, one.height, box.name, f"{box.score:.4f}", *box.box])
+    return file.getvalue()

@@ -1,0 +1,98 @@
+"""COCO results of any detector, as boxes of the samples of an annotation file.
+
+A result names its image by the annotation file's id, or by the file's name with or without its ending (as Ultralytics
+writes it). If it has a `file_name`, as those of `predict` do, that counts. It names its class by the annotation file's
+category id; by `category` or `category_name`; or, if the annotations have no ids, by its place in the sorted names,
+from 1, or from 0 if a result has 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from learner.detector.evaluation import Found, Scored
+from learner.records import DetectionObject, Sample
+from learner.tasks.detection.grammar import NUM_BINS
+from shared.errors import DataError
+
+
+class CocoResult(BaseModel):
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    image_id: int | str
+    category_id: int | None = None
+    bbox: list[float] = Field(min_length=4, max_length=4)
+    score: float
+    category: str | None = None
+    category_name: str | None = None
+    file_name: str | None = None
+
+
+_RESULTS = TypeAdapter(list[CocoResult])
+
+
+def read_results(path: Path, name: str, samples: Sequence[Sample], categories: Mapping[str, int]) -> Found:
+    """Raises DataError if the file is none, or names images or classes that the annotations lack."""
+    try:
+        rows = _RESULTS.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        found = str(error).splitlines()
+        raise DataError(
+            f"{path}: no COCO results",
+            found="; ".join(found[1:4]) if isinstance(error, ValidationError) else found[0],
+            wanted="a JSON list of {image_id, category_id, bbox: [x, y, width, height], score}",
+            remedy="write it with the detector's own COCO export (see docs/howto/predict.md)",
+        ) from error
+    by_key = _samples_by_key(samples)
+    names = _names(rows, samples, categories)
+    boxes: dict[str, list[Scored]] = {}
+    strangers: list[str] = []
+    for row in rows:
+        sample = by_key.get(Path(row.file_name or "").name) or by_key.get(str(row.image_id))
+        desc = row.category or row.category_name or names.get(row.category_id if row.category_id is not None else -1)
+        if sample is None or desc is None:
+            strangers.append(f"image_id {row.image_id!r}" if sample is None else f"category_id {row.category_id}")
+            continue
+        if row.bbox[2] > 0 and row.bbox[3] > 0:
+            x, y, width, height = row.bbox
+            corners = (x, y, x + width, y + height)
+            boxes.setdefault(sample.sample_id, []).append(Scored(box_in_sample(corners, desc, sample), row.score))
+    if strangers:
+        raise DataError(
+            f"{path}: results that belong to other annotations",
+            found=f"{len(strangers)} of {len(rows)}, for example {strangers[0]}",
+            wanted=f"images such as {next(iter(by_key), 'none')!r}, classes {', '.join(sorted(set(names.values())))}",
+            remedy="name the annotation file that the detector was run on",
+        )
+    return Found(name=name, boxes=boxes)
+
+
+def _samples_by_key(samples: Sequence[Sample]) -> dict[str, Sample]:
+    """By id, and where it is unambiguous by the image's name and stem."""
+    found = {sample.sample_id: sample for sample in samples}
+    for key in (lambda path: path.name, lambda path: path.stem):
+        own: dict[str, list[Sample]] = {}
+        for sample in samples:
+            own.setdefault(key(Path(sample.images[0][-300:])) if sample.images else "", []).append(sample)
+        for text, those in own.items():
+            if len(those) == 1:
+                found.setdefault(text, those[0])
+    return found
+
+
+def _names(rows: Sequence[CocoResult], samples: Sequence[Sample], categories: Mapping[str, int]) -> dict[int, str]:
+    if categories:
+        return {number: name for name, number in categories.items()}
+    first = 0 if any(row.category_id == 0 for row in rows) else 1
+    return dict(enumerate(sorted({obj.desc for sample in samples for obj in sample.objects}), first))
+
+
+def box_in_sample(box: Sequence[float], desc: str, sample: Sample) -> DetectionObject:
+    """A box x1, y1, x2, y2 in pixels, in the scale of bins, but not rounded to them."""
+    scale = ((NUM_BINS - 1) / sample.width, (NUM_BINS - 1) / sample.height)
+    corners: Any = tuple(value * scale[i % 2] for i, value in enumerate(box))
+    return DetectionObject(desc, "bbox_2d", corners)

@@ -1,0 +1,38 @@
+"""What a run gained and what it forgot, side by side (`data.retain`, R44).
+
+In: the metrics of two evaluations. Those of retained annotations are `retain/NAME/METRIC`. Out: one `Change` for the
+run's own data and one for each NAME, each by its main metric. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+RETAIN = "retain/"
+OWN = "own data"
+_MAIN = ("f1@0.5", "f1")
+
+
+class Change(NamedTuple):
+    """`data`: a name of `data.retain`, or `OWN`."""
+
+    data: str
+    metric: str
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"{self.data} {self.before:.3f} -> {self.after:.3f} ({self.after - self.before:+.3f})"
+
+
+def changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[Change]:
+    """[] if nothing is retained."""
+    names = dict.fromkeys(key.split("/")[1] for key in after if key.startswith(RETAIN))
+    found = []
+    for data, prefix in [(OWN, ""), *((name, f"{RETAIN}{name}/") for name in names)] if names else []:
+        own = {key.removeprefix(prefix): key for key in after if key.startswith(prefix) and key in before}
+        metric = next((name for name in _MAIN if name in own), next(iter(own), None))
+        if metric is not None:
+            found.append(Change(data, metric, before[own[metric]], after[own[metric]]))
+    return found

@@ -1,0 +1,123 @@
+"""Bootstrap intervals of COCO's AP over images, and of the difference of two detectors on the same draws.
+
+COCO's matches do not depend on which other images there are, so they are made once (pycocotools). A draw of images
+weighs each image by how often it was drawn. That gives what pycocotools accumulates over so many copies, because copies
+of a box have equal scores and stand together in the order. Only where two boxes of an image have equal scores, copies
+of them come in another order. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.records import Assignment
+from learner.tasks.detection.metrics import Interval, coco_matches, draws, interval_of
+
+AP, AP50 = "coco/ap", "coco/ap50"
+DRAWS = 500
+MOST_BOXES = 100  # of an image and class, as COCO counts
+_CONFIDENCE = 0.95
+_VALUES_AT_ONCE = 4_000_000  # draws times boxes that are in memory together
+
+
+@dataclass(frozen=True, slots=True)
+class RankedBoxes:
+    """All boxes of one class, best first. T are COCO's ten IoU thresholds."""
+
+    images: NDArray[np.int64]  # [D]
+    right: NDArray[np.bool_]  # [T, D]
+    wrong: NDArray[np.bool_]  # [T, D]; in an ignore region it is neither
+    truth: NDArray[np.float64]  # [images] objects that count
+
+
+def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]) -> list[RankedBoxes]:
+    """Those of each class; [] without ground truth or without predictions."""
+    evaluation = coco_matches(assignments, scores)
+    if evaluation is None:
+        return []
+    number, areas = len(assignments), len(evaluation.params.areaRng)
+    return [
+        _of_class(evaluation.evalImgs[first : first + number], number)  # the first area is all sizes
+        for first in range(0, len(evaluation.evalImgs), number * areas)
+    ]
+
+
+def _of_class(found: Sequence[Mapping[str, NDArray[np.float64]] | None], number: int) -> RankedBoxes:
+    truth = np.zeros(number)
+    scores, images, right, wrong = [np.zeros(0)], [np.zeros(0, np.int64)], [], []
+    for i, image in enumerate(found):
+        if image is None:
+            continue
+        own = np.asarray(image["dtScores"])[:MOST_BOXES]
+        hits, ignored = (np.asarray(image[key])[:, :MOST_BOXES] != 0 for key in ("dtMatches", "dtIgnore"))
+        truth[i] = np.count_nonzero(np.asarray(image["gtIgnore"]) == 0)
+        scores.append(own)
+        images.append(np.full(len(own), i))
+        right.append(hits & ~ignored)
+        wrong.append(~hits & ~ignored)
+    order = np.argsort(-np.concatenate(scores), kind="stable")
+    empty = np.zeros((10, 0), dtype=bool)
+    right_all, wrong_all = (np.concatenate([empty, *parts], axis=1)[:, order] for parts in (right, wrong))
+    return RankedBoxes(np.concatenate(images)[order], right_all, wrong_all, truth)
+
+
+def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """AP and AP50 of each draw [draws]. `weights` [draws, images]: how often each image is in it."""
+    sums, sums50, present = (np.zeros(len(weights)) for _ in range(3))
+    for one in classes:
+        num_truth = weights @ one.truth
+        own = np.flatnonzero(num_truth)
+        by_threshold = np.stack([_average(one, t, weights[own], num_truth[own]) for t in range(len(one.right))])
+        sums[own] += by_threshold.mean(axis=0)
+        sums50[own] += by_threshold[0]
+        present[own] += 1
+    return {AP: sums / np.maximum(present, 1), AP50: sums50 / np.maximum(present, 1)}
+
+
+def _average(
+    one: RankedBoxes, threshold: int, weights: NDArray[np.float64], num_truth: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """[draws] the mean over 101 recalls of the best precision at that recall or a higher one."""
+    found = np.zeros(len(weights))
+    step = max(1, _VALUES_AT_ONCE // max(1, len(one.images)))
+    recalls = np.linspace(0.0, 1.0, 101)
+    for begin in range(0, len(weights), step):
+        by_box = weights[begin : begin + step, one.images]
+        right = np.cumsum(by_box * one.right[threshold], axis=1)
+        wrong = np.cumsum(by_box * one.wrong[threshold], axis=1)
+        precision = right / np.maximum(right + wrong, 1)
+        best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+        best = np.append(best, np.zeros((len(best), 1)), axis=1)
+        recall = right / num_truth[begin : begin + step, None]
+        for i in range(len(best)):
+            found[begin + i] = best[i, np.searchsorted(recall[i], recalls, side="left")].mean()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ApDraws:
+    """AP and AP50 of one detector: over all images, and of each draw."""
+
+    whole: Mapping[str, float]
+    drawn: Mapping[str, NDArray[np.float64]]
+
+    @classmethod
+    def of(
+        cls, assignments: Sequence[Assignment], scores: Sequence[Sequence[float]], *, n: int = DRAWS, seed: int = 0
+    ) -> ApDraws:
+        """Equal `n` and `seed` give equal draws of equally many images."""
+        classes = ranked_boxes(assignments, scores)
+        whole = ap_of(classes, np.ones((1, len(assignments))))
+        weights = np.concatenate(list(draws(len(assignments), n, seed))).astype(np.float64)
+        return cls({name: float(values[0]) for name, values in whole.items()}, ap_of(classes, weights))
+
+    def interval(self, name: str) -> Interval:
+        return interval_of(self.whole[name], self.drawn[name], _CONFIDENCE)
+
+    def minus(self, other: ApDraws, name: str) -> Interval:
+        """The difference on the same draws."""
+        return interval_of(self.whole[name] - other.whole[name], self.drawn[name] - other.drawn[name], _CONFIDENCE)

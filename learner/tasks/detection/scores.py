@@ -1,0 +1,277 @@
+"""A score for every box: what speaks for it, and the probability that it is right.
+
+In: the parsed answers to one image, the greedy one first, then K drawn ones (K may be 0). Out: candidates with a
+score. A candidate is a box of the greedy answer, or a cluster of drawn answers' boxes that the greedy answer lacks
+(`agreement.py`). Each has `FEATURES`: the probabilities of its tokens, the agreement of the answers, its size and
+place. A `Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box
+is right: IoU at least 0.5 with an object of the same name. Without one the score is the probability of the tokens.
+
+A calibration is a logistic regression over piecewise linear features. It is saved as plain JSON, `calibration.json`
+beside the weights, one for each K that was measured. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from learner.config.inference import CALIBRATION_NAME
+from learner.records import DetectionObject, ParsedRollout
+from learner.tasks.detection.agreement import Cluster, Member, cluster_objects
+from learner.tasks.detection.bins import bounding_box
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.grammar import NUM_BINS
+from learner.tasks.tokens import TokenPieces
+from shared.errors import ConfigError
+
+FEATURES = (
+    "greedy",  # 1: the greedy answer has it
+    "share",  # of the drawn answers, those that have it
+    "tight",  # mean IoU of their boxes with this one
+    "named",  # share of the answers that have it which give it this name
+    "name_logprob",  # of the name's tokens, mean over the answers that have it
+    "coord_logprob",  # of the coordinates' tokens, mean
+    "coord_least",  # of the least probable coordinate
+    "log_area",
+    "log_aspect",  # of width over height
+    "edge",  # distance to the nearest edge of the image
+    "place",  # in its answer, from 0 to 1
+    "count",  # objects in the answers, as a logarithm
+    "overlap",  # the largest IoU with another candidate
+    "overlap_same",  # the same, of its name
+    "rivals",  # the largest share of answers of an overlapping candidate
+)
+_LEAST = -12.0  # nats; less says nothing more
+
+
+class Candidate(NamedTuple):
+    """`votes`: the drawn answers that have it; None: none were drawn."""
+
+    object: DetectionObject
+    in_greedy: bool
+    votes: int | None
+    features: NDArray[np.float64]  # [len(FEATURES)]
+
+
+class Told(NamedTuple):
+    """Log-probabilities of one object in its answer, and its place there."""
+
+    name: float
+    coords: float
+    least: float
+    place: float
+
+
+def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Candidate]:
+    """Candidates of one image; `answers[0]` is the greedy one."""
+    drawn = len(answers) - 1
+    objects = [[predicted.object for predicted in answer.objects] for answer in answers]
+    clusters = cluster_objects(objects) if drawn else [_alone(place, obj) for place, obj in enumerate(objects[0])]
+    told = [told_of(answer, pieces) for answer in answers]
+    chosen = [_object(cluster) for cluster in clusters]
+    shares = np.array([len(cluster.members) / len(answers) for cluster in clusters])
+    overlaps = _overlaps(chosen, shares)
+    count = np.log1p(np.mean([len(one) for one in objects]))
+    found = []
+    for cluster, obj, overlap in zip(clusters, chosen, overlaps, strict=True):
+        in_greedy, votes = _votes(cluster)
+        features = np.array(
+            [*_support(cluster, obj, told, drawn), *_shape(obj), _mean_place(cluster, told), count, *overlap]
+        )
+        found.append(Candidate(obj, in_greedy, votes if drawn else None, features))
+    return found
+
+
+def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[Told]:
+    """What is told of each object of an answer; zeros where the log-probabilities are not known."""
+    number = len(answer.objects)
+    logprobs = answer.rollout.logprobs
+    places = [i / max(1, number - 1) for i in range(number)]
+    if logprobs is None or not number:
+        return [Told(0.0, 0.0, 0.0, place) for place in places]
+    text = pieces.text(answer.rollout.response_token_ids)
+    by_token = np.maximum(np.array(logprobs), _LEAST)
+    slots = answer.slots
+    found = []
+    for predicted, place in zip(answer.objects, places, strict=True):
+        begin, end = predicted.desc_bytes
+        name = by_token[text.token_at(begin) : text.tokens_until(end)]
+        each = [by_token[slots.start[i] : slots.end[i]].sum() for i in predicted.slots]
+        found.append(Told(float(name.sum()), float(np.mean(each)), float(min(each)), place))
+    return found
+
+
+def _alone(place: int, obj: DetectionObject) -> Cluster:
+    return Cluster(members=(Member(0, place, obj),), object=obj)
+
+
+def _object(cluster: Cluster) -> DetectionObject:
+    """What the answers agree on."""
+    return cluster.object
+
+
+def _votes(cluster: Cluster) -> tuple[bool, int]:
+    in_greedy = cluster.members[0].answer == 0
+    return in_greedy, cluster.votes - in_greedy
+
+
+def _support(cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[Told]], drawn: int) -> list[float]:
+    """`greedy` to `coord_least`."""
+    in_greedy, votes = _votes(cluster)
+    own = [told[m.answer][m.place] for m in cluster.members]
+    others = [m.object for m in cluster.members if m.answer]
+    tight = float(iou_matrix([obj], others).mean()) if others else 0.0
+    named = cluster.names.get(obj.desc, 0) / cluster.votes
+    means = np.mean([one[:3] for one in own], axis=0)
+    return [float(in_greedy), votes / drawn if drawn else 0.0, tight, named, *means.tolist()]
+
+
+def _shape(obj: DetectionObject) -> list[float]:
+    """`log_area` to `edge`."""
+    x1, y1, x2, y2 = bounding_box(obj)
+    width, height, last = x2 - x1, y2 - y1, NUM_BINS - 1
+    edge = min(x1, y1, last - x2, last - y2) / last
+    return [float(np.log(width * height / last**2)), float(np.log(width / height)), edge]
+
+
+def _mean_place(cluster: Cluster, told: Sequence[Sequence[Told]]) -> float:
+    return float(np.mean([told[m.answer][m.place].place for m in cluster.members]))
+
+
+def _overlaps(objects: Sequence[DetectionObject], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[N, 3] `overlap` to `rivals`."""
+    if not objects:
+        return np.zeros((0, 3))
+    iou = iou_matrix(objects, objects)
+    np.fill_diagonal(iou, 0.0)
+    names = np.array([obj.desc for obj in objects], dtype=object)
+    same = np.where(names[:, None] == names[None, :], iou, 0.0)
+    rivals = np.where(iou >= 0.3, shares[None, :], 0.0)
+    return np.stack([iou.max(axis=1), same.max(axis=1), rivals.max(axis=1)], axis=1)
+
+
+# ---- from features to a probability --------------------------------------------------------------------------------
+
+
+class ScoredObject(NamedTuple):
+    object: DetectionObject
+    score: float  # 0 to 1
+    votes: int | None
+
+
+class Calibration(BaseModel):
+    """A logistic regression: `weights` of `design`'s columns. `samples`: K, drawn answers of each image. `threshold`:
+    the score at which F1 was best on the images that it was fitted on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    samples: int
+    names: list[str]  # classes with a column of their own
+    knots: dict[str, list[float]]  # of each feature: its least and its largest value, and those between
+    weights: list[float]
+    threshold: float
+    num_images: int
+    num_boxes: int
+    measured: dict[str, float] = {}  # on images that the fit did not have
+
+    def scores(self, features: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
+        """[N] probabilities of N candidates with features [N, len(FEATURES)]."""
+        columns = design(features, names, knots=self.knots, classes=self.names)
+        return 1 / (1 + np.exp(-np.clip(columns @ np.array(self.weights), -30, 30)))
+
+
+class CalibrationFile(BaseModel):
+    """`calibration.json`: one calibration for each K that was measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal[1] = 1
+    calibrations: list[Calibration]
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
+
+    def of(self, samples: int) -> Calibration | None:
+        """The calibration for so many drawn answers, or the next number; drawn answers or none is never mixed up."""
+        fitting = [one for one in self.calibrations if (one.samples > 0) == (samples > 0)]
+        return min(fitting, key=lambda one: abs(one.samples - samples), default=None)
+
+
+def read_calibration(folder: Path, *, samples: int) -> Calibration | None:
+    """None if the folder has none for this. Raises ConfigError if the file cannot be read."""
+    file = folder / CALIBRATION_NAME
+    if not file.is_file():
+        return None
+    try:
+        return CalibrationFile.model_validate_json(file.read_bytes()).of(samples)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            f"{file}: the calibration cannot be read",
+            found=f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['input']!r:.100}",
+            wanted=first["msg"],
+            remedy="make it again: rollout-learner calibrate",
+        ) from error
+
+
+def design(
+    features: NDArray[np.float64], names: Sequence[str], *, knots: Mapping[str, Sequence[float]], classes: Sequence[str]
+) -> NDArray[np.float64]:
+    """[N, D] columns of the regression: 1, each feature as a piecewise linear function that is flat outside its knots,
+    and a constant and a slope over the area of each class."""
+    columns = [np.ones(len(features))]
+    area = np.zeros(len(features))
+    for i, name in enumerate(FEATURES):
+        ends = knots.get(name, ())
+        if len(ends) < 2:
+            continue
+        low, high = ends[0], ends[-1]
+        scaled = (np.clip(features[:, i], low, high) - low) / (high - low)
+        columns.append(scaled)
+        for knot in ends[1:-1]:
+            columns.append(np.maximum(0.0, scaled - (knot - low) / (high - low)))
+        if name == "log_area":
+            area = scaled
+    line = np.array(names, dtype=object)
+    for one in classes:
+        is_it = (line == one).astype(np.float64)
+        columns += [is_it, is_it * area]
+    return np.stack(columns, axis=1)
+
+
+def scored_objects(
+    answers: Sequence[ParsedRollout], pieces: TokenPieces, calibration: Calibration | None
+) -> list[ScoredObject]:
+    """The candidates of one image with their scores, in no order."""
+    found = candidates(answers, pieces)
+    if not found:
+        return []
+    scores = scores_of(found, calibration)
+    return [ScoredObject(one.object, float(score), one.votes) for one, score in zip(found, scores, strict=True)]
+
+
+def scores_of(found: Sequence[Candidate], calibration: Calibration | None) -> NDArray[np.float64]:
+    """[N]"""
+    features = np.stack([one.features for one in found])
+    if calibration is not None:
+        return calibration.scores(features, [one.object.desc for one in found])
+    return raw_scores(features)
+
+
+def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
+    """Of each object of an answer, the probability of its name and coordinates; 1 if log-probabilities are not
+    known."""
+    return [math.exp(told.name + told.coords) for told in told_of(parsed, pieces)]
+
+
+def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The probability of name and coordinates; with drawn answers, the share of answers that have it."""
+    column = {name: features[:, i] for i, name in enumerate(FEATURES)}
+    tokens = np.exp(column["name_logprob"] + column["coord_logprob"])
+    return np.where(column["share"] > 0, (column["share"] + tokens) / 2, tokens * column["greedy"])

@@ -1,0 +1,65 @@
+"""Tiles of large photographs, and their boxes as one (R43)."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from learner.detector.boxes import OVERLAP, ScoredBox, Tile, in_pixels, merge, tiles_of
+from learner.records import DetectionObject
+from learner.tasks.detection.bins import to_bins
+
+SIDES = st.integers(40, 700)
+
+
+@given(SIDES, SIDES, st.integers(40, 300))
+def test_tiles_cover_the_image_and_overlap(width: int, height: int, side: int) -> None:
+    whole, *tiles = tiles_of(width, height, side)
+    assert whole == (0, 0, width, height)
+    if width <= side and height <= side:
+        assert tiles == []
+        return
+    seen = np.zeros((height, width), dtype=int)
+    for left, top, right, bottom in tiles:
+        assert right - left == min(side, width)
+        assert bottom - top == min(side, height)
+        seen[top:bottom, left:right] += 1
+    assert seen.min() >= 1
+    for starts, length in ((sorted({t.left for t in tiles}), width), (sorted({t.top for t in tiles}), height)):
+        assert starts[0] == 0
+        assert starts[-1] == max(0, length - side)
+        assert all(b - a <= side * (1 - OVERLAP) + 1 for a, b in pairwise(starts))
+
+
+def test_without_a_side_there_is_one_part() -> None:
+    assert tiles_of(5000, 4000, None) == [Tile(0, 0, 5000, 4000)]
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(60, 400), st.integers(60, 400))
+def test_bins_come_back_as_the_pixels_they_were_made_from(left: int, top: int, width: int, height: int) -> None:
+    box = (width * 0.2, height * 0.25, width * 0.7, height * 0.9)
+    tile = Tile(left, top, left + width, top + height)
+    found, outline = in_pixels(DetectionObject("a", "bbox_2d", to_bins(box, width, height)), tile)
+    wanted = [value + (left, top)[i % 2] for i, value in enumerate(box)]
+    assert found == pytest.approx(wanted, abs=max(width, height) / 999)
+    assert outline == ()
+
+
+def test_an_object_cut_by_a_tile_is_the_one_that_another_tile_has_whole() -> None:
+    left, right = Tile(0, 0, 100, 100), Tile(60, 0, 160, 100)
+    whole = ScoredBox("a", 0.6, (70.0, 20.0, 120.0, 60.0))
+    cut = ScoredBox("a", 0.9, (70.0, 20.0, 100.0, 60.0))
+    other = ScoredBox("b", 0.5, (70.0, 20.0, 100.0, 60.0))
+    assert merge([(left, [cut, other]), (right, [whole])], 160, 100) == [whole, other]
+
+
+def test_the_better_of_two_views_stays_and_neighbours_stay_both() -> None:
+    left, right = Tile(0, 0, 100, 100), Tile(60, 0, 160, 100)
+    seen_twice = [ScoredBox("a", score, (65.0, 20.0, 95.0, 60.0)) for score in (0.4, 0.8)]
+    neighbour = ScoredBox("a", 0.7, (80.0, 20.0, 97.0, 60.0))
+    found = merge([(left, [seen_twice[0], neighbour]), (right, [seen_twice[1]])], 160, 100)
+    assert found == [seen_twice[1], neighbour]

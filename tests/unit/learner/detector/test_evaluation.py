@@ -1,0 +1,113 @@
+"""`rollout-learner evaluate` on COCO results of any detector (R43)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from learner.__main__ import main
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Path:
+    """Ten images of two cells each, of two classes whose ids are not their places."""
+    images, annotations = [], []
+    for i in range(10):
+        Image.new("RGB", (400, 300)).save(tmp_path / f"photo_{i}.jpg")
+        images.append({"id": 100 + i, "file_name": f"photo_{i}.jpg", "width": 400, "height": 300})
+        for k in range(2):
+            box = [20 + 10 * i, 30 + 120 * k, 60, 50]
+            annotations.append({"id": 2 * i + k, "image_id": 100 + i, "category_id": (7, 3)[k], "bbox": box})
+    categories = [{"id": 7, "name": "red"}, {"id": 3, "name": "white"}]
+    file = tmp_path / "test.json"
+    file.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
+    return file
+
+
+def results_of(truth: Path, **changes: Any) -> list[dict[str, Any]]:
+    """As a detector that finds everything."""
+    rows = json.loads(truth.read_text())["annotations"]
+    return [{**{key: row[key] for key in ("image_id", "category_id", "bbox")}, "score": 0.9, **changes} for row in rows]
+
+
+def evaluated(truth: Path, *arguments: str) -> list[dict[str, Any]]:
+    out = truth.parent / "out"
+    assert main(["evaluate", str(truth), "--out", str(out), *arguments]) == 0
+    assert "evaluation" in (out / "index.html").read_text()
+    found: list[dict[str, Any]] = json.loads((out / "evaluation.json").read_text())
+    return found
+
+
+def test_detectors_are_compared_with_the_first(truth: Path) -> None:
+    good, noisy = truth.parent / "good.json", truth.parent / "noisy.json"
+    rows = results_of(truth)
+    good.write_text(json.dumps(rows))
+    wrong = [{**row, "bbox": [300, 200, 40, 40], "score": 0.2} for row in rows]
+    noisy.write_text(json.dumps(rows[::2] + wrong))
+    best, other = evaluated(truth, "--predictions", str(good), "--predictions", f"b={noisy}")
+    assert [best["name"], other["name"]] == ["good", "b"]
+    assert best["intervals"]["f1@0.5"]["estimate"] == best["ap"]["coco/ap"] == 1.0
+    assert best["differences"] == {}
+    assert best["intervals"]["coco/ap"] == {"estimate": 1.0, "low": 1.0, "high": 1.0, "confidence": 0.95}
+    assert other["differences"]["coco/ap"]["estimate"] == pytest.approx(other["ap"]["coco/ap"] - 1.0)
+    assert other["differences"]["coco/ap"]["high"] < 0
+    assert other["intervals"]["precision@0.5"]["estimate"] == 1.0, "the threshold leaves out what scores low"
+    assert other["differences"]["f1@0.5"]["high"] < 0
+    assert best["classes"]["red"] == {"f1@0.5": 1.0, "precision@0.5": 1.0, "recall@0.5": 1.0, "objects": 10.0}
+    assert other["classes"]["white"]["f1@0.5"] == 0.0
+
+
+def test_files_as_ultralytics_writes_them(truth: Path) -> None:
+    """Images by the stem of their file, classes by name."""
+    rows = json.loads(truth.read_text())
+    stems = {image["id"]: Path(image["file_name"]).stem for image in rows["images"]}
+    names = {one["id"]: one["name"] for one in rows["categories"]}
+    file = truth.parent / "yolo.json"
+    given = [
+        {**row, "image_id": stems[row["image_id"]], "category_id": 0, "category": names[row["category_id"]]}
+        for row in results_of(truth)
+    ]
+    file.write_text(json.dumps(given))
+    (found,) = evaluated(truth, "--predictions", f"yolo={file}")
+    assert found["ap"]["coco/ap"] == 1.0
+
+
+def test_results_of_a_folder_name_their_files(truth: Path) -> None:
+    """`predict FOLDER` numbers the photographs from 1. The numbers may be the annotations' ids of other photographs."""
+    names = {image["id"]: image["file_name"] for image in json.loads(truth.read_text())["images"]}
+    file = truth.parent / "folder.json"
+    rows = [{**row, "file_name": f"deep/{names[row['image_id']]}", "image_id": 109} for row in results_of(truth)]
+    file.write_text(json.dumps(rows))
+    (found,) = evaluated(truth, "--predictions", str(file))
+    assert found["ap"]["coco/ap"] == 1.0
+
+
+def test_the_threshold_is_that_of_validation(truth: Path) -> None:
+    file, val = truth.parent / "a.json", truth.parent / "val.json"
+    rows = results_of(truth)
+    wrong = [{**row, "bbox": [300, 200, 40, 40], "score": 0.6} for row in rows]
+    file.write_text(json.dumps(rows + wrong))
+    val.write_text(json.dumps([{**row, "score": 0.5} for row in rows]))  # there, 0.5 is good enough
+    arguments = ("--val", str(truth), "--val-predictions", f"a={val}")
+    (found,) = evaluated(truth, "--predictions", f"a={file}", *arguments)
+    assert found["threshold"] == pytest.approx(0.25)
+    assert found["intervals"]["precision@0.5"]["estimate"] == 0.5
+
+
+@pytest.mark.parametrize("change", [{"image_id": 5}, {"category_id": 9}, {"bbox": [1, 2]}])
+def test_results_of_other_annotations_are_refused(
+    truth: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = truth.parent / "other.json"
+    file.write_text(json.dumps(results_of(truth, **change)))
+    assert main(["evaluate", str(truth), "--predictions", str(file), "--out", str(truth.parent / "out")]) == 2
+    assert "other.json" in capsys.readouterr().err
+
+
+def test_nothing_to_evaluate(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(truth), "--out", str(truth.parent / "out")]) == 2
+    assert "--predictions" in capsys.readouterr().err

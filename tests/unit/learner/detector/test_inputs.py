@@ -1,0 +1,79 @@
+"""What `predict` can be given (R43)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from learner.detector.inputs import find_inputs
+from shared.errors import DataError
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name in ("b.jpg", "a.PNG", "deep/c.webp"):
+        file = tmp_path / "photos" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30)).save(file)
+    (tmp_path / "photos" / "notes.md").write_text("no image")
+    return tmp_path / "photos"
+
+
+def names(*inputs: str) -> list[str]:
+    return [image.name for image in find_inputs(inputs).images]
+
+
+def test_files_folders_and_patterns(photos: Path) -> None:
+    assert names(str(photos / "b.jpg")) == ["b.jpg"]
+    assert names(str(photos)) == ["a.PNG", "b.jpg", "deep/c.webp"], "files of equal names stay apart"
+    assert names(f"{photos}/*.jpg") == ["b.jpg"]
+    assert names(f"{photos}/**/*") == ["a.PNG", "b.jpg", "c.webp"]
+    assert names(str(photos / "b.jpg"), str(photos)) == ["b.jpg", "a.PNG", "deep/c.webp"]
+
+
+def test_annotations_keep_their_ids_and_photographs_get_other_numbers(photos: Path, tmp_path: Path) -> None:
+    coco = {
+        "images": [
+            {"id": i, "file_name": f"photos/{name}", "width": 40, "height": 30}
+            for i, name in ((7, "b.jpg"), (1, "a.PNG"))
+        ],
+        "annotations": [{"id": 1, "image_id": 7, "category_id": 5, "bbox": [1, 1, 0, 4]}],
+        "categories": [{"id": 5, "name": "cell"}],
+    }
+    file = tmp_path / "instances.json"
+    file.write_text(json.dumps(coco))
+    found = find_inputs([str(file), str(photos)])
+    assert [(image.id, image.name) for image in found.images] == [(7, "b.jpg"), (1, "a.PNG"), (2, "deep/c.webp")]
+    assert found.categories == {"cell": 5}
+    assert found.bad == [], "a box without area is no matter here"
+
+
+def test_every_missing_image_of_annotations_is_named(photos: Path, tmp_path: Path) -> None:
+    coco = {
+        "images": [
+            {"id": i, "file_name": f"photos/{name}", "width": 40, "height": 30}
+            for i, name in enumerate(("b.jpg", "gone.jpg", "lost.jpg"))
+        ],
+        "annotations": [],
+        "categories": [],
+    }
+    file = tmp_path / "instances.json"
+    file.write_text(json.dumps(coco))
+    found = find_inputs([str(file)])
+    assert [image.name for image in found.images] == ["b.jpg"]
+    assert [name for name in ("gone.jpg", "lost.jpg") if not any(name in line for line in found.bad)] == []
+
+
+@pytest.mark.parametrize("text", ["nothing.jpg", "photos/*.gif", "empty", "photos/notes.md", "photos/list.txt"])
+def test_an_input_that_is_nothing_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(photos.parent)
+    (photos.parent / "empty").mkdir()
+    (photos / "list.txt").write_text("b.jpg\n")  # not one of names of Pascal VOC files
+    with pytest.raises(DataError) as error:
+        find_inputs([text])
+    assert text in str(error.value)
+    assert "photograph" in error.value.wanted
+    assert error.value.remedy
