@@ -1,0 +1,146 @@
+"""Suggestions of missing labels, the review page's server, and the annotations that it ends in (R43)."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import Response
+from fastapi.testclient import TestClient
+
+from learner.config.sections.data import DataConfig
+from learner.missing.review import make_app, read_decisions, write_reviewed
+from learner.missing.suggest import DECISIONS, SUGGESTIONS, of_sample
+from learner.records import DetectionObject
+from learner.tasks.detection.completion import candidates
+from shared.addresses import free_ports
+from shared.errors import DataError, OutputError
+from tests.unit.learner.run.test_additions import FORMATS, read
+
+FIRST, SECOND = (600, 200, 800, 500), (700, 700, 900, 900)
+
+
+def folder_of(tmp_path: Path, name: str = "coco") -> tuple[Path, Path]:
+    """A folder of suggestions, and where new annotations go. The first is found by all three answers."""
+    path, out = FORMATS[name](tmp_path)
+    sample = next(one for one in read(path) if Path(one.images[0]).stem == "0")
+    found = [DetectionObject("dog", "bbox_2d", FIRST), DetectionObject("cat", "bbox_2d", SECOND)]
+    answers = [[found[0], *sample.objects], found, found[:1]]
+    suggestions = sorted(of_sample(sample, candidates(sample, answers)), key=lambda one: -one.agreement)
+    folder = tmp_path / "suggestions"
+    folder.mkdir()
+    data = DataConfig(train=path).model_dump(mode="json")
+    content = {"data": data, "suggestions": [asdict(one) for one in suggestions]}
+    (folder / SUGGESTIONS).write_text(json.dumps(content))
+    return folder, out
+
+
+def test_suggestions_have_no_label_and_the_best_come_first(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    found = json.loads((folder / SUGGESTIONS).read_text())["suggestions"]
+    assert [(one["name"], one["votes"], one["answers"]) for one in found] == [("dog", 3, 3), ("cat", 1, 3)]
+    assert found[0]["agreement"] > found[1]["agreement"]
+    assert [name for name, _ in found[0]["labels"]] == ["cat"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_accepted_is_written_in_the_format_that_came_in(name: str, tmp_path: Path) -> None:
+    folder, out = folder_of(tmp_path, name)
+    client = TestClient(make_app(folder))
+    decisions = {"0": {"decision": "accept", "name": "cat"}, "1": {"decision": "reject", "name": "cat"}}
+    assert client.put("/decisions", json=decisions).json() == {"saved": 2}
+    assert client.get("/state").json()["decisions"] == decisions
+    assert write_reviewed(folder, out) == 1
+    after = read(f"{out / 'data.yaml'}:train" if name == "yolo" else str(out))
+    assert sorted(len(sample.objects) for sample in after) == [0, 2]
+    assert {obj.desc for sample in after for obj in sample.objects} == {"cat"}
+    with pytest.raises(OutputError):
+        write_reviewed(folder, out)
+
+
+def test_photographs_are_those_of_the_suggestions_only(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    client = TestClient(make_app(folder))
+    assert client.get("/image/0").headers["content-type"] == "image/png"
+    assert client.get("/image/2").status_code == 404
+    assert client.get("/image/-1").status_code == 404
+    assert "image" not in client.get("/state").json()["suggestions"][0]
+
+
+def test_other_sites_reach_nothing(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    client = TestClient(make_app(folder))
+    assert client.get("/state", headers={"Host": "evil.example"}).status_code == 400
+    wrong = client.put("/decisions", json={"0": {"decision": "maybe", "name": "cat"}})
+    assert wrong.status_code == 422
+    assert not (folder / DECISIONS).exists()
+
+
+def test_decisions_that_cannot_be_read_are_not_written_over(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    (folder / DECISIONS).write_text('{"0": {"decision": "accept"}}')
+    with pytest.raises(DataError) as error:
+        make_app(folder)
+    assert DECISIONS in str(error.value)
+    with pytest.raises(DataError):
+        read_decisions(folder)
+    with pytest.raises(DataError):
+        make_app(tmp_path / "nowhere")
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+# Accept the first with another name, reject the second, take that back, reject it again; then say how wide the page is.
+DRIVE = """
+<script>
+const wait = ms => new Promise(done => setTimeout(done, ms));
+const press = (key, on = document.body) => on.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+(async () => {
+  while (!document.body.dataset.ready) await wait(20);
+  press("n"); const name = document.getElementById("name"); name.value = "fox"; press("Enter", name); await wait(100);
+  press("r"); await wait(100); press("u"); await wait(100);
+  document.body.dataset.undone = document.getElementById("count").textContent;
+  press("r"); await wait(300);
+  document.body.dataset.width = document.documentElement.scrollWidth;
+  document.body.dataset.kept = Object.keys(JSON.parse(Object.values(localStorage)[0]).decisions).length;
+})();
+</script>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("size", [(1280, 900), (500, 844)], ids=["desktop", "phone"])
+def test_a_person_decides_by_keyboard_in_a_browser(tmp_path: Path, size: tuple[int, int]) -> None:
+    folder, out = folder_of(tmp_path)
+    app = make_app(folder)
+
+    @app.get("/driven")
+    def driven() -> Response:
+        return Response(TestClient(app).get("/").text + DRIVE, media_type="text/html")
+
+    (port,) = free_ports(1)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        argv = [str(CHROMIUM), *FLAGS, f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=8000", "--dump-dom"]
+        argv += [f"--user-data-dir={tmp_path}/profile", f"http://127.0.0.1:{port}/driven"]
+        dom = subprocess.run(argv, capture_output=True, text=True, timeout=120).stdout
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    body = re.search(r"<body([^>]*)>", dom)
+    assert body is not None
+    facts = dict(re.findall(r'data-(\w+)="([^"]*)"', body[1]))
+    assert (int(facts["width"]) <= size[0], facts["kept"]) == (True, "2")
+    assert "1 decided" in facts["undone"]
+    decisions = read_decisions(folder)
+    assert [(one.decision, one.name) for one in decisions.values()] == [("accept", "fox"), ("reject", "cat")]
+    assert write_reviewed(folder, out) == 1
+    assert "fox" in out.read_text()
