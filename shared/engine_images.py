@@ -1,0 +1,131 @@
+"""What a vLLM engine feeds its vision tower: the output of its own processor, on the way to the device (R45).
+
+In: vLLM's renderer, and prompts. Out: `ProcessedImages`. Both programs have an engine: `EngineImages.look` is for the
+server's, `looking` for the learner's own.
+
+Invariants: prompts that nobody asks about are rendered as ever. Digests are made on threads, beside the generation, and
+once for an image: vLLM forgets a processed image once it has sent it to the engine, and knows it by a hash from then
+on. An image that was sent before anybody asked is processed once more, outside of that cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from typing import Any
+
+from shared.generation import Prompt
+from shared.pixels import LEVELS, seen_image, settings_of
+from shared.wire import ProcessedImage, ProcessedImages
+
+_KEPT = 1024  # images, 2 KB each
+
+Seen = Sequence[Future[ProcessedImage] | None]  # of each image of a prompt; None: vLLM sent it before anybody asked
+
+
+class EngineImages:
+    """`renderer`: an engine's. `threads` make the digests."""
+
+    def __init__(self, renderer: Any, threads: Executor) -> None:
+        self.renderer, self._threads = renderer, threads
+        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # by vLLM's hash of the image
+        self._lock = threading.Lock()
+        # The same for all prompts: what they override is the program's own.
+        self._settings: dict[str, str] = {}
+        self._dtype = ""
+
+    def look(self, prompt: Prompt) -> Look:
+        return Look(self, prompt)
+
+    @contextmanager
+    def looking(self, wanted: Sequence[bool]) -> Iterator[list[Seen]]:
+        """Around one `LLM.generate`: what it makes of those of its prompts that are `wanted`; [] for the others. It
+        takes no prompts that are rendered already, but renders them one by one, in order."""
+        if not any(wanted):
+            yield [[] for _ in wanted]
+            return
+        render, found, left = self.renderer.process_for_engine, list[Seen](), iter(wanted)
+
+        def process(*args: Any, **kwargs: Any) -> Any:
+            rendered, seen = render(*args, **kwargs), list[Future[ProcessedImage] | None]()
+            if next(left):
+                seen = self.seen(rendered)
+                if None in seen:
+                    seen = self.seen(render(*args, **{**kwargs, "skip_mm_cache": True}))
+            found.append(seen)
+            return rendered
+
+        self.renderer.process_for_engine = process
+        try:
+            yield found
+        finally:
+            del self.renderer.process_for_engine
+
+    def seen(self, rendered: Mapping[str, Any]) -> list[Future[ProcessedImage] | None]:
+        """Begins the digests of a rendered prompt's images, in order."""
+        hashes, items = (rendered.get(field, {}).get("image", ()) for field in ("mm_hashes", "mm_kwargs"))
+        with self._lock:
+            return [self._of(key, item) for key, item in zip(hashes, items, strict=True)]
+
+    def _of(self, key: str, item: Any) -> Future[ProcessedImage] | None:
+        if key not in self._known:
+            values = {} if item is None else item.get_data()
+            if "pixel_values" not in values:
+                return None
+            grid = values["image_grid_thw"].flatten().tolist()
+            pixels, self._dtype = values["pixel_values"], str(values["pixel_values"].dtype).removeprefix("torch.")
+            self._known[key] = self._threads.submit(seen_image, [pixels], size=pixels.numel(), grid=grid)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def result(self, prompt: Prompt, seen: Seen) -> ProcessedImages | None:
+        """Waits for the digests. None without images."""
+        return self.processed(prompt, [one.result() for one in seen if one is not None])
+
+    def processed(self, prompt: Prompt, images: Sequence[ProcessedImage]) -> ProcessedImages | None:
+        """None without images."""
+        if not images:
+            return None
+        if not self._settings:
+            self._settings = self._read_settings(prompt)
+        said = {"images": images, "dtype": self._dtype, "settings": self._settings}
+        return ProcessedImages.model_validate(said)
+
+    def _read_settings(self, prompt: Prompt) -> dict[str, str]:
+        context = self.renderer.get_mm_processor().info.ctx
+        overrides = dict(context.get_merged_mm_kwargs(prompt.for_engine().get("mm_processor_kwargs", {})))
+        if self._dtype == LEVELS:  # vLLM makes the processor leave this to the device
+            overrides |= {"do_rescale": True, "do_normalize": True}
+        return settings_of(context.get_hf_processor().image_processor, overrides)
+
+
+class Look:
+    """At the images of one request to an `AsyncLLM`."""
+
+    def __init__(self, images: EngineImages, prompt: Prompt) -> None:
+        self._images, self._prompt = images, prompt
+        self._seen: Seen = ()
+
+    async def render(self, **options: bool) -> Any:
+        """The prompt as the engine takes it, its images processed. It must be sent at once: what vLLM's cache knows
+        counts as sent. For another try, render again."""
+        from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+        renderer = self._images.renderer
+        parsed = parse_model_prompt(renderer.model_config, self._prompt.for_engine())
+        (rendered,) = await renderer.render_cmpl_async([parsed], **options)
+        self._seen = self._images.seen(rendered)
+        return rendered
+
+    async def result(self) -> ProcessedImages | None:
+        """After `render`; None without images."""
+        if None in self._seen:
+            await self.render(skip_mm_cache=True)
+        images = [await asyncio.wrap_future(one) for one in self._seen if one is not None]
+        return self._images.processed(self._prompt, images)

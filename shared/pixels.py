@@ -1,0 +1,203 @@
+"""Whether learner and engine feed the vision tower the same pixels (R45).
+
+In: what an image processor makes of a request's images, before the device. Out: `ProcessedImages`, small enough to
+travel with every answer, and `check_pixels`, which compares the two sides.
+
+A digest says "the same". It is of the values in the type that the engine's processor gives: vLLM hands them on in the
+model's type, or, where it normalizes on the device, as levels of 0 to 255. The learner brings its own into that type
+(`ImageProcessing.as_type`). Where digests differ, values decide: libraries may round a resized pixel to the next level
+on another processor, and that is no fault. The settings of both sides say why pixels differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from shared.errors import ServerMismatchError
+from shared.wire import ProcessedImage, ProcessedImages
+
+if TYPE_CHECKING:
+    import torch
+
+LEVELS = "uint8"  # the type of pixels that are not normalized yet
+NUM_VALUES = 256
+TOLERANCE = 0.02  # of normalized values: two or three of 256 levels
+LEVELS_TOLERANCE = 2.0
+_STRIDE = 7919  # a prime, so that the values that travel are of all channels and of all places within a patch
+_ROWS = 512  # patches at a time: the temporaries stay in the cache
+_SETTINGS = (
+    "size",
+    "patch_size",
+    "merge_size",
+    "temporal_patch_size",
+    "resample",
+    "do_resize",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+    "do_convert_rgb",
+)
+_NORMALIZING = {"do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"}
+_VERSIONS = {"transformers", "torchvision", "pillow"}  # they may round differently; all else must be equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageProcessing:
+    """How the learner's processor makes pixel values of an image: level * scale + shift, for each channel."""
+
+    settings: Mapping[str, str]
+    scale: tuple[float, ...]
+    shift: tuple[float, ...]
+
+    @classmethod
+    def of(cls, image_processor: Any) -> ImageProcessing:
+        factor = image_processor.rescale_factor if image_processor.do_rescale else 1.0
+        means, stds = image_processor.image_mean, image_processor.image_std
+        if not image_processor.do_normalize:
+            means, stds = [0.0] * len(means), [1.0] * len(stds)
+        return cls(
+            settings=settings_of(image_processor),
+            scale=tuple(factor / std for std in stds),
+            shift=tuple(-mean / std for mean, std in zip(means, stds, strict=True)),
+        )
+
+    def processed(self, pixel_values: torch.Tensor, grids: torch.Tensor, dtype: str) -> ProcessedImages:
+        """`pixel_values` `[P, patch_dim]`: of all images of one request, one after another; `grids` `[I, 3]`; `dtype`:
+        the other side's."""
+        parts = pixel_values.split(grids.prod(dim=1).tolist())
+        return ProcessedImages(
+            images=[
+                seen_image(self.as_type(part, dtype), size=part.numel(), grid=grid)
+                for part, grid in zip(parts, grids.tolist(), strict=True)
+            ],
+            dtype=dtype,
+            settings=dict(self.settings),
+        )
+
+    def as_type(self, pixel_values: torch.Tensor, dtype: str) -> Iterator[torch.Tensor]:
+        """In parts."""
+        import torch
+
+        channels = len(self.scale)
+        scale, shift = (torch.tensor(values, dtype=torch.float64)[:, None] for values in (self.scale, self.shift))
+        times, plus = (1 / scale).float(), (0.5 - shift / scale).float()  # 0.5: the cast cuts off
+        for rows in pixel_values.split(_ROWS):
+            if dtype == LEVELS:
+                yield (rows.view(len(rows), channels, -1) * times).add_(plus).clamp_(0, 255).to(torch.uint8)
+            else:
+                yield rows.to(getattr(torch, dtype))
+
+
+def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int]) -> ProcessedImage:
+    """`parts`: one image's patches `[P, patch_dim]`, some at a time, `size` values in all; `grid`: how many patches in
+    time, height and width."""
+    import torch
+
+    digest, values, begin = hashlib.sha256(), list[float](), 0
+    number = torch.arange(min(NUM_VALUES, size))
+    places = number * size // max(1, len(number))  # a value from each of equal spans
+    places += number * _STRIDE % max(1, size // max(1, len(number)))
+    for part in parts:
+        flat = part.contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+        inside = places[(places >= begin) & (places < begin + len(flat))] - begin
+        values += flat[inside].float().tolist()
+        begin += len(flat)
+    return ProcessedImage(
+        digest=digest.hexdigest()[:32],
+        grid=[int(count) for count in grid],
+        values=[round(value, 4) for value in values],
+    )
+
+
+def settings_of(image_processor: Any, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """What decides how images are resized and scaled, in words; `overrides` are a call's own."""
+    own = {name: getattr(image_processor, name, None) for name in _SETTINGS} | dict(overrides or {})
+    found = {name: _in_words(own[name]) for name in _SETTINGS if own[name] is not None}
+    return {"processor": type(image_processor).__name__, **found, **_versions()}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping) or hasattr(value, "shortest_edge"):  # two classes of one mapping say the same
+        return " ".join(f"{name}={number}" for name, number in sorted(dict(value).items()))
+    return str(list(value) if isinstance(value, tuple | list) else getattr(value, "value", value))
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in sorted(_VERSIONS):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
+    """How far values are apart that should be equal: 0.0, or what another library's rounding explains. `name` is the
+    other side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
+    others = _other_settings(mine.settings, theirs.settings)
+    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # else values show it
+    if mine.images == theirs.images and normalized_alike:
+        return 0.0
+    gap = max(_gaps(mine, theirs), default=0.0)
+    if _grids(mine) == _grids(theirs) and gap <= _tolerance(mine.dtype) and set(others) <= _VERSIONS:
+        return gap
+    raise ServerMismatchError(
+        f"{name}: the vision tower is fed other pixels of sample {sample_id!r} than the learner's. "
+        f"{_likely_cause(mine, theirs, others)}",
+        found=f"grids {_grids(theirs)}, values off by up to {gap:.3f}; {_told(theirs.settings)}",
+        wanted=f"grids {_grids(mine)}, and the same values; {_told(mine.settings)}",
+        remedy="serve the same checkpoint folder with the same versions of the libraries, set the server's min_pixels "
+        "and max_pixels to model.min_pixels and model.max_pixels, and let both sides read the same files",
+    )
+
+
+def _grids(seen: ProcessedImages) -> list[list[int]]:
+    return [image.grid for image in seen.images]
+
+
+def _gaps(mine: ProcessedImages, theirs: ProcessedImages) -> list[float]:
+    """Of the values that travel, those of all images one after another."""
+    pairs = zip(mine.images, theirs.images, strict=False)
+    return [abs(a - b) for one, other in pairs for a, b in zip(one.values, other.values, strict=False)]
+
+
+def _other_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+
+
+def _told(settings: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items()) or "settings not known"
+
+
+def _likely_cause(mine: ProcessedImages, theirs: ProcessedImages, others: Sequence[str]) -> str:
+    """A guess, in a sentence."""
+    if others and mine.settings:
+        differences = [f"{name} {theirs.settings.get(name)}, not {mine.settings.get(name)}" for name in others]
+        return f"Likely cause: settings of the image processor or versions differ: {'; '.join(differences)}."
+    if len(mine.images) != len(theirs.images):
+        return f"Likely cause: another number of images, {len(theirs.images)}, not {len(mine.images)}."
+    if _grids(theirs) != _grids(mine):
+        turned = [[time, width, height] for time, height, width in _grids(mine)]
+        how = "is turned: one side ignores its EXIF orientation" if _grids(theirs) == turned else "has another size"
+        return f"Likely cause: the same settings, but the image {how}."
+    where = _where(_gaps(mine, theirs), _tolerance(mine.dtype))
+    return f"Likely cause: the same settings and sizes, so other bytes: {where}."
+
+
+def _tolerance(dtype: str) -> float:
+    return LEVELS_TOLERANCE if dtype == LEVELS else TOLERANCE
+
+
+def _where(gaps: Sequence[float], tolerance: float) -> str:
+    wrong = [i for i, gap in enumerate(gaps) if gap > tolerance]
+    if wrong and wrong[0] > 0.1 * len(gaps) and len(wrong) > 0.5 * (len(gaps) - wrong[0]):
+        return "only the end of the image differs, as of a file that was cut off on its way"
+    return "swapped colour channels, an EXIF orientation that one side ignores, or a file that has changed"
