@@ -5,6 +5,10 @@ attends to its own segment only: causally in the language model, to all patches 
 `use_segment_attention(model)` makes a transformers model use it. The packed forward (`packed.py`) passes the language
 model's `SegmentLayout` as a keyword. Vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
 
+Answers to one prompt may share it (R47): the prompt is in the row once, as a piece of its own, and each answer is a
+piece whose keys are the prompt's and its own. `SegmentLayout.key_index` says which tokens those are. The keys and
+values of a prompt are repeated for each answer just before the kernel. Its queries, and all other layers, run once.
+
 On CUDA in 16 bits it is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share an SDPA
 call. Inside compiled layers (`compiled.py`) the kernel is one opaque operator. Its inputs are tensors and one number
 that may change from row to row. The SDPA calls depend on the lengths themselves, so they are not compiled.
@@ -17,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -37,17 +42,44 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 @dataclass(frozen=True, eq=False)
 class SegmentLayout:
-    """Where a row's S segments lie."""
+    """Where a row's S pieces lie: segments, or shared prompts and their answers."""
 
     lengths: tuple[int, ...]  # [S], tokens
-    max_length: int  # tokens of the longest
+    max_length: int  # keys of the longest: an upper bound of both lengths
     max_patches: int  # of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
+    prefixes: tuple[int, ...]  # [S], keys of each piece that are before its own tokens
+    cu_keys: torch.Tensor  # [S + 1] int32; where nothing is shared, `cu_seqlens`
+    key_index: torch.Tensor | None  # [K] the token of each key; None: the row's tokens in order
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), max(lengths), max_patches, to_device(ends, device))
+        """Nothing is shared."""
+        ends = to_device(_ends(lengths), device)
+        return cls(tuple(lengths), max(lengths), max_patches, ends, (0,) * len(lengths), ends, None)
+
+    @classmethod
+    def shared(
+        cls, lengths: Sequence[int], prefixes: Sequence[range], device: torch.device, *, max_patches: int = 0
+    ) -> SegmentLayout:
+        """`prefixes`: per piece, the row's tokens that it attends to before its own."""
+        starts = _ends(lengths)[:-1].tolist()
+        own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])
+        num_keys = [len(before) + length for before, length in zip(prefixes, lengths, strict=True)]
+        return cls(
+            lengths=tuple(lengths),
+            max_length=max(num_keys),
+            max_patches=max_patches,
+            cu_seqlens=to_device(_ends(lengths), device),
+            prefixes=tuple(map(len, prefixes)),
+            cu_keys=to_device(_ends(num_keys), device),
+            key_index=to_device(torch.from_numpy(index.astype(np.int64)), device),
+        )
+
+
+def _ends(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -85,20 +117,40 @@ def segment_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
-        where = cu_seqlens = cu_seq_lens_q
+        where = cu_seqlens = cu_keys = cu_seq_lens_q
         # A packed row has this number on the host. Windows within an image are shorter: it is an upper bound.
         max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
         where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length
+        cu_keys = segments.cu_keys
     _refuse_variants(kwargs, max_length)
     if torch.is_autocast_enabled(query.device.type):  # normalised queries and keys are float32 here
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    if isinstance(where, SegmentLayout) and where.key_index is not None:
+        k, v = (Repeated.apply(x, where.key_index) for x in (k, v))
     if _varlen_can(query):
-        return _varlen(query, key, value, cu_seqlens, max_length, scale, causal), None
-    return _batched(query, key, value, where, scale, causal), None
+        return _varlen(q, k, v, cu_seqlens, cu_keys, max_length, scale, causal), None
+    return _batched(q, k, v, where, scale, causal), None
+
+
+class Repeated(torch.autograd.Function):
+    """Rows `index` of `x` [T, H, D]. The gradients of a row that is taken several times are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
+        return total.index_add(0, index, grad.float()).to(grad.dtype), None
 
 
 def _refuse_variants(kwargs: dict[str, Any], max_length: int) -> None:
@@ -118,50 +170,62 @@ def _varlen_can(query: torch.Tensor) -> bool:
 
 
 def _varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    q: torch.Tensor,  # [T, H, D]
+    k: torch.Tensor,  # [K, H_kv, D]
+    v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_keys: torch.Tensor,
     max_length: int,
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    """A piece's last query meets its last key, so an answer's queries see all of its prompt."""
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if q.shape[1] != k.shape[1]:
         options |= _GROUPED
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, **options)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
     assert isinstance(out, torch.Tensor)
     return out[None]
 
 
 @torch.compiler.disable
 def _batched(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    q: torch.Tensor,  # [T, H, D]
+    k: torch.Tensor,  # [K, H_kv, D]
+    v: torch.Tensor,
     where: SegmentLayout | torch.Tensor,  # or cu_seqlens [S + 1]
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """SDPA over groups of neighbouring segments, padded at the end: a causal query never sees what comes after it."""
-    lengths = where.lengths if isinstance(where, SegmentLayout) else tuple(where.diff().tolist())
-    assert sum(lengths) == query.shape[2], "segments do not add up to the row"
-    pieces = [x[0].transpose(0, 1).split(list(lengths)) for x in (query, key, value)]  # S x [L_s, H, D]
+    """SDPA over groups of neighbouring pieces, padded at the end: a causal query never sees what comes after it."""
+    if isinstance(where, SegmentLayout):
+        lengths, prefixes = where.lengths, where.prefixes
+    else:
+        lengths = tuple(where.diff().tolist())
+        prefixes = (0,) * len(lengths)
+    assert sum(lengths) == len(q), "segments do not add up to the row"
+    queries = q.split(list(lengths))  # S x [L_s, H, D]
+    num_keys = [prefix + length for prefix, length in zip(prefixes, lengths, strict=True)]
+    pieces = [queries, k.split(num_keys), v.split(num_keys)]
     outputs: list[torch.Tensor] = []
-    for start, end in share_calls(lengths, MAX_PADDING if causal else 1.0):
-        q, k, v = (pad_sequence(list(x[start:end]), batch_first=True).transpose(1, 2) for x in pieces)
-        out = _attend(q, k, v, scale, causal).transpose(1, 2)  # [S', L_max, H, D]
+    for start, end in share_calls(lengths, MAX_PADDING if causal else 1.0, prefixes):
+        qs, ks, vs = (pad_sequence(list(x[start:end]), batch_first=True).transpose(1, 2) for x in pieces)
+        out = _attend(qs, ks, vs, scale, causal).transpose(1, 2)  # [S', L_max, H, D]
         outputs += [out[i, :length] for i, length in enumerate(lengths[start:end])]
     return torch.cat(outputs)[None]
 
 
-def share_calls(lengths: Sequence[int], max_padding: float) -> list[tuple[int, int]]:
-    """Greedy groups `[start, end)` of neighbours whose padded area is at most `max_padding` times their own."""
+def share_calls(
+    lengths: Sequence[int], max_padding: float, prefixes: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """Greedy groups `[start, end)` of neighbours whose padded area is at most `max_padding` times their own, and whose
+    prefixes are equally long."""
+    before = prefixes if prefixes is not None else (0,) * len(lengths)
     groups: list[tuple[int, int]] = []
     start = longest = total = 0
     for i, length in enumerate(lengths):
-        if i > start and max(longest, length) * (i + 1 - start) > max_padding * (total + length):
+        too_long = max(longest, length) * (i + 1 - start) > max_padding * (total + length)
+        if i > start and (too_long or before[i] != before[start]):
             groups.append((start, i))
             start, longest, total = i, 0, 0
         longest, total = max(longest, length), total + length
@@ -170,15 +234,23 @@ def share_calls(lengths: Sequence[int], max_padding: float) -> list[tuple[int, i
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """One batch of equally long sequences `[S, H, L, D]`; keys and values may have fewer heads."""
+    """One batch of equally long sequences `[S, H, L, D]`; keys and values may have fewer heads, and more tokens: those
+    are before the first query's."""
     grouped = q.shape[1] != k.shape[1]
-    if q.is_cuda or q.dtype == torch.float32 or q.shape[2] > MATMUL_LENGTH:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal, enable_gqa=grouped)
+    num_before = k.shape[2] - q.shape[2]
+    later: torch.Tensor | None = None
+    if causal and num_before:
+        later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(num_before + 1)
+    if q.is_cuda or q.dtype == torch.float32 or k.shape[2] > MATMUL_LENGTH:
+        mask = ~later if later is not None else None
+        is_causal = causal and later is None
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=grouped)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):  # the softmax kernel computes in float32 anyway
         scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
         if causal:
-            later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+            if later is None:
+                later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
             scores = scores.masked_fill_(later, float("-inf"))
         return scores.softmax(-1) @ v

@@ -3,6 +3,10 @@
 In: a `PackedRow` (its segments' token ids, labels, loss weights, pixels). Out: the final hidden states of the row, and
 for each supervised token the position that predicts it.
 
+A group's prompt is in the row once (R47): segments that share one are a piece of prompt and a piece for each answer,
+which attends to the prompt and to itself. The vision tower sees its images once. The first token of each answer is
+predicted at the prompt's last one. Losses and gradients are those of the segments alone.
+
 Invariants: every segment has the positions that it would have alone. They restart at 0; multimodal rotary positions
 come from the model's own `get_rope_index`, one prompt at a time. `labels[i]` is predicted at i-1 of the same segment,
 so no segment's end predicts the next one's start. Only prompts hold images: an image token in a rollout is text.
@@ -14,16 +18,17 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from learner.policy.attention import SegmentLayout, to_device
 from learner.policy.policy_gradient import PolicyInputs, gather_policy
 from learner.records import PackedRow, Segment, VisionInputs
-from learner.target.target import check_supervision
+from learner.tasks.supervision import check_supervision
 
 # What an empty row computes on (D5): two tokens, nothing supervised. (A compiler treats a size of 1 as a special case.)
 _BLANK = Segment(
@@ -61,20 +66,20 @@ def pack_inputs(
 
     Raises LossError if a supervised token is outside its segment's assistant span.
     """
-    segments = row.segments or (_BLANK,)
-    if always_image and all(s.vision is None for s in segments):
-        segments += _blank_image(model)
+    groups = row.groups() or [(_BLANK,)]
+    if always_image and all(s.vision is None for s in row.segments):
+        groups = [*groups, *((blank,) for blank in _blank_image(model))]
+    segments = [segment for group in groups for segment in group]
     supervised = [check_supervision(s) for s in segments]
-    starts = np.cumsum([0, *(len(s) for s in segments)])
-    predict_at = np.concatenate([at + start - 1 for at, start in zip(supervised, starts[:-1], strict=True)])
-    vision = [s.vision for s in segments if s.vision is not None]
+    pieces, predict_at = _lay_out(groups, supervised)
+    vision = [group[0].vision for group in groups if group[0].vision is not None]
     grids = torch.cat([v.image_grid_thw for v in vision]) if vision else None  # [I, 3]
-    input_ids, written = _input_ids(segments, model)
+    input_ids, written = _input_ids(pieces, model)
     weights = _gather([s.loss_weights for s in segments], supervised)
     return PackedInputs(
         input_ids=to_device(input_ids, device),
-        position_ids=to_device(_positions(segments, model), device),
-        layout=SegmentLayout.of([len(s) for s in segments], device, max_patches=_max_patches(grids)),
+        position_ids=to_device(_positions(pieces, model), device),
+        layout=_layout(pieces, device, shared=row.share_prompts, max_patches=_max_patches(grids)),
         pixel_values=torch.cat([to_device(v.pixel_values, device) for v in vision]) if vision else None,
         image_grid_thw=to_device(grids, device) if grids is not None else None,
         written_image_tokens=to_device(written, device) if written is not None else None,
@@ -85,6 +90,47 @@ def pack_inputs(
         supervised=tuple(supervised),
         policy=_policy(segments, supervised, device),
     )
+
+
+class _Piece(NamedTuple):
+    """Tokens `[begin, end)` of a segment, and the tokens of the row that they attend to besides."""
+
+    segment: Segment
+    begin: int
+    end: int
+    prefix: range
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+def _lay_out(
+    groups: Sequence[Sequence[Segment]], supervised: Sequence[np.ndarray]
+) -> tuple[list[_Piece], NDArray[np.int64]]:
+    """The row's pieces in order, and where each segment's supervised tokens are predicted."""
+    pieces: list[_Piece] = []
+    predict_at: list[NDArray[np.int64]] = []
+    at, indices = 0, iter(supervised)
+    for group in groups:
+        shared = group[0].prompt_length if len(group) > 1 else 0
+        prefix = range(at, at + shared)
+        if shared:
+            pieces.append(_Piece(group[0], 0, shared, range(0)))
+            at += shared
+        for segment in group:
+            before = next(indices) - 1  # the token that predicts
+            predict_at.append(np.where(before < shared, prefix.start + before, at + before - shared))
+            if len(segment) > shared:
+                pieces.append(_Piece(segment, shared, len(segment), prefix))
+            at += len(segment) - shared
+    return pieces, np.concatenate(predict_at)
+
+
+def _layout(pieces: Sequence[_Piece], device: torch.device, *, shared: bool, max_patches: int) -> SegmentLayout:
+    lengths = [len(piece) for piece in pieces]
+    if not shared:
+        return SegmentLayout.of(lengths, device, max_patches=max_patches)
+    return SegmentLayout.shared(lengths, [piece.prefix for piece in pieces], device, max_patches=max_patches)
 
 
 def _policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray], device: torch.device) -> PolicyInputs | None:
@@ -129,10 +175,10 @@ def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torc
     return torch.from_numpy(np.concatenate([a[i] for a, i in zip(arrays, indices, strict=True)]))
 
 
-def _input_ids(segments: Sequence[Segment], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Token ids `[1, T]` with image tokens outside prompts replaced, and a mask of the replaced ones."""
-    ids = torch.from_numpy(np.concatenate([s.input_ids for s in segments]))[None]
-    in_prompt = np.concatenate([np.arange(len(s)) < s.prompt_length for s in segments])
+    ids = torch.from_numpy(np.concatenate([p.segment.input_ids[p.begin : p.end] for p in pieces]))[None]
+    in_prompt = np.concatenate([np.arange(p.begin, p.end) < p.segment.prompt_length for p in pieces])
     written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
     if not written.any():
         return ids, None
@@ -161,13 +207,13 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
         handle.remove()
 
 
-def _positions(segments: Sequence[Segment], model: PreTrainedModel) -> torch.Tensor:
+def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor:
     """`[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment starts at 0."""
     if not hasattr(model.base_model, "get_rope_index"):
-        return torch.cat([torch.arange(len(s)) for s in segments])[None]
+        return torch.cat([torch.arange(piece.begin, piece.end) for piece in pieces])[None]
     prompts: dict[tuple[object, ...], torch.Tensor] = {}  # most prompts of a row are the same, and the index is slow
     parts = []
-    for s in segments:
+    for s, begin, end, _ in pieces:
         prompt = torch.zeros(3, 1, 0, dtype=torch.int64)
         if s.vision is not None:
             is_image = s.input_ids[: s.prompt_length] == image_token_id(model)
@@ -177,7 +223,7 @@ def _positions(segments: Sequence[Segment], model: PreTrainedModel) -> torch.Ten
             prompt = prompts[key]
         start = int(prompt.max()) + 1 if prompt.numel() else 0
         text = torch.arange(start, start + len(s) - prompt.shape[-1])
-        parts += [prompt, text.expand(3, 1, -1)]
+        parts.append(torch.cat([prompt, text.expand(3, 1, -1)], dim=-1)[..., begin:end])
     return torch.cat(parts, dim=-1)
 
 

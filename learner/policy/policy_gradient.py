@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from learner.config.schema import GrpoConfig
+from learner.config.sections.grpo import GrpoConfig
 from learner.records import Segment
 
 SUMS = ("tokens", "entropy", "importance", "truncated", "ratio", "clipped", "gap", "drawn_elsewhere", "kl")
@@ -30,7 +30,7 @@ _PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyInputs:
-    """Of a row's N supervised tokens, each [N]; NaN where nothing is known."""
+    """Inputs of a row's N supervised tokens, each [N]; NaN where nothing is known."""
 
     is_policy: torch.Tensor  # bool
     advantages: torch.Tensor

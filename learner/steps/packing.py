@@ -13,6 +13,9 @@ Four ways from segments to the rows that are learned (D6, D9):
 - `SingleRows` gives each segment a row of its own (`training.packing: false`).
 
 FIFO, the baseline: rows filled in order of arrival, each closed by the first segment that does not fit.
+
+With `share_prompts` (`grpo`, R47) segments with the same prompt are one unit that holds it once, and units are packed
+instead of segments. A unit that is longer than a row is cut into several, each with the prompt.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from learner.records import PackedRow, Segment
+from learner.records import PackedRow, Segment, group_tokens
 from shared.errors import ConfigError, DataError
 
 
@@ -37,15 +40,37 @@ def check_length(segment: Segment, capacity: int) -> None:
         )
 
 
-def pack_all(segments: Sequence[Segment], capacity: int) -> list[PackedRow]:
+def pack_all(segments: Sequence[Segment], capacity: int, *, share_prompts: bool = False) -> list[PackedRow]:
     """All of `segments` in as few rows as best-fit decreasing or FIFO needs, rows in order of their oldest segment.
 
     Raises DataError where a segment is longer than `capacity`.
     """
     for segment in segments:
         check_length(segment, capacity)
-    rows = pack_lengths([len(segment) for segment in segments], capacity)
-    return [PackedRow(segments=tuple(segments[i] for i in row), capacity=capacity) for row in rows]
+    units = prompt_units(segments, capacity) if share_prompts else [(segment,) for segment in segments]
+    rows = pack_lengths([group_tokens(unit) for unit in units], capacity)
+    return [_row([units[i] for i in row], capacity, share_prompts) for row in rows]
+
+
+def prompt_units(segments: Sequence[Segment], capacity: int) -> list[tuple[Segment, ...]]:
+    """Segments with the same prompt together, in order of arrival, each unit of at most `capacity` tokens. A segment is
+    at most `capacity` long."""
+    units: list[list[Segment]] = []
+    newest: dict[tuple[Any, ...], list[Segment]] = {}
+    for segment in segments:
+        key = segment.prompt_key
+        unit = newest.get(key)
+        if unit is not None and group_tokens([*unit, segment]) <= capacity:
+            unit.append(segment)
+            continue
+        newest[key] = [segment]
+        units.append(newest[key])
+    return [tuple(unit) for unit in units]
+
+
+def _row(units: Sequence[Sequence[Segment]], capacity: int, share_prompts: bool) -> PackedRow:
+    segments = tuple(segment for unit in units for segment in unit)
+    return PackedRow(segments=segments, capacity=capacity, share_prompts=share_prompts)
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -111,8 +136,9 @@ class ArrivingRows:
     `in_order`: FIFO in request order, whatever arrives first, so that equal segments give equal rows.
     """
 
-    def __init__(self, capacity: int, *, number: int, in_order: bool = False) -> None:
+    def __init__(self, capacity: int, *, number: int, in_order: bool = False, share_prompts: bool = False) -> None:
         self._capacity, self._number, self._in_order = capacity, number, in_order
+        self._share_prompts = share_prompts
         self._early: dict[int, Segment] = {}  # `in_order`: those that wait for the one at place `_next`
         self._next = 0
         self._waiting: list[Segment] = []
@@ -138,7 +164,7 @@ class ArrivingRows:
         """Whether `take` gives a row now."""
         if self.complete:
             return bool(self._last or self._waiting)
-        return sum(map(len, self._waiting)) >= self._capacity
+        return sum(map(group_tokens, self._units())) >= self._capacity
 
     def take(self) -> PackedRow | None:
         """The next closed row, oldest first; None while there is none, and after the last."""
@@ -146,16 +172,22 @@ class ArrivingRows:
             return None
         if self.complete and not self._in_order:
             if not self._last:
-                self._last, self._waiting = deque(pack_all(self._waiting, self._capacity)), []
+                rows = pack_all(self._waiting, self._capacity, share_prompts=self._share_prompts)
+                self._last, self._waiting = deque(rows), []
             return self._last.popleft()
-        lengths = [len(segment) for segment in self._waiting]
+        units = self._units()
+        lengths = [group_tokens(unit) for unit in units]
         chosen = fifo(lengths, self._capacity)[0]
         if not self._in_order:
             chosen = fullest_with_first(lengths, self._capacity, len(chosen))
-        row = tuple(self._waiting[i] for i in chosen)
         taken = set(chosen)
-        self._waiting = [segment for i, segment in enumerate(self._waiting) if i not in taken]
-        return PackedRow(segments=row, capacity=self._capacity)
+        self._waiting = [segment for i, unit in enumerate(units) if i not in taken for segment in unit]
+        return _row([units[i] for i in chosen], self._capacity, self._share_prompts)
+
+    def _units(self) -> list[tuple[Segment, ...]]:
+        if self._share_prompts:
+            return prompt_units(self._waiting, self._capacity)
+        return [(segment,) for segment in self._waiting]
 
 
 class RowMaker(Protocol):
@@ -177,11 +209,11 @@ class RowMaker(Protocol):
 class CompleteRows(RowMaker):
     """All segments now, in as few rows as they need."""
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, *, share_prompts: bool = False) -> None:
+        self._capacity, self._share_prompts = capacity, share_prompts
 
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
-        return pack_all(segments, self._capacity)
+        return pack_all(segments, self._capacity, share_prompts=self._share_prompts)
 
 
 class SingleRows(RowMaker):
