@@ -9,11 +9,14 @@ configuration as one JSON object, and imports neither vLLM nor torch. Only this 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TextIO
@@ -22,10 +25,14 @@ import typer
 
 from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
+from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.packages import missing_package
-from shared.wire import SERVER_ID_VARIABLE, TOKEN_VARIABLE
+from shared.tokens import read_token
+from shared.version import Version
+from shared.wire import SERVER_ID_VARIABLE
 
+_LONGEST_FOLDER = 55  # with two random names behind it, the path of a Unix socket has at most 107 characters
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -43,10 +50,11 @@ def serve(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to set over the file, such as port=8001.")
     ] = None,
+    version: Version = False,
 ) -> None:
     """Serve rollouts of one model, and take weight syncs."""
     try:
-        token = os.environ.get(TOKEN_VARIABLE) or None
+        token = read_token(os.environ)
         config = load_server_config(config_path, has_token=token is not None, overrides=overrides or ())
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
@@ -72,10 +80,11 @@ def _fail(error: Exception) -> NoReturn:
 def resolved(config: ServerConfig) -> dict[str, Any]:
     """Every key with its value, and the values derived from them."""
     derived = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
-    return {**config.model_dump(mode="json"), **derived}
+    return {**shown(config), **derived}
 
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
+    folder = _socket_folder()
     listener = _bind(config)  # before the engine, which takes long to start
     os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
@@ -92,6 +101,17 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
         engine.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _socket_folder() -> str:
+    """Where vLLM's processes meet. They leave their sockets behind, and would do so in the machine's folder of
+    temporary files. It is removed at any end but SIGKILL."""
+    folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # an engine that does not start
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(shutil.rmtree))
+    os.environ["VLLM_RPC_BASE_PATH"] = folder
+    return folder
 
 
 def _bind(config: ServerConfig) -> socket.socket:

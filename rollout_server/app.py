@@ -15,32 +15,26 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
-import ipaddress
 import logging
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from rollout_server.bodies import hung_up, read_body
 from rollout_server.config import ServerConfig
+from rollout_server.guards import BodyLimit, Guard, error_response, refused
 from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
 from rollout_server.openapi import JSON, Route, document, page
-from rollout_server.service import RolloutService, check_number
-from shared.addresses import is_loopback
-from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
+from rollout_server.service import RolloutService
+from shared.errors import ProjectError, RequestError
 from shared.wire import (
     NDJSON,
-    TOKEN_VARIABLE,
     AnswerLine,
     CloseCommunicatorCall,
     ErrorBody,
@@ -59,15 +53,11 @@ from shared.wire import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 _OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or ready, and which start of the server it is
-_RETRY_AFTER_S = 1.0
 EVENTS = "text/event-stream"
 _STATUS: dict[str, Any] = {JSON: dict[str, str]}
-_MAX_FIELDS = 256  # of one JSON object; no right body has so many
-_MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
 
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
@@ -111,7 +101,7 @@ def _routes(service: RolloutService) -> list[Route]:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def infer(request: Request) -> Response:
-        call = await _body(request, InferCall)
+        call = await read_body(request, InferCall)
         if NDJSON in request.headers.get("accept", ""):
             lines = _answer_lines(service.answers(call))
             return AnswerStream(await _while_connected(request, _first(lines)), lines)
@@ -119,26 +109,26 @@ def _routes(service: RolloutService) -> list[Route]:
         return Response(b"[" + b",".join(rollouts) + b"]", media_type="application/json")
 
     async def score(request: Request) -> Response:
-        return _json(await _while_connected(request, service.score(await _body(request, ScoreCall))))
+        return _json(await _while_connected(request, service.score(await read_body(request, ScoreCall))))
 
     async def reset_prefix_cache(request: Request) -> Response:
         await service.reset_prefix_cache()
         return JSONResponse({"status": "reset"})
 
     async def init_communicator(request: Request) -> Response:
-        await _while_connected(request, service.updates.open_group(await _body(request, InitCommunicatorCall)))
+        await _while_connected(request, service.updates.open_group(await read_body(request, InitCommunicatorCall)))
         return JSONResponse({"status": "joined"})
 
     async def update_weights(request: Request) -> Response:
-        call = await _body(request, UpdateWeightsCall)
+        call = await read_body(request, UpdateWeightsCall)
         return _json(await _while_connected(request, service.updates.update(call)))
 
     async def expect_scores(request: Request) -> Response:
-        await service.updates.expect(await _body(request, ExpectScoresCall))
+        await service.updates.expect(await read_body(request, ExpectScoresCall))
         return JSONResponse({"status": "noted"})
 
     async def close_communicator(request: Request) -> Response:
-        await service.updates.close_group(await _body(request, CloseCommunicatorCall))
+        await service.updates.close_group(await read_body(request, CloseCommunicatorCall))
         return JSONResponse({"status": "closed"})
 
     def get(path: str, handler: Handler, says: str, **replies: Any) -> Route:
@@ -173,7 +163,7 @@ def _openai_routes(service: RolloutService) -> list[Route]:
 
     def completions(model: type[OpenAICall]) -> Handler:
         async def complete(request: Request) -> Response:
-            call = await _body(request, model)
+            call = await read_body(request, model)
             if call.stream:
                 events = _openai_events(service.completion_events(call))
                 return AnswerStream(await _while_connected(request, _first(events)), events, EVENTS)
@@ -197,7 +187,7 @@ def _openai_routes(service: RolloutService) -> list[Route]:
 
 def _openai_error(error: ProjectError) -> Response:
     detail = OpenAIErrorDetail(message=str(error), type=type(error).__name__, code=error.http_status)
-    return _error_response(error, OpenAIError(error=detail))
+    return error_response(error, OpenAIError(error=detail))
 
 
 async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -237,11 +227,11 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what, found = f"{request.method} {request.url.path} is not served", f"HTTP {error.status_code}: {error.detail}"
     wanted = "an endpoint of the rollout server, below its url_prefix"
-    return _error_response(_refused(error.status_code, what, found, wanted, "check base_url"))
+    return error_response(refused(error.status_code, what, found, wanted, "check base_url"))
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return _error_response(_defect(request.url.path, error))
+    return error_response(_defect(request.url.path, error))
 
 
 def _defect(path: str, error: Exception) -> ProjectError:
@@ -257,60 +247,9 @@ def _with_errors(handler: Handler, form: Callable[[ProjectError], Response] | No
         try:
             return await handler(request)
         except ProjectError as error:
-            return (form or _error_response)(error)
+            return (form or error_response)(error)
 
     return route
-
-
-async def _body(request: Request, model: type[Body]) -> Body:
-    """Raises RequestError, which names the wrong fields."""
-    try:
-        content = b"".join([chunk async for chunk in request.stream()])
-    except ClientDisconnect:
-        raise _gone() from None
-    try:
-        value = from_json(content)
-        _check_number(value, request.app.state.config)
-        _check_size(value)
-        return model.model_validate(value)
-    except ValidationError as error:
-        wrong = [
-            f"{'.'.join(map(str, detail['loc'])) or 'the body'}: {detail['msg']}"
-            for detail in error.errors(include_url=False, include_input=False)[:5]
-        ]
-        found = "; ".join(wrong)
-    except ValueError as error:
-        found = f"the body: {error}"
-    raise RequestError(
-        f"{request.url.path}: malformed body",
-        found=found,
-        wanted=f"a {model.__name__}",
-        remedy="run the same version of this project on both sides",
-    )
-
-
-def _check_number(value: Any, config: ServerConfig) -> None:
-    """Raises RequestError (413). To understand too many requests takes much longer than to count them."""
-    for field in ("infer_requests", "items"):
-        items = value.get(field) if isinstance(value, dict) else None
-        if isinstance(items, list):
-            check_number(field, len(items), config)
-
-
-def _check_size(value: Any) -> None:
-    """Raises ValueError if there is too much in it: an object or an unknown field costs far more than its bytes."""
-    todo, num_seen = [value], 0
-    while todo:
-        part = todo.pop()
-        num_seen += 1
-        if num_seen + len(todo) > _MAX_OBJECTS:
-            raise ValueError(f"more than {_MAX_OBJECTS} objects and lists")
-        if isinstance(part, dict):
-            if len(part) > _MAX_FIELDS:
-                raise ValueError(f"an object with {len(part)} fields, wanted at most {_MAX_FIELDS}")
-            todo += [inner for inner in part.values() if isinstance(inner, dict | list)]
-        elif isinstance(part, list):
-            todo += [inner for inner in part if isinstance(inner, dict | list)]
 
 
 async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
@@ -323,15 +262,11 @@ async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
             working.cancel()
             await asyncio.wait({working})
         if working.cancelled():
-            raise _gone()
+            raise hung_up()
         return working.result()
     finally:
         working.cancel()
         watching.cancel()
-
-
-def _gone() -> RequestError:
-    return RequestError("the client hung up", found="a closed connection", wanted="a client that waits")
 
 
 async def _hung_up(request: Request) -> None:
@@ -388,164 +323,3 @@ class AnswerStream(StreamingResponse):
 
 def _json(body: BaseModel) -> Response:
     return Response(body.model_dump_json(), media_type="application/json")
-
-
-def _error_response(error: ProjectError, form: BaseModel | None = None) -> Response:
-    headers = {"Retry-After": str(math.ceil(_RETRY_AFTER_S))} if error.http_status == 503 else {}
-    body = (form or ErrorBody.of(error)).model_dump_json()
-    return Response(body, error.http_status, headers, media_type="application/json")
-
-
-class Guard:
-    """Lets a request through if it brings the token or asks for an open path, and no web page can have made it.
-
-    A page in a browser of this machine can send requests here, but not in the form of this API. The browser names the
-    page's `Origin`, and sends no JSON without asking first. If the page's own name was made to point here (DNS
-    rebinding), `Host` says that name; with a token that is harmless, and the server may have any name.
-    """
-
-    def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...], hosts: tuple[str, ...]) -> None:
-        self._app = app
-        self._wanted = None if token is None else f"Bearer {token}".encode()
-        self._open_paths = open_paths
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            error = self._refused_token(scope, headers) or self._refused_page(scope, headers)
-            if error is not None:
-                return await _error_response(error)(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-    def _refused_token(self, scope: Scope, headers: Headers) -> ProjectError | None:
-        found = headers.get("authorization", "").encode()
-        if self._wanted is None or scope["path"].rstrip("/") in self._open_paths:
-            return None
-        if hmac.compare_digest(found, self._wanted):
-            return None
-        return UnauthorizedError(
-            "the bearer token is missing or wrong",
-            found="another Authorization header" if found else "no Authorization header",
-            wanted="Authorization: Bearer <token>",
-            remedy=f"set {TOKEN_VARIABLE} to the server's token",
-        )
-
-    def _refused_page(self, scope: Scope, headers: Headers) -> ProjectError | None:
-        host, origin = headers.get("host", ""), headers.get("origin")
-        if self._wanted is None and host and not self._is_own(host):
-            found, wanted = f"Host: {host:.80}", "an IP address, localhost, or the server's host"
-            return _refused(403, "the request is for another name", found, wanted, "use the address in base_url")
-        if origin is not None and origin != f"{scope.get('scheme', 'http')}://{host}":
-            found, wanted = f"Origin: {origin:.80}", "a client that is no web page"
-            return _refused(403, "web pages may not call this server", found, wanted, "remove the Origin header")
-        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if has_body and media_type != "application/json":
-            found = f"Content-Type: {media_type or 'none'}"
-            return _refused(415, "the body is not said to be JSON", found, "application/json", "set the header")
-        return None
-
-    def _is_own(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if is_loopback(name) or name in self._hosts:
-            return True
-        try:
-            return bool(ipaddress.ip_address(name))
-        except ValueError:
-            return False
-
-
-def _refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -> RequestError:
-    return RequestError(what, found=found, wanted=wanted, remedy=remedy).as_status(http_status)
-
-
-class BodyLimit:
-    """Refuses a body that is too large, too slow, or too much together with those of other calls under way; and a call
-    if there are too many, unless it is a probe.
-
-    It refuses as soon as the length, announced or counted, passes a limit. A body counts until its call has ended,
-    because what was read of it stays in memory until then.
-    """
-
-    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: tuple[str, ...] = ()) -> None:
-        self._app = app
-        self._config = config
-        self._open_paths = open_paths
-        self._num_calls = self._num_held_bytes = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].rstrip("/") in self._open_paths:
-            return await self._app(scope, receive, send)
-        if self._num_calls >= self._config.max_connections:
-            return await _error_response(self._too_many_calls())(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._config.max_body_bytes:
-            return await _error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
-        num_bytes = num_values = 0
-        complete = False
-        deadline = asyncio.get_running_loop().time() + self._config.body_timeout_s
-
-        async def limited() -> Message:
-            nonlocal num_bytes, num_values, complete
-            if complete:  # what comes now is the client's going
-                return await receive()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise self._too_slow(num_bytes) from None
-            body = message.get("body", b"")
-            num_new = len(body)
-            num_bytes += num_new
-            num_values += body.count(b",") + body.count(b"[") + body.count(b"{")
-            self._num_held_bytes += num_new
-            complete = not message.get("more_body", False)
-            if num_bytes > self._config.max_body_bytes:
-                raise self._too_large(f"more than {self._config.max_body_bytes} bytes")
-            if num_values > self._config.max_body_values:
-                raise self._too_many_values()
-            if self._num_held_bytes > self._config.max_bodies_bytes:
-                raise self._too_many()
-            return message
-
-        self._num_calls += 1
-        try:
-            return await self._app(scope, limited, send)
-        finally:
-            self._num_calls -= 1
-            self._num_held_bytes -= num_bytes
-
-    def _too_large(self, found: str) -> RequestError:
-        wanted = f"at most {self._config.max_body_bytes} bytes"
-        remedy = "send fewer requests per call, or raise the server's max_body_bytes"
-        return _refused(413, "the request's body is too large", found, wanted, remedy)
-
-    def _too_many_values(self) -> RequestError:
-        found, wanted = f"more than {self._config.max_body_values} values", "fewer commas, brackets and braces"
-        remedy = "send fewer requests per call, or raise the server's max_body_values"
-        return _refused(413, "the request's body has too many values", found, wanted, remedy)
-
-    def _too_slow(self, num_bytes: int) -> RequestError:
-        found = f"{num_bytes} bytes, and no end after {self._config.body_timeout_s:g} s"
-        remedy = "check the network, or raise the server's body_timeout_s"
-        return _refused(408, "the request's body did not arrive in time", found, "the whole body", remedy)
-
-    def _too_many_calls(self) -> ServerBusyError:
-        return ServerBusyError(
-            "too many calls are under way",
-            found=str(self._num_calls),
-            wanted=f"at most {self._config.max_connections}",
-            remedy="try again later, or raise the server's max_connections and its limit on open files",
-        )
-
-    def _too_many(self) -> ServerBusyError:
-        return ServerBusyError(
-            "the calls under way hold too much memory",
-            found=f"bodies of {self._num_held_bytes} bytes together",
-            wanted=f"at most {self._config.max_bodies_bytes} bytes",
-            remedy="try again later, or raise the server's max_bodies_bytes",
-        )

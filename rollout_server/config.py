@@ -38,6 +38,7 @@ RESERVED_ENGINE_ARGS = frozenset(
         "max_num_seqs",
         "model",
         "seed",
+        "served_model_name",
         "tensor_parallel_size",
         "trust_remote_code",
         "worker_extension_cls",
@@ -49,6 +50,11 @@ class ServerConfig(Section):
     """The served model, the devices it runs on, where the server listens, limits on requests, and deadlines."""
 
     model: str = key("a checkpoint's folder, or a name on the Hugging Face hub", min_length=1)
+    served_model_name: str = key(
+        "what `/v1/models` and answers call the model; empty: the folder's name, or the name on the hub",
+        "",
+        max_length=512,
+    )
     allow_untested_family: bool = key("try a family of models that docs/models.md does not list", False)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "dtype of the served weights; `auto`: the checkpoint's", "auto"
@@ -184,6 +190,11 @@ class ServerConfig(Section):
     log_dir: Folder | None = key("folder of the log file; null: log to the console", None)
 
     @property
+    def model_name(self) -> str:
+        """What clients call the model: no path of this machine."""
+        return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
+
+    @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.data_parallel_size
 
@@ -208,7 +219,10 @@ class ServerConfig(Section):
     @property
     def base_url(self) -> str:
         """The URL under which this machine reaches the endpoints."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return self.base_url_for({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
+
+    def base_url_for(self, host: str) -> str:
+        """The URL under which a machine reaches the endpoints that knows this one as `host`."""
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.url_prefix}"
 
     @property

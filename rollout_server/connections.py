@@ -80,6 +80,7 @@ class Connection(HttpToolsProtocol):
         self._waiting, self._config = waiting, waiting.config
         self._num_idle_bytes = 0  # since the last part of a body, or the end of the headers
         self._in_message = False  # the end of a request has not come
+        self._headers_ended = False
         self._caller_due: asyncio.TimerHandle | None = None  # for headers, or for what is left of a refused body
         self._reading_due: asyncio.TimerHandle | None = None
 
@@ -105,10 +106,16 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._headers_ended = False
         self._in_message = True
         self._await_caller(self._config.header_timeout_s)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._headers_ended:  # what comes later is a trailer, and says nothing about who calls
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        self._headers_ended = True
         self._waiting.remove(self)
         self._end_waiting()
         self._num_idle_bytes = 0

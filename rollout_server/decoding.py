@@ -33,7 +33,7 @@ from PIL import Image
 
 from shared.errors import MediaError, RequestError, ServerBusyError
 from shared.images import ImageRules, Images, media_error
-from shared.waits import SLICE_S, Patience
+from shared.waits import SLICE_S, TimeLeft
 
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
@@ -77,11 +77,11 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, num_pixels: int, closed: threading.Event) -> None:
-        patience = Patience(self._timeout_s)
+        time_left = TimeLeft(self._timeout_s)
         with self._changed:
             while self.num_held and self.num_held + num_pixels > self._most:
-                _check_open(closed)
-                if patience.is_over():
+                check_open(closed)
+                if time_left.is_over():
                     raise ServerBusyError(
                         "images of the calls under way hold too much memory",
                         found=f"{self.num_held} pixels after {self._timeout_s:g} s",
@@ -106,10 +106,6 @@ class Decoders:
         self._budget = Budget(config.max_pixels_in_flight, config.queue_timeout_s)
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
 
-    @property
-    def num_pixels_held(self) -> int:
-        return self._budget.num_held
-
     def share(self) -> Share:
         return Share(self._budget)
 
@@ -117,12 +113,12 @@ class Decoders:
         """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
-        patience = Patience(self._config.image_decode_timeout_s)
-        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, patience)) for source, data in encoded]
+        time_left = TimeLeft(self._config.image_decode_timeout_s)
+        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, time_left)) for source, data in encoded]
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
-        patience = Patience(self._config.image_decode_timeout_s)
-        return [_image(self._ask(_DECODE, data, source, share, patience)) for source, data in encoded]
+        time_left = TimeLeft(self._config.image_decode_timeout_s)
+        return [_image(self._ask(_DECODE, data, source, share, time_left)) for source, data in encoded]
 
     def close(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -149,10 +145,10 @@ class Decoders:
                 remedy="shrink the images, save them without progression, or raise the server's max_request_pixels",
             )
 
-    def _ask(self, what: bytes, data: bytes, source: str, share: Share, patience: Patience) -> bytearray:
+    def _ask(self, what: bytes, data: bytes, source: str, share: Share, time_left: TimeLeft) -> bytearray:
         def check() -> None:
-            _check_open(share.closed)
-            if patience.is_over():
+            check_open(share.closed)
+            if time_left.is_over():
                 limit = self._config.image_decode_timeout_s
                 remedy = "shrink the image, or raise the server's image_decode_timeout_s"
                 raise media_error(source, f"no end of decoding after {limit:g} s", "an image that decodes soon", remedy)
@@ -222,7 +218,7 @@ class _Process:
         )
 
 
-def _check_open(closed: threading.Event) -> None:
+def check_open(closed: threading.Event) -> None:
     if closed.is_set():
         raise RequestError("the client hung up", found="a closed connection", wanted="a client that waits")
 

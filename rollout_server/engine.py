@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hashlib
 import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -23,15 +22,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
-from rollout_server.openai_api import OpenAICall, OpenAILayer, image_parts
+from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
 from rollout_server.processes import cpu_seconds, descendants
-from rollout_server.prompts import Renderer
+from rollout_server.prompts import Renderer, too_long
 from shared.aio import gather
-from shared.checkpoint import model_folder, signature
-from shared.errors import ConfigError, PromptTooLongError, RequestError, ServerError, SyncError
+from shared.checkpoint import checkpoint_digest, model_folder, signature
+from shared.engine_images import EngineImages, Look
+from shared.errors import ConfigError, RequestError, ServerError, SyncError
 from shared.families import check_folder
 from shared.generation import (
     CPU_ENGINE_ARGS,
+    TRIES,
     Generation,
     Prompt,
     Scores,
@@ -43,6 +44,7 @@ from shared.generation import (
     says_too_long,
     scoring,
     stop_token_ids,
+    was_given_back,
 )
 from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
@@ -85,7 +87,7 @@ class Engine(Protocol):
         self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
     ) -> Scores: ...
     async def models(self) -> bytes: ...
-    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]: ...
+    async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]: ...
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
     async def reset_caches(self) -> None: ...
     def serve_adapter(self, name: str | None) -> None: ...
@@ -108,6 +110,7 @@ async def score(engine: Engine, items: Sequence[ScoreItem], ver: int, *, through
         logprobs=[one.logprobs for one in scores],
         cached_logprobs=[one.cached_logprobs for one in scores] if all(one.cached_logprobs for one in scores) else [],
         prompt_token_ids=[one.prompt_token_ids for one in scores],
+        pixels=[one.pixels for one in scores] if any(item.request.pixels for item in items) else [],
     )
 
 
@@ -207,14 +210,17 @@ class VllmEngine:
         self.architecture = signature(model_config.hf_config.to_dict())
         self.gpus = _gpus(config.world_size)
         self.vocab_size = int(model_config.get_vocab_size())
-        self.max_model_len = int(model_config.max_model_len)
+        self.max_model_len = self._renderer.max_model_len = int(model_config.max_model_len)
         self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
         self._adapter: Any = None  # a LoRARequest
-        self._openai = OpenAILayer(self._llm, model=self.model, renderer=self._renderer, adapter=lambda: self._adapter)
+        self._openai = OpenAILayer(
+            self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
+        )
         self._stalls = StallWatch(config.engine_stall_s)
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
+        self._images = EngineImages(self._llm.renderer, self._threads)
         self.weights = checkpoint_digest(self._path)
         # Objects from start-up stay anyway. Without the freeze the collector walked them again and again: 0.4 s a time.
         gc.collect()
@@ -231,10 +237,19 @@ class VllmEngine:
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
+            look = self._look(request, prompt)
             with self._vllm_errors():
-                outputs = await gather(self._run(prompt, sampling_params(config, own)) for own in seeds)
-        self._check_length(len(outputs[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
-        return [read_generation(output, self._stop_ids, self._renderer.text_of) for output in outputs]
+                answers = await gather(  # to one request: the first one's images are all's
+                    self._generation(prompt, sampling_params(config, own), None if j else look)
+                    for j, own in enumerate(seeds)
+                )
+        self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
+        return answers
+
+    async def _generation(self, prompt: Prompt, params: Any, look: Look | None) -> Generation:
+        output = await self._run(prompt, params, look)
+        answer = read_generation(output, self._stop_ids, self._renderer.text_of)
+        return answer if look is None else replace(answer, pixels=await look.result())
 
     def text_of(self, token_ids: list[int]) -> str:
         """What the tokens say, special ones included."""
@@ -249,26 +264,32 @@ class VllmEngine:
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
             reads = cached_scoring(prompt, response_token_ids) if through_cache and self._caches_prefixes else []
+            whole, params = scoring(prompt, response_token_ids)
+            look = self._look(request, whole)
             with self._vllm_errors():
-                output, *cached = await gather(
-                    self._run(*asked) for asked in [scoring(prompt, response_token_ids), *reads]
-                )
+                output, *cached = await gather([self._run(whole, params, look), *(self._run(*read) for read in reads)])
+                pixels = await look.result() if look is not None else None
         return replace(
-            read_scores(output, len(response_token_ids)), cached_logprobs=[read_cached_score(one) for one in cached]
+            read_scores(output, len(response_token_ids)),
+            cached_logprobs=[read_cached_score(one) for one in cached],
+            pixels=pixels,
         )
 
     async def models(self) -> bytes:
         """The body of `/v1/models`."""
         return await self._openai.models()
 
-    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
-        """The answer of vLLM's OpenAI layer; its events if `call.stream`. Raises what `generate` raises."""
+    async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
+        """The answer of vLLM's OpenAI layer by the weights of version `ver`; its events if `call.stream`. Raises what
+        `generate` raises."""
         with contextlib.ExitStack() as stack:
             share = stack.enter_context(contextlib.closing(self._renderer.decoders.share()))
+            for text in texts(call):
+                await self._on_thread(self._renderer.check_length, text, share)
             images = await self._on_thread(self._renderer.decoders.load, image_parts(call), share)
             with self._vllm_errors():
                 async with self._stalls.guard():
-                    answer = await self._openai.complete(call, images)
+                    answer = await self._openai.complete(call, images, ver)
             return answer if isinstance(answer, bytes) else self._guarded(answer, stack.pop_all())
 
     async def _guarded(self, events: AsyncGenerator[str], share: contextlib.ExitStack) -> AsyncGenerator[str]:
@@ -348,11 +369,20 @@ class VllmEngine:
     async def _on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def _run(self, prompt: Prompt, params: Any) -> Any:
-        """The finished output."""
-        answers = self._llm.generate(prompt.for_engine(), params, str(next(self._ids)), lora_request=self._adapter)
-        async with self._stalls.guard():
-            return [output async for output in answers][-1]
+    def _look(self, request: RolloutInferRequest, prompt: Prompt) -> Look | None:
+        return self._images.look(prompt) if request.pixels and prompt.images else None
+
+    async def _run(self, prompt: Prompt, params: Any, look: Look | None = None) -> Any:
+        """The finished output. `look`: at what the vision tower is fed. Raises ServerBusyError if the engine gives the
+        request back again and again."""
+        for _ in range(TRIES):
+            asked = prompt.for_engine() if look is None else await look.render()
+            answers = self._llm.generate(asked, params, str(next(self._ids)), lora_request=self._adapter)
+            async with self._stalls.guard():
+                output = [output async for output in answers][-1]
+            if not was_given_back(output):
+                return output
+        raise given_back()
 
     @contextlib.contextmanager
     def _vllm_errors(self) -> Iterator[None]:
@@ -372,20 +402,13 @@ class VllmEngine:
             ) from error
         except (ValueError, refused) as error:
             if says_too_long(error):
-                raise self._too_long(str(error)) from error
+                raise too_long(str(error), self.max_model_len) from error
             raise RequestError("the engine refuses the request", found=str(error)[:500]) from error
 
     def _check_length(self, num_prompt: int, field: str, num_response: int) -> None:
         if num_prompt + num_response > self.max_model_len:
-            raise self._too_long(f"{num_prompt} tokens of messages and images, and {field} {num_response}")
-
-    def _too_long(self, found: str) -> PromptTooLongError:
-        return PromptTooLongError(
-            "the request is longer than the model's context",
-            found=found,
-            wanted=f"at most {self.max_model_len} tokens together",
-            remedy="raise the server's max_model_len, or lower max_new_tokens or the images' size",
-        )
+            found = f"{num_prompt} tokens of messages and images, and {field} {num_response}"
+            raise too_long(found, self.max_model_len)
 
     def _check_ids(self, token_ids: list[int]) -> None:
         outside = next((i for i in token_ids if not 0 <= i < self.vocab_size), None)
@@ -418,26 +441,9 @@ def _start(engine_args: Any, config: ServerConfig) -> Any:
     )
 
 
-_PART_BYTES = 64 << 20
-
-
-def checkpoint_digest(path: str) -> str:
-    """Of the weights' files, all bytes of them; several parts at a time."""
-    files = [file for kind in ("*.safetensors", "*.bin", "*.pt") for file in sorted(Path(path).glob(kind))]
-    sizes = [file.stat().st_size for file in files]
-    places = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, _PART_BYTES)]
-
-    def of_part(place: tuple[Path, int]) -> bytes:
-        with place[0].open("rb") as stream:
-            stream.seek(place[1])
-            return hashlib.blake2b(stream.read(_PART_BYTES), digest_size=16).digest()
-
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        return hashlib.blake2b(str(sizes).encode() + b"".join(threads.map(of_part, places)), digest_size=16).hexdigest()
-
-
 def _num_threads() -> int:
-    """Of this process, including OpenMP's and others that Python does not know; 0 if that cannot be found out."""
+    """The number of threads of this process, including OpenMP's and others that Python does not know; 0 if that cannot
+    be found out."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 

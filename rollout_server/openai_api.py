@@ -9,22 +9,38 @@ Invariants:
 - fields that vLLM takes and that are not listed here are refused: among them are a template and a processor's settings
   of the client's own;
 - requests are answered with the adapter that the learner has sent, whatever `model` says;
-- a log-probability that is not finite ends the call, whatever vLLM's layer makes of it.
+- each choice says the versions of its weights as in `/infer/`, in a stream with the event that ends it;
+- a log-probability that is not finite ends the call, whatever vLLM's layer makes of it;
+- a request that the engine gives back is made again from its images, as long as nothing of the answer was sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, FiniteFloat
 
-from shared.errors import NotFiniteError, RequestError, ServerError
-from shared.generation import check_logprobs
-from shared.wire import MAX_ANSWERS, ClientModel, Items, Message, Name, NoItems, TemplateValue, WireModel
+from shared.errors import NotFiniteError, RequestError, ServerBusyError, ServerError
+from shared.generation import TRIES, check_logprobs, was_given_back
+from shared.wire import (
+    MAX_ANSWERS,
+    MAX_PARTS,
+    ClientModel,
+    Items,
+    Message,
+    Name,
+    NoItems,
+    TemplateValue,
+    WeightVersionSpan,
+    WireModel,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from rollout_server.prompts import Renderer
@@ -69,7 +85,7 @@ class OpenAICall(ClientModel):
 class ChatCall(OpenAICall):
     """`messages` may hold `image_url` parts: images as in `/infer/`, by the same rules."""
 
-    messages: Items[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_PARTS)
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=MOST_LOGPROBS)
@@ -116,18 +132,48 @@ class OpenAILayer:
     async def models(self) -> bytes:
         return _json(await self._started().models.show_available_models())
 
-    async def complete(self, call: OpenAICall, images: Sequence[Any]) -> bytes | AsyncGenerator[str]:
-        """The answer; with `call.stream` its events, as they come. `images` are those of the call's messages, in order.
-        Raises RequestError, NotFiniteError, and what vLLM raises."""
+    async def complete(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
+        """The answer by the weights of version `ver`; with `call.stream` its events, as they come. `images` are those
+        of the call's messages, in order. Raises RequestError, NotFiniteError, and what vLLM raises."""
+        for _ in range(TRIES):
+            with contextlib.suppress(_GivenBackError):
+                answer = await self._answer(call, images, ver)
+                return self._events(call, images, ver, answer) if isinstance(answer, AsyncGenerator) else answer
+        raise given_back()
+
+    async def _answer(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
+        """One try. Raises _GivenBackError, or its events do, before the first one."""
         serving = self._started()
-        _not_finite.set([])
+        watch = _Watch(ver=ver, n=call.n)
+        _watch.set(watch)
         if isinstance(call, ChatCall):
             answer = await serving.chat.create_chat_completion(self._chat_request(call, images))
         else:
             answer = await serving.completion.create_completion(_completion_request(call))
         if hasattr(answer, "error"):
             raise _refused(answer.error)
-        return _checked(answer) if isinstance(answer, AsyncGenerator) else _json(answer)
+        if isinstance(answer, AsyncGenerator):
+            return _checked(answer, watch)
+        answer.ver = ver  # vLLM's models take fields that they do not have
+        for choice in answer.choices:
+            choice.weight_versions = watch.versions(choice.index)
+        return _json(answer)
+
+    async def _events(
+        self, call: OpenAICall, images: Sequence[Any], ver: int, events: AsyncGenerator[str]
+    ) -> AsyncGenerator[str]:
+        for _ in range(TRIES):
+            try:
+                async with contextlib.aclosing(events):
+                    async for event in events:
+                        yield event
+                return
+            except _GivenBackError:
+                again = await self._answer(call, images, ver)
+                assert isinstance(again, AsyncGenerator), "a call with `stream` gets events"
+                events = again
+        await events.aclose()
+        raise given_back()
 
     def _chat_request(self, call: ChatCall, images: Sequence[Any]) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -147,6 +193,14 @@ class OpenAILayer:
             with _other_versions():
                 self._serving = _Serving.of(self._client, self._model)
         return self._serving
+
+
+def texts(call: OpenAICall) -> list[str]:
+    """What has to be tokenized."""
+    if isinstance(call, ChatCall):
+        return [text_of(call.messages)]
+    prompt = getattr(call, "prompt", "")
+    return [text for text in ([prompt] if isinstance(prompt, str) else prompt) if isinstance(text, str)]
 
 
 def image_parts(call: OpenAICall) -> list[str]:
@@ -199,16 +253,58 @@ def _refused(error: Any) -> RequestError:
     return RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
 
 
-# Of the call that runs: vLLM's layer makes an event of every error in a stream.
-_not_finite: ContextVar[list[NotFiniteError]] = ContextVar("not_finite")
+class _GivenBackError(Exception):
+    """The engine wants the request again."""
 
 
-async def _checked(events: AsyncGenerator[str]) -> AsyncGenerator[str]:
+def given_back() -> ServerBusyError:
+    return ServerBusyError(
+        "the engine gave a request back each time",
+        found=f"{TRIES} tries, each ended by a missing image in vLLM's cache",
+        wanted="a request that the engine takes",
+        remedy="send it again; if it stays so, set engine_args.mm_processor_cache_gb to 0",
+    )
+
+
+@dataclass
+class _Watch:
+    """What the engine gives during one try, below vLLM's layer: that makes an event of every error in a stream, and
+    does not say how many tokens an answer has."""
+
+    ver: int
+    n: int  # answers to each prompt
+    num_prompts: int = 0
+    num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
+    faults: list[Exception] = field(default_factory=list)
+
+    def versions(self, choice: int) -> list[dict[str, Any]]:
+        return [WeightVersionSpan(version=str(self.ver), start=0, end=self.num_tokens[choice]).model_dump()]
+
+    def said(self, event: str) -> str:
+        """The event; if answers end with it, with the versions of their weights."""
+        if _ENDS not in event:
+            return event
+        value = json.loads(event.removeprefix(_DATA))
+        for choice in value["choices"]:
+            if choice.get("finish_reason"):
+                choice["weight_versions"] = self.versions(choice["index"])
+        return f"{_DATA}{json.dumps(value | {'ver': self.ver}, ensure_ascii=False)}\n\n"
+
+
+_DATA = "data: "
+_ENDS = '"finish_reason":"'  # the JSON of a choice that ends; within a text its quotes would be escaped
+_watch: ContextVar[_Watch] = ContextVar("watch")
+
+
+async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator[str]:
+    """Raises the first fault; _GivenBackError only before the first event."""
+    began = False
     async with contextlib.aclosing(events):
         async for event in events:
-            for error in _not_finite.get():
-                raise error
-            yield event
+            for fault in watch.faults:
+                raise given_back() if began and isinstance(fault, _GivenBackError) else fault
+            yield watch.said(event)
+            began = True
 
 
 class _Client:
@@ -220,16 +316,27 @@ class _Client:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
-        """Raises NotFiniteError."""
+    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        """vLLM's layer calls it for each prompt, in order. Raises NotFiniteError, _GivenBackError."""
+        watch = _watch.get()
+        first = watch.num_prompts * watch.n
+        watch.num_prompts += 1
         outputs = self._llm.generate(*args, **{**kwargs, "lora_request": self._served_adapter()})
+        return self._watched(outputs, watch, first)
+
+    async def _watched(self, outputs: AsyncGenerator[Any], watch: _Watch, first: int) -> AsyncGenerator[Any]:
+        """`first`: the choice that the prompt's first answer becomes."""
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 try:
+                    if was_given_back(output):
+                        raise _GivenBackError
                     check_logprobs(output)
-                except NotFiniteError as error:
-                    _not_finite.get().append(error)
+                except (NotFiniteError, _GivenBackError) as error:
+                    watch.faults.append(error)
                     raise
+                for completion in output.outputs:  # in a stream, each brings its new tokens only
+                    watch.num_tokens[first + completion.index] += len(completion.token_ids)
                 yield output
 
 

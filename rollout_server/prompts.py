@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.config import ServerConfig
-from rollout_server.decoding import Decoders, Share
-from shared.errors import RequestError
+from rollout_server.decoding import Decoders, Share, check_open
+from shared.errors import PromptTooLongError, RequestError
 from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_messages
-from shared.wire import RolloutInferRequest
+from shared.wire import RolloutInferRequest, text_of
+
+_PIECE_CHARS = 1 << 16
+_PIECES_MARGIN = 2  # a text may have fewer tokens than its pieces have together
 
 
 class Renderer:
@@ -28,6 +31,8 @@ class Renderer:
         is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
         self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
         self._takes_images = not is_tokenizer
+        self._longest_token = max(map(len, self.tokenizer.get_vocab()))
+        self.max_model_len: int | None = None  # set once the engine knows it
         renders = (self._processor.apply_chat_template, self.tokenizer.apply_chat_template)
         self._template_arguments = {name for method in renders for name in inspect.signature(method).parameters}
         self.pixels = limit_pixels(
@@ -35,9 +40,10 @@ class Renderer:
         )
 
     def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
-        """Raises MediaError, ServerBusyError, or RequestError if messages and images do not fit or the template refuses
-        them. `share` is what the images hold of the server's memory."""
+        """Raises MediaError, ServerBusyError, PromptTooLongError, or RequestError if messages and images do not fit or
+        the template refuses them. `share` is what the images hold of the server's memory."""
         sources = image_sources(request)
+        self.check_length(text_of(request.messages), share)
         self.check_template_kwargs(request.chat_template_kwargs)
         if sources and not self._takes_images:
             raise RequestError(
@@ -62,6 +68,22 @@ class Renderer:
         images = self.decoders.load(sources, share)
         return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
 
+    def check_length(self, text: str, share: Share) -> None:
+        """Raises PromptTooLongError for a text that cannot fit, long before all of it is tokenized, and RequestError if
+        the share was closed meanwhile."""
+        most = self.max_model_len
+        if most is None or len(text) <= _PIECE_CHARS:
+            return
+        if len(text) > most * self._longest_token:
+            raise too_long(f"{len(text)} characters", most)
+        num_tokens = 0
+        for begin in range(0, len(text), _PIECE_CHARS):
+            check_open(share.closed)
+            piece = text[begin : begin + _PIECE_CHARS]
+            num_tokens += len(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
+            if num_tokens > _PIECES_MARGIN * most:
+                raise too_long(f"more than {num_tokens} tokens in {len(text)} characters", most)
+
     def text_of(self, token_ids: list[int]) -> str:
         """What the tokens say, special ones included."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False, spaces_between_special_tokens=False)
@@ -79,6 +101,15 @@ class Renderer:
                 wanted="variables of the model's own template, such as enable_thinking",
                 remedy="remove them",
             )
+
+
+def too_long(found: str, max_model_len: int) -> PromptTooLongError:
+    return PromptTooLongError(
+        "the request is longer than the model's context",
+        found=found,
+        wanted=f"at most {max_model_len} tokens together",
+        remedy="raise the server's max_model_len, or lower max_new_tokens or the images' size",
+    )
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:

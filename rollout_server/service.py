@@ -3,7 +3,8 @@
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
 Invariants:
-- all new rollouts of a call are of one version; answer `j` to request `i` of a call is seeded with `seed + i * n + j`;
+- all new rollouts of a call are of one version;
+- answer `j` to a request is seeded with the request's seed + `j`; request `i` without one has the call's + `i * n`;
 - a call holds its place in the gate until its last answer is made, however slowly its caller reads;
 - exactly once: a repeated uuid gets the same rollout, so a retry after a lost reply never makes a second one. Also
   after a later sync the answer keeps the `ver` it was made with: a second rollout of a sample would be trained twice.
@@ -39,6 +40,7 @@ from shared.wire import (
     Choice,
     ChoiceLogprobs,
     InferCall,
+    Message,
     RequestConfig,
     RolloutInferRequest,
     RolloutInfos,
@@ -48,9 +50,12 @@ from shared.wire import (
     ServerStatus,
     TokenLogprob,
     Usage,
+    WeightVersionSpan,
 )
 
 T = TypeVar("T")
+_MANY_CHARS = 1 << 18  # take a millisecond or more to read
+_MANY_LOGPROBS = 1024  # take 10 ms or more to write
 
 
 class RolloutService:
@@ -91,7 +96,9 @@ class RolloutService:
 
         async def one(i: int, request: RolloutInferRequest, ver: int) -> None:
             nonlocal num_answered
-            seed = None if config.seed is None else offset_seed(config.seed, i * config.n)
+            seed = request.seed
+            if seed is None and config.seed is not None:
+                seed = offset_seed(config.seed, i * config.n)
             put((i, await self._answer(i, request, config, seed, ver)))
             num_answered += 1
 
@@ -110,8 +117,8 @@ class RolloutService:
         """The answer of vLLM's OpenAI layer. Raises what the gate, the media rules and the engine raise."""
         check_number("n", call.num_prompts * call.n, self.config)
         with self._counted():
-            async with self._admitted(call.num_prompts * call.n):
-                answer = await self._checked(self.engine.complete(call))
+            async with self._admitted(call.num_prompts * call.n) as ver:
+                answer = await self._checked(self.engine.complete(call, ver))
                 self.gate.check_sound()
         assert isinstance(answer, bytes), "a call without `stream` gets one answer"
         return answer
@@ -125,8 +132,8 @@ class RolloutService:
 
     async def _put_events(self, call: OpenAICall, put: Callable[[bytes], None]) -> None:
         with self._counted():
-            async with self._admitted(call.num_prompts * call.n):
-                events = await self.engine.complete(call)
+            async with self._admitted(call.num_prompts * call.n) as ver:
+                events = await self.engine.complete(call, ver)
                 assert isinstance(events, AsyncGenerator), "a call with `stream` gets events"
                 await self._checked(self._put_all(events, put))
 
@@ -230,21 +237,40 @@ class RolloutService:
             self.gate.check_sound()
             self.metrics.prompt_tokens.inc(len(generations[0].prompt_token_ids))
             self.metrics.response_tokens.inc(sum(len(one.response_token_ids) for one in generations))
-            infos = RolloutInfos(**asdict(self.gate.served), seed=seed, server_id=self.server_id, uuid=request.uuid)
-            return self._output(generations, infos).model_dump_json().encode()
+            infos = RolloutInfos(
+                **asdict(self.gate.served),
+                seed=seed,
+                server_id=self.server_id,
+                uuid=request.uuid,
+                pixels=generations[0].pixels,
+            )
+            num_logprobs = sum(len(one.logprobs or ()) for one in generations)
+            return await _beside(num_logprobs > _MANY_LOGPROBS, self._output, generations, infos)
 
         with named(f"infer_requests.{i}"):
-            return await self._answers.get(request.uuid, _fingerprint(request, config, seed), compute)
+            num_chars = sum(map(len, request.images)) + sum(map(_num_chars, request.messages))
+            fingerprint = await _beside(num_chars > _MANY_CHARS, _fingerprint, request, config, seed)
+            return await self._answers.get(request.uuid, fingerprint, compute)
 
-    def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> RolloutOutput:
+    def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> bytes:
+        """JSON of a `RolloutOutput`. Its choices are written one by one: together they may take a second, in which
+        nothing else runs."""
+        whole = self._without_choices(generations, infos).model_dump_json().encode()
+        choices = (
+            self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
+        )
+        before, _, after = whole.partition(b'"choices":[]')  # in a string its quotes would be escaped
+        return before + b'"choices":[' + b",".join(choices) + b"]" + after
+
+    def _without_choices(self, generations: Sequence[Generation], infos: RolloutInfos) -> RolloutOutput:
         first = generations[0]
         num_prompt = len(first.prompt_token_ids)
         num_responses = sum(len(one.response_token_ids) for one in generations)
         response = ChatCompletionResponse(
             id=infos.uuid,
             created=int(time.time()),
-            model=self.engine.model,
-            choices=[self._choice(index, one) for index, one in enumerate(generations)],
+            model=self.config.model_name,
+            choices=[],
             usage=Usage(
                 prompt_tokens=num_prompt, completion_tokens=num_responses, total_tokens=num_prompt + num_responses
             ),
@@ -257,7 +283,7 @@ class RolloutService:
             rollout_infos=infos,
         )
 
-    def _choice(self, index: int, generation: Generation) -> Choice:
+    def _choice(self, index: int, generation: Generation, ver: int) -> Choice:
         logprobs = None
         if generation.logprobs is not None:
             texts = [self.engine.text_of([token_id]) for token_id in generation.response_token_ids]
@@ -275,6 +301,7 @@ class RolloutService:
             logprobs=logprobs,
             stop_token_id=generation.stop_token_id,
             stop_logprob=generation.stop_logprob,
+            weight_versions=[WeightVersionSpan(version=str(ver), start=0, end=len(generation.response_token_ids))],
         )
 
 
@@ -341,10 +368,42 @@ class RecentAnswers(Generic[T]):
             del self._entries[oldest]
 
 
+async def _beside(large: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """Large work runs on a thread, so that the event loop can go on."""
+    return await asyncio.to_thread(work, *arguments) if large else work(*arguments)
+
+
+def _num_chars(message: Message) -> int:
+    if isinstance(message.content, str):
+        return len(message.content)
+    return sum(len(part.text or "") + len(part.source or "") for part in message.content)
+
+
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
-    """Of all that decides an answer. The call's own seed counts only through the request's."""
-    text = request.model_dump_json() + config.model_copy(update={"seed": seed}).model_dump_json()
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    """A digest of all that decides an answer. The call's own seed counts only through the request's."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in (request.model_dump(exclude={"data_dict"}), config.model_copy(update={"seed": seed}).model_dump()):
+        _feed(digest, value)
+    return digest.hexdigest()
+
+
+def _feed(digest: hashlib.blake2b, value: Any) -> None:
+    """Each value with its type and length, so that no two of them read alike. As JSON, a long text would be copied
+    several times, while no other thread runs."""
+    if isinstance(value, str):
+        content = value.encode(errors="surrogatepass")
+        digest.update(b"s%d:" % len(content))
+        digest.update(content)
+    elif isinstance(value, dict):
+        digest.update(b"d%d:" % len(value))
+        for part in value.items():
+            _feed(digest, part)
+    elif isinstance(value, list | tuple):
+        digest.update(b"l%d:" % len(value))
+        for part in value:
+            _feed(digest, part)
+    else:
+        digest.update(f"{type(value).__name__}{value!r}:".encode())
 
 
 def _versions() -> dict[str, str]:

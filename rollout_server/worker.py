@@ -85,7 +85,9 @@ class SyncWorker:
         replica = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
         rank = call.first_rank + replica * parallel.world_size + self.rank % parallel.world_size
         place = (call.backend, host, call.group_port, rank, call.world_size, call.timeout_s)
-        self._sync_joining = start_join(*place, self.device, secret=bytes.fromhex(call.secret))
+        self._sync_joining = start_join(
+            *place, self.device, secret=bytes.fromhex(call.secret), allow_shared_gpu=call.allow_shared_gpu
+        )
         # Makes the seals' keys and kernel while others are on their way, for about as many bytes as a bucket has.
         digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), seal_key(bytes.fromhex(call.secret)))
         return WorkerReply()

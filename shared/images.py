@@ -20,28 +20,22 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
-import functools
 import io
 import os
 import re
-import socket
-import ssl
 import stat
 import struct
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import IO, Literal
-from urllib.parse import SplitResult, quote, unquote, unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote, unquote_to_bytes
 
 from PIL import Image, UnidentifiedImageError
 
 from shared.errors import MediaError
-from shared.waits import SLICE_S, Patience
+from shared.fetching import Fetcher
+from shared.image_rules import SHOWN_CHARS, ImageRules, check_bytes, media_error, short
+
+__all__ = ["FIVE_WAYS", "FORMATS", "ImageRules", "Images", "media_error", "short"]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 FIVE_WAYS = (
@@ -54,15 +48,9 @@ _SIGNATURE = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM|II[\x2a\x2b]\x00|MM\x00[\x2a\x2b]", re.DOTALL
 )
 _SIGNATURE_CHARS = 16  # of base64: 12 bytes, as long as the longest signature
-_SPACES = re.compile(r"\s+")
+_SPACES = b" \t\n\r\f\v"
+_MOST_PERCENTS = 1 << 20  # each takes 100 times its three bytes to undo
 _LONGEST_PATH = 4096  # Linux's PATH_MAX
-_SHOWN_CHARS = 200
-
-_MAX_REDIRECTS = 3
-_REDIRECTS = {301, 302, 303, 307, 308}
-_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # must not be quoted again
-_HEADERS = {"User-Agent": "rollout-matching"}
-_FETCH_CHUNK_BYTES = 1 << 16
 
 # `max_pixels` is checked before anything is decoded. Pillow's own limit only warns, and a single thread cannot silence
 # it.
@@ -82,25 +70,12 @@ _TRANSPOSE = {
 _DECODING_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError, struct.error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageRules:
-    """Which images may be used. `keys` is the prefix of configuration keys in messages."""
-
-    roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
-    hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
-    timeout_s: float = 10.0  # for fetching one image
-    max_bytes: int = 32 << 20  # of one encoded image
-    max_pixels: int = 64_000_000  # of one image
-    cache_bytes: int = 0  # memory for fetched images
-    keys: str = "data."
-
-
 class Images:
     """Reads images by `ImageRules`. Pickles and copies without its cache."""
 
     def __init__(self, rules: ImageRules) -> None:
         self.rules = rules
-        self._cache = _Cache(rules.cache_bytes)
+        self._fetcher = Fetcher(rules)
 
     def __reduce__(self) -> tuple[type[Images], tuple[ImageRules]]:
         return Images, (self.rules,)
@@ -110,7 +85,7 @@ class Images:
         absolute, everything else stays. Raises MediaError if it does not name a usable image. Fetches nothing."""
         way = _way_of(source, folder)
         if way == "http":
-            self._checked_url(source, source)
+            self._fetcher.check(source)
         elif way == "data":
             self._from_data_url(source)
         elif way != "base64" or not self._from_base64(source):
@@ -147,7 +122,7 @@ class Images:
         way = _way_of(source)
         with self._file(source)[0] if way in ("file", "path") else io.BytesIO(self.read(source)) as file:
             try:
-                self._check_bytes(_num_bytes(file), source)
+                check_bytes(_num_bytes(file), source, self.rules)
                 return _upright_size(self._open(file, source), file)
             except _DECODING_ERRORS as error:
                 file.seek(0)
@@ -159,14 +134,14 @@ class Images:
         """The encoded image. Raises MediaError."""
         way = _way_of(source)
         if way == "http":
-            return self._cache.get(source) or self._cache.keep(source, self._fetch(source))
+            return self._fetcher.read(source)
         if way == "data":
             return self._from_data_url(source)
         if way == "base64" and (data := self._from_base64(source)):
             return data
         with self._file(source)[0] as file:
             data = file.read(self.rules.max_bytes + 1)
-        self._check_bytes(len(data), source)
+        check_bytes(len(data), source, self.rules)
         return data
 
     def _file(self, source: str, folder: Path = Path()) -> tuple[IO[bytes], Path]:
@@ -199,7 +174,7 @@ class Images:
         """The same for a file that does not exist and for one that may not be read."""
         rules = self.rules
         if rules.roots is None:
-            found = f"no file {folder.absolute() / source}" if len(source) <= _SHOWN_CHARS else "no file of that name"
+            found = f"no file {folder.absolute() / source}" if len(source) <= SHOWN_CHARS else "no file of that name"
             return media_error(
                 source, f"{found}, and no base64 of an image", FIVE_WAYS, "correct the path or the string"
             )
@@ -218,13 +193,14 @@ class Images:
             raise media_error(
                 source, "a data URL without a comma", "data:image/png;base64,...", "encode the image again"
             )
+        if body.count("%") > _MOST_PERCENTS:
+            found = f"{body.count('%')} percent signs"
+            raise media_error(source, found, f"at most {_MOST_PERCENTS}", "send base64 without percent-encoding")
         if not header.lower().endswith(";base64"):
-            self._check_bytes(len(body) // 3, source)
+            check_bytes(len(body) // 3, source, self.rules)
             return unquote_to_bytes(body)
-        body = _SPACES.sub("", unquote(body) if "%" in body else body)
-        self._check_bytes(len(body) * 3 // 4 - 2, source)
         try:
-            return base64.b64decode(body, validate=True)
+            return self._decoded(unquote(body) if "%" in body else body, source)
         except (binascii.Error, ValueError) as error:
             raise media_error(
                 source, f"text that is not base64 ({error})", "base64", "encode the image again"
@@ -232,63 +208,16 @@ class Images:
 
     def _from_base64(self, source: str) -> bytes | None:
         """None if the text is not base64."""
-        text = _SPACES.sub("", source)
         try:
-            self._check_bytes(len(text) * 3 // 4 - 2, source)
-            return base64.b64decode(text, validate=True)
+            return self._decoded(source, source)
         except (binascii.Error, ValueError):
             return None
 
-    def _check_bytes(self, num_bytes: int, source: str) -> None:
-        most = self.rules.max_bytes
-        if num_bytes > most:
-            remedy = f"shrink the image, or raise {self.rules.keys}max_image_bytes"
-            raise media_error(source, f"more than {most} bytes", f"at most {most} bytes", remedy)
-
-    # ---- URLs ------------------------------------------------------------------------------------------------------
-
-    def _fetch(self, source: str) -> bytes:
-        with contextlib.closing(_Line(self.rules.timeout_s)) as line:
-            try:
-                return self._follow(source, line)
-            except (OSError, HTTPException, ValueError) as error:
-                found = "no complete answer in time" if line.hung_up else f"{type(error).__name__}: {error}"
-                remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
-                raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
-
-    def _follow(self, source: str, line: _Line) -> bytes:
-        url = source
-        for _ in range(_MAX_REDIRECTS + 1):
-            with _answer(self._checked_url(url, source), line) as response:
-                if response.status == 200:
-                    return self._body(response, source, line)
-                if response.status not in _REDIRECTS:
-                    raise media_error(source, f"HTTP {response.status}", "HTTP 200", "check the URL")
-                url = urljoin(url, response.headers.get("Location", ""))
-        raise media_error(source, f"more than {_MAX_REDIRECTS} redirects", "the image itself", "use the final URL")
-
-    def _body(self, response: HTTPResponse, source: str, line: _Line) -> bytes:
-        data = bytearray()
-        while part := response.read(_FETCH_CHUNK_BYTES):
-            data += part
-            self._check_bytes(len(data), source)
-        if line.hung_up:
-            raise TimeoutError(f"{len(data)} bytes so far")
-        return bytes(data)
-
-    def _checked_url(self, url: str, source: str) -> SplitResult:
-        """The URL in the parts by which it is fetched, so that nobody takes another part for the host."""
-        try:
-            parts = urlsplit(url)
-            scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port
-        except ValueError as error:
-            raise media_error(source, f"no URL ({error})", "http(s)://host/path", "correct the URL") from error
-        if scheme not in {"http", "https"} or host not in self.rules.hosts:
-            allowed = ", ".join(self.rules.hosts) or "none"
-            found = f"host {host!r} over {scheme or 'nothing'}"
-            remedy = f"add the host to {self.rules.keys}allowed_image_hosts, or use files"
-            raise media_error(source, found, f"http(s) to one of: {allowed}", remedy)
-        return parts
+    def _decoded(self, text: str, source: str) -> bytes:
+        """Base64, broken into lines or not. Raises ValueError, MediaError."""
+        data = text.encode("ascii").translate(None, _SPACES)
+        check_bytes(len(data) * 3 // 4 - 2, source, self.rules)
+        return base64.b64decode(data, validate=True)
 
     # ---- headers ---------------------------------------------------------------------------------------------------
 
@@ -304,95 +233,6 @@ class Images:
         if num_pixels > most:
             remedy = f"shrink the image, or raise {self.rules.keys}max_image_pixels"
             raise media_error(source, f"{width}x{height} = {num_pixels} pixels", f"at most {most}", remedy)
-
-
-class _Cache:
-    """Bytes by URL, at most `size` of them in all; the least recently used go first."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._used = size, 0
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, url: str) -> bytes | None:
-        with self._lock:
-            if url in self._kept:
-                self._kept.move_to_end(url)
-            return self._kept.get(url)
-
-    def keep(self, url: str, data: bytes) -> bytes:
-        with self._lock:
-            self._used += len(data) - len(self._kept.pop(url, b""))
-            self._kept[url] = data
-            while self._used > self._size:
-                self._used -= len(self._kept.popitem(last=False)[1])
-        return data
-
-
-class _Line:
-    """The connections of one fetch, one after the other. When its time is over, the connection ends, so nothing waits
-    longer, not even for one byte after the other. Pauses of this process do not count. (Names are looked up within the
-    resolver's own limits.)"""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._patience = Patience(timeout_s)
-        self.hung_up = False
-        self._link: socket.socket | None = None
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._watching = threading.Thread(target=self._watch, daemon=True)
-        self._watching.start()
-
-    def connect(self, address: tuple[str, int]) -> socket.socket:
-        """A connection that the caller closes. Raises OSError."""
-        if self.hung_up:
-            raise TimeoutError("redirects took the time")
-        link = socket.create_connection(address, timeout=max(SLICE_S, self._patience.left_s))
-        link.settimeout(None)
-        with self._lock:
-            self._release()
-            self._link = link.dup()
-        if self.hung_up:  # meanwhile
-            link.close()
-            raise TimeoutError("connecting took the time")
-        return link
-
-    def close(self) -> None:
-        self._closed.set()
-        self._watching.join()
-        self._release()
-
-    def _release(self) -> None:
-        if self._link is not None:
-            self._link.close()
-
-    def _watch(self) -> None:
-        while not self._closed.wait(SLICE_S):
-            if self._patience.is_over():
-                with self._lock:
-                    self.hung_up = True
-                    if self._link is not None:
-                        with contextlib.suppress(OSError):  # it has ended already
-                            self._link.shutdown(socket.SHUT_RDWR)
-                return
-
-
-@contextlib.contextmanager
-def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
-    """The answer to a GET. No proxies: they would see every image."""
-    secure, host = url.scheme == "https", url.hostname or ""
-    with contextlib.closing(line.connect((host, url.port or (443 if secure else 80)))) as link:
-        connection = HTTPConnection(host, url.port)
-        connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
-        with contextlib.closing(connection):
-            target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
-            connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
-            yield connection.getresponse()
-
-
-@functools.cache
-def _certificates() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 # ---- the rule ------------------------------------------------------------------------------------------------------
@@ -414,7 +254,7 @@ def _way_of(source: str, folder: Path = Path()) -> Way:
 
 def _looks_like_image(text: str) -> bool:
     """Whether the text is base64 whose first bytes are those of an image."""
-    head = _SPACES.sub("", text[: 2 * _SIGNATURE_CHARS])[:_SIGNATURE_CHARS]
+    head = "".join(text[: 2 * _SIGNATURE_CHARS].split())[:_SIGNATURE_CHARS]
     try:
         return _SIGNATURE.match(base64.b64decode(head, validate=True)) is not None
     except (binascii.Error, ValueError):
@@ -512,16 +352,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 # ---- errors --------------------------------------------------------------------------------------------------------
 
 
-def short(source: str) -> str:
-    """An image string as shown in messages."""
-    return source if len(source) <= _SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"
-
-
 def _no_image(source: str, data: bytes, error: Exception) -> MediaError:
     why = f"begins with {data[:16]!r}" if isinstance(error, UnidentifiedImageError) else str(error)[:200]
     found = f"{len(data)} bytes that are not an image ({why})"
     return media_error(source, found, " or ".join(FORMATS), "repair or replace the image")
-
-
-def media_error(source: str, found: str, wanted: str, remedy: str) -> MediaError:
-    return MediaError(f"image {short(source)!r} can't be used", found=found, wanted=wanted, remedy=remedy)

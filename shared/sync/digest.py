@@ -53,7 +53,7 @@ def _block_sums(data: torch.Tensor, key: bytes, level: int) -> torch.Tensor:
     if words.is_cuda:
         from shared.sync.digest_cuda import block_sums  # triton takes a second to import, and CPU builds may lack it
 
-        return block_sums(words, keys)
+        return block_sums(words, keys, rows=ROWS, columns=COLUMNS)
     num_full, block = len(words) // BLOCK_WORDS, BLOCK_WORDS
     parts = [*words[: num_full * block].view(num_full, 2, PAIRS).split(_BLOCKS_AT_ONCE)]
     if num_full * block < len(words) or not num_full:
@@ -68,7 +68,7 @@ def _lane_sums(part: torch.Tensor, keys: torch.Tensor, lane: int) -> torch.Tenso
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """As int32, the last word filled with zeros; a copy only if a view is not possible."""
+    """The bytes as int32, the last word filled with zeros; a copy only if a view is not possible."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     aligned = data if data.is_contiguous() and data.storage_offset() % 4 == 0 else data.clone()

@@ -10,15 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from shared.sync.digest import COLUMNS, LANES, PAIRS, ROWS
+LANES = 2  # that the kernel below writes
 
 
-def block_sums(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Of at least one block; the last one may be cut short."""
-    num_blocks = max(1, -(-len(words) // (2 * PAIRS)))
+def block_sums(words: torch.Tensor, keys: torch.Tensor, *, rows: int, columns: int) -> torch.Tensor:
+    """Sums of at least one block of `rows` x `columns` pairs; the last block may be cut short."""
+    pairs = rows * columns
+    num_blocks = max(1, -(-len(words) // (2 * pairs)))
     sums = torch.empty(num_blocks, LANES, dtype=torch.int64, device=words.device)
     with torch.cuda.device(words.device):
-        _sum_block[(num_blocks,)](words, keys, sums, len(words), keys.stride(0), PAIRS, ROWS, COLUMNS, num_warps=8)
+        _sum_block[(num_blocks,)](words, keys, sums, len(words), keys.stride(0), pairs, rows, columns, num_warps=8)
     return sums
 
 

@@ -14,8 +14,10 @@ The size travels first, and nothing is read into a tensor of another size.
 
 NCCL is called through vLLM's binding, because torch's own group has a watchdog that ends the process when a peer dies.
 Its unique id travels at the meeting. Broadcasts run on a stream of the group's own, so several groups of one process
-send at once, and nothing else on the device waits for a peer. NCCL is only called on threads that can be abandoned. A
-group never spans two ranks on one GPU.
+send at once, and nothing else on the device waits for a peer. NCCL is only called on threads that can be abandoned.
+
+A group spans two ranks on one GPU only with `allow_shared_gpu`. NCCL refuses them because their host and their device
+are equal, so each gets an `NCCL_HOSTID` of its own. NCCL then connects them by sockets, at a few GB/s.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import logging
+import os
 import socket
 import struct
 import threading
@@ -36,12 +40,15 @@ import torch
 from shared.errors import CommunicatorError, ProjectError
 from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation
-from shared.sync.meeting import Membership, late, meet
+from shared.sync.meeting import Seat, late, meet
 
+log = logging.getLogger(__name__)
+SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
 Backend = Literal["tcp", "nccl"]
 Broadcast = Callable[[Callable[[], None]], None]  # blocking; calls its argument once the next one may begin
 
 # What blocks knows more about what is missing than a deadline, so ours comes a little later.
+_HOST_ID = "rollout-matching-"  # begins the `NCCL_HOSTID` of a process on a shared GPU
 _GRACE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 
@@ -49,7 +56,7 @@ _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 class Communicator(ABC):
     """A group that was joined. Operations are started from one thread; `abort` may be called from any."""
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Seat) -> None:
         self.rank, self.world_size, self.device = member.rank, member.world_size, member.device
         self.seal_key = seal_key(member.secret)
         self._timeout_s = member.timeout_s
@@ -115,9 +122,10 @@ def start_join(
     device: torch.device | str = "cpu",
     *,
     secret: bytes,
+    allow_shared_gpu: bool = False,
 ) -> Operation[Communicator]:
     """Meet the other ranks at `host:port` (rank 0 listens there); ends when all have joined. The arguments are the
-    fields of `Membership`. Once it was cancelled, rank 0 stops listening within a moment.
+    fields of `Seat`. Once it was cancelled, rank 0 stops listening within a moment.
 
     Raises CommunicatorError if the backend can't serve this device. The operation ends in CommunicatorError if the
     address can't be used or a rank fails, in DeadlineError if a rank does not come.
@@ -130,7 +138,7 @@ def start_join(
             wanted="tcp with cpu, nccl with cuda",
             remedy="let both sides use the same kind of device",
         )
-    member = Membership(
+    member = Seat(
         host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device, secret=secret
     )
     what = f"joining {backend} {member}"
@@ -138,7 +146,7 @@ def start_join(
 
     def join() -> Communicator:
         with _errors_as_ours(what):
-            joined = (_Tcp if backend == "tcp" else _Nccl)(member, given_up)
+            joined = _Tcp(member, given_up) if backend == "tcp" else _Nccl(member, given_up, allow_shared_gpu)
         if given_up.is_set():  # nobody is there to close it
             joined.abort()
         return joined
@@ -147,7 +155,7 @@ def start_join(
 
 
 class _Tcp(Communicator):
-    def __init__(self, member: Membership, given_up: threading.Event) -> None:
+    def __init__(self, member: Seat, given_up: threading.Event) -> None:
         super().__init__(member)
         self._links = dict(meet(member, b"", given_up).links)
         self._running = threading.Lock()  # held by the broadcast that uses the connections
@@ -221,12 +229,14 @@ def _left_s(deadline: float) -> float:
 
 
 class _Nccl(Communicator):
-    def __init__(self, member: Membership, given_up: threading.Event) -> None:
+    def __init__(self, member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> None:
         super().__init__(member)
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         with torch.cuda.device(member.device):
-            self._nccl: Any = PyNcclCommunicator(_introduction(member, given_up), device=member.device)
+            self._nccl: Any = PyNcclCommunicator(
+                _introduction(member, given_up, allow_shared_gpu), device=member.device
+            )
             self._stream = torch.cuda.Stream(member.device)
         if self._nccl.disabled:
             raise CommunicatorError(
@@ -259,7 +269,7 @@ class _Nccl(Communicator):
 _UUID_BYTES, _NCCL_ID_BYTES = 64, 128
 
 
-def _introduction(member: Membership, given_up: threading.Event) -> Any:
+def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> Any:
     """A group, for vLLM's binding, in which rank 0's unique id travels at the meeting, as so many bytes. In vLLM's own
     it comes out of a store that anybody can write to, and is unpickled."""
     from vllm.distributed.utils import StatelessProcessGroup
@@ -275,7 +285,11 @@ def _introduction(member: Membership, given_up: threading.Event) -> Any:
             gpu = str(torch.cuda.get_device_properties(member.device).uuid).encode()
             meeting = meet(member, gpu.ljust(_UUID_BYTES, b"\0") + bytes(obj), given_up)
             meeting.close()
-            _refuse_shared_gpus([card[:_UUID_BYTES].rstrip(b"\0") for card in meeting.cards])
+            gpus = [card[:_UUID_BYTES].rstrip(b"\0") for card in meeting.cards]
+            if not allow_shared_gpu:
+                _refuse_shared_gpus(gpus)
+            elif gpus.count(gpu) > 1:
+                _tell_apart()
             return type(obj).from_buffer_copy(meeting.cards[0], _UUID_BYTES)
 
     return Introduction()
@@ -290,8 +304,18 @@ def _refuse_shared_gpus(gpus: Sequence[bytes]) -> None:
                 found=f"ranks {gpus.index(gpu)} and {rank} of {len(gpus)} on GPU {gpu.decode()} (the last rank is the "
                 "learner)",
                 wanted="a GPU of its own for every worker and for rank 0 of the learner",
-                remedy="set CUDA_VISIBLE_DEVICES of both programs to different devices, or use vllm.mode: colocate",
+                remedy="set CUDA_VISIBLE_DEVICES of both programs to different devices, use vllm.mode: colocate, or "
+                f"set {SHARED_GPU_KEY}: true (slow)",
             )
+
+
+def _tell_apart() -> None:
+    """Let NCCL take this process for one on a host of its own. NCCL reads the variable when it makes a communicator.
+    A value that a parent process gave itself is not this one's; a value of the user stays."""
+    mine = f"{_HOST_ID}{socket.gethostname()}-{os.getpid()}"
+    if os.environ.get("NCCL_HOSTID", _HOST_ID).startswith(_HOST_ID) and os.environ.get("NCCL_HOSTID") != mine:
+        os.environ["NCCL_HOSTID"] = mine
+        log.warning("learner and rollout server share a GPU: weights travel through sockets, at a few GB/s")
 
 
 def _joined(group: Any) -> Any:

@@ -1,6 +1,6 @@
 """How the ranks of a group meet: at one TCP address, within a deadline, and with nobody who lacks the group's secret.
 
-In: a `Membership`, and this rank's card: a few bytes that all others get. Out: all cards, and a connection between rank
+In: a `Seat`, and this rank's card: a few bytes that all others get. Out: all cards, and a connection between rank
 0 and every other rank. Rank 0 listens, and each connection to it begins so:
 
     rank 0 to rank r    32 random bytes
@@ -50,7 +50,7 @@ _WITHOUT_PORTS = "or do without a port: vllm.mode: colocate, or rollout_backend:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Membership:
+class Seat:
     """Where a group meets, and who this process is in it."""
 
     host: str
@@ -85,7 +85,7 @@ def num_strangers() -> int:
     return _num_strangers
 
 
-def meet(member: Membership, card: bytes, given_up: threading.Event) -> Meeting:
+def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
     """Returns when all ranks are there. `card`: CARD_BYTES at most.
 
     Raises DeadlineError, CommunicatorError if it was given up, OSError if the address can't be used.
@@ -106,7 +106,7 @@ def meet(member: Membership, card: bytes, given_up: threading.Event) -> Meeting:
 class _Wait:
     """The deadline of a join, which may also be given up."""
 
-    def __init__(self, member: Membership, given_up: threading.Event) -> None:
+    def __init__(self, member: Seat, given_up: threading.Event) -> None:
         self.deadline = time.monotonic() + member.timeout_s
         self._member, self._given_up = member, given_up
         self.seen = "nobody listening"
@@ -152,7 +152,7 @@ class _Member:
 class _Door:
     """Where rank 0 listens, and who has come."""
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: Seat) -> None:
         self._member = member
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(member)
@@ -255,7 +255,7 @@ class _Door:
         del self._guests[guest.link]
 
 
-def _listen(member: Membership) -> socket.socket:
+def _listen(member: Seat) -> socket.socket:
     family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)[0][0]
     patience = time.monotonic() + min(_PORT_PATIENCE_S, member.timeout_s)
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -280,7 +280,7 @@ def _listen(member: Membership) -> socket.socket:
 # ---- the other ranks -------------------------------------------------------------------------------------------------
 
 
-def _visit(member: Membership, card: bytes, wait: _Wait) -> Meeting | None:
+def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
     """One connection to rank 0; None if nobody there knew the secret: another group may still be there."""
     try:
         link = socket.create_connection((member.host, member.port), timeout=1.0)
@@ -303,7 +303,7 @@ def _visit(member: Membership, card: bytes, wait: _Wait) -> Meeting | None:
     return Meeting(cards=cards, links={0: link})
 
 
-def _introduce(link: socket.socket, member: Membership, card: bytes, wait: _Wait) -> list[bytes] | None:
+def _introduce(link: socket.socket, member: Seat, card: bytes, wait: _Wait) -> list[bytes] | None:
     """All cards."""
     challenge = _receive(link, _RANDOM_BYTES, wait, patience_s=HELLO_S)
     if challenge is None:
@@ -346,7 +346,7 @@ def _receive(link: socket.socket, num_bytes: int, wait: _Wait, patience_s: float
     return bytes(said)
 
 
-def _proof(member: Membership, side: bytes, rank: int, challenge: bytes, answer: bytes, content: bytes) -> bytes:
+def _proof(member: Seat, side: bytes, rank: int, challenge: bytes, answer: bytes, content: bytes) -> bytes:
     place = struct.pack("<III", member.port, member.world_size, rank)
     return hmac.digest(member.secret, side + place + challenge + answer + content, hashlib.sha256)
 
@@ -360,7 +360,7 @@ def late(what: str, found: str) -> DeadlineError:
     )
 
 
-def _late_joining(member: Membership, found: str) -> DeadlineError:
+def _late_joining(member: Seat, found: str) -> DeadlineError:
     """A rank of the group is not there: it ended, or it can't reach the port."""
     error = late(f"joining {member}", found)
     error.remedy = (
@@ -371,7 +371,7 @@ def _late_joining(member: Membership, found: str) -> DeadlineError:
     return error
 
 
-def _cannot_listen(member: Membership, error: OSError) -> CommunicatorError:
+def _cannot_listen(member: Seat, error: OSError) -> CommunicatorError:
     in_use = error.errno == errno.EADDRINUSE
     cause = "end the process that holds it, or change" if in_use else "correct the server's group_host, or change"
     return CommunicatorError(

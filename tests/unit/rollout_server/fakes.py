@@ -66,13 +66,13 @@ class FakeEngine:
     async def models(self) -> bytes:
         return json.dumps({"object": "list", "data": [{"id": self.model, "object": "model"}]}).encode()
 
-    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+    async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
         text = str(call.messages[0].content if isinstance(call, ChatCall) else getattr(call, "prompt", ""))
         if call.stream:
             return self._events(text)
         request = RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": text}]})
         (generation, *_) = await self.generate(request, RequestConfig(), call.seed)
-        return json.dumps({"choices": [{"text": generation.text}]}).encode()
+        return json.dumps({"choices": [{"text": generation.text}], "ver": ver}).encode()
 
     async def _events(self, text: str) -> AsyncGenerator[str]:
         self.generated.append(text)

@@ -30,6 +30,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from bench.tiny_models import build_qwen3_vl
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.prompts import Renderer
@@ -42,7 +43,6 @@ from shared.images import FORMATS
 from shared.sync.group import start_join
 from shared.sync.meeting import HELLO_BYTES, num_strangers
 from shared.wire import ErrorBody, Message, RequestConfig, RolloutInferRequest
-from tests.models import build_qwen3_vl
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_fuzz import JSON, RIGHT, check
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollout_server.service import RecentAnswers
+from rollout_server.service import RecentAnswers, _fingerprint
 from shared.errors import RequestError
+from shared.wire import ContentPart, Message, RequestConfig, RolloutInferRequest
+from tests.waits import let_others_run
 
 
 class Maker:
@@ -37,7 +39,7 @@ def test_repeats_share_one_computation_before_and_after_it_ends() -> None:
     async def check() -> None:
         answers, maker = RecentAnswers[int](10), Maker()
         both = [asyncio.create_task(answers.get("u", "same", maker.make)) for _ in range(2)]
-        await asyncio.sleep(0)
+        await let_others_run()
         maker.go.set()
         assert await asyncio.gather(*both) == [1, 1]
         assert await answers.get("u", "same", maker.make) == 1
@@ -77,12 +79,12 @@ def test_only_the_last_to_go_cancels_and_a_retry_starts_anew() -> None:
     async def check() -> None:
         answers, maker = RecentAnswers[int](10), Maker()
         first, second = (asyncio.create_task(answers.get("u", "same", maker.make)) for _ in range(2))
-        await asyncio.sleep(0.01)
+        await let_others_run()
         first.cancel()
-        await asyncio.sleep(0.01)
+        await let_others_run()
         assert (maker.started, maker.cancelled) == (1, 0)
         second.cancel()
-        await asyncio.sleep(0.01)
+        await let_others_run()
         assert (maker.started, maker.cancelled) == (1, 1)
         maker.go.set()
         assert await answers.get("u", "same", maker.make) == 2
@@ -100,3 +102,25 @@ def test_the_least_recently_used_is_forgotten_first() -> None:
         assert await answers.get("b", "same", maker.make) == 4
 
     run(check())
+
+
+def test_a_fingerprint_is_of_all_that_decides_an_answer() -> None:
+    messages = [Message(role="user", content="a")]
+    base = RolloutInferRequest(messages=messages, uuid="u", images=["ab", "c"])
+    others = [
+        base.model_copy(update=update)
+        for update in (
+            {"images": ["a", "bc"]},
+            {"images": ["abc"]},
+            {"messages": [*messages, *messages]},
+            {"messages": [Message(role="user", content=[ContentPart(type="text", text="a")])]},
+            {"chat_template_kwargs": {"a": 1}},
+            {"chat_template_kwargs": {"a": True}},
+            {"chat_template_kwargs": {"a": "1"}},
+        )
+    ]
+    configs = [RequestConfig(), RequestConfig(temperature=0.5), RequestConfig(n=2)]
+    found = [_fingerprint(request, configs[0], 1) for request in (base, *others)]
+    found += [_fingerprint(base, config, seed) for config in configs for seed in (None, 2)]
+    assert len({*found}) == len(found)
+    assert _fingerprint(base.model_copy(update={"data_dict": {"a": 1}}), configs[0], 1) == found[0]

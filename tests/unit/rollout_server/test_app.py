@@ -31,6 +31,7 @@ from shared.wire import (
     RolloutOutput,
 )
 from tests.unit.rollout_server.fakes import FakeEngine
+from tests.waits import let_others_run, until
 
 Check = Callable[[httpx.AsyncClient, FakeEngine, RolloutService], Awaitable[None]]
 
@@ -99,6 +100,21 @@ def test_a_server_has_the_name_that_its_environment_gives(tmp_path: Path, monkey
         with pytest.raises(SystemExit):
             command.app(["--config", str(tmp_path / "server.yaml")])
     assert given == ["launched-7", ""]
+
+
+def test_a_request_may_bring_its_own_seed() -> None:
+    """R11: requests of several micro-steps in one call. One without a seed has the call's, by its place."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        asked = [request("a", seed=500), request("b"), request("c", seed=7)]
+        config = {"n": 2, "seed": 10}
+        reply = await http.post("/infer/", json={"infer_requests": asked, "request_config": config})
+        outputs = [RolloutOutput.model_validate(output) for output in reply.json()]
+        assert [output.rollout_infos.seed for output in outputs] == [500, 12, 7]
+        seeds = [[choice.token_ids[1] for choice in output.response.choices] for output in outputs]
+        assert seeds == [[500, 501], [12, 13], [7, 8]]
+
+    serve(check)
 
 
 def test_several_answers_to_a_request_are_seeded_like_copies_of_it() -> None:
@@ -331,12 +347,13 @@ def test_a_client_that_hangs_up_stops_its_generations() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.go.clear()
         caller = Caller(service, "a")
-        await asyncio.sleep(0.05)
+        await until(lambda: engine.generated)
         assert (engine.generated, service.gate.in_flight) == (["a"], 1)
         caller.gone.set()
         await caller.calling
-        await asyncio.sleep(0.01)
-        assert (engine.cancelled, service.gate.in_flight) == (["a"], 0)
+        await until(lambda: engine.cancelled)
+        await until(lambda: not service.gate.in_flight)
+        assert engine.cancelled == ["a"]
 
     serve(check)
 
@@ -350,10 +367,10 @@ def test_a_stream_has_a_line_per_request_as_each_ends() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.holds = {"a": asyncio.Event(), "c": asyncio.Event()}
         caller = Caller(service, "abc", accept=b"application/x-ndjson, application/json;q=0.5")
-        await asyncio.sleep(0.05)
+        await until(caller.places)
         assert (caller.status, caller.content_type, caller.places()) == (200, NDJSON, [1])
         engine.holds["c"].set()
-        await asyncio.sleep(0.01)
+        await until(lambda: len(caller.places()) > 1)
         assert caller.places() == [1, 2]
         assert not caller.calling.done()
         engine.holds["a"].set()
@@ -390,7 +407,7 @@ def test_what_fails_later_is_the_last_line_and_cancels_the_rest() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.holds = {"refuse": asyncio.Event(), "c": asyncio.Event()}
         caller = Caller(service, ["a", "refuse", "c"], accept=NDJSON.encode())
-        await asyncio.sleep(0.05)
+        await until(caller.places)
         engine.holds["refuse"].set()
         await caller.calling
         first, last = caller.lines
@@ -410,7 +427,7 @@ def test_hanging_up_in_the_middle_of_a_stream_aborts_what_is_left() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.holds = {"b": asyncio.Event()}
         caller = Caller(service, "ab", accept=NDJSON.encode())
-        await asyncio.sleep(0.05)
+        await until(caller.places)
         assert (caller.places(), service.gate.in_flight) == ([0], 1)
         caller.gone.set()
         await caller.calling
@@ -429,8 +446,8 @@ def test_a_sync_waits_for_generation_and_not_for_a_slow_reader() -> None:
         answers = service.answers(InferCall(infer_requests=requests))
         assert (await anext(answers))[0] == 0  # and now nobody reads
         updating = asyncio.create_task(push(http, update()))
-        await asyncio.sleep(0.05)
-        assert (service.gate.state, service.gate.ver) == ("draining", 0)
+        await until(lambda: service.gate.state == "draining")
+        assert service.gate.ver == 0
         engine.holds["b"].set()
         assert (await updating).status_code == 200
         rest = [RolloutOutput.model_validate_json(output) async for _, output in answers]
@@ -626,9 +643,8 @@ def test_a_failed_update_is_told_leaves_the_group_and_poisons() -> None:
 
 
 async def until_scored(engine: FakeEngine) -> None:
-    while not engine.scored:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.scored)
+    await let_others_run()
 
 
 def test_nobody_is_served_before_the_verdict() -> None:
@@ -639,7 +655,7 @@ def test_nobody_is_served_before_the_verdict() -> None:
         updating = asyncio.create_task(http.post("/update_weights/", json=update()))
         await until_scored(engine)
         calling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("a")]}))
-        await asyncio.sleep(0.02)
+        await until(lambda: service.waiting_gate.waiting)
         assert (updating.done(), calling.done(), service.gate.state) == (False, False, "updating")
         assert error(await http.get("/ready/")) == (503, "ServerBusyError")
         wrong = await http.post("/expect_scores/", json=expected(-0.5, -0.5, incarnation="b"))
@@ -672,7 +688,7 @@ def test_a_failed_canary_poisons(logprobs: tuple[float, ...] | None, status: int
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         await open_group(http)
-        updating = asyncio.create_task(http.post("/update_weights/", json=update(timeout_s=5 if logprobs else 0.1)))
+        updating = asyncio.create_task(http.post("/update_weights/", json=update(timeout_s=60 if logprobs else 0.5)))
         await until_scored(engine)
         if logprobs is not None:
             await http.post("/expect_scores/", json=expected(*logprobs))
@@ -816,7 +832,7 @@ def test_score() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         reply = await http.post("/score/", json={"items": [{"request": request("a"), "response_token_ids": [1, 2]}]})
         wanted = {"ver": 0, "logprobs": [[-0.5, -0.5]], "cached_logprobs": [], "prompt_token_ids": [[1, 2]]}
-        assert reply.json() == wanted
+        assert reply.json() == {**wanted, "pixels": []}
 
     serve(check)
 

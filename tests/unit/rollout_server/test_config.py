@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from bench.forked import RANK_OF_A_TEST, finish
+from bench.forked import LEARNER, finish
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.config import ServerConfig, load_server_config
 from shared.addresses import free_port
@@ -220,7 +220,7 @@ def test_a_missing_vllm_is_named_with_its_install_line(tmp_path: Path) -> None:
     model = Path(__file__).parents[3] / "deploy/demo/checkpoint"
     arguments = ["--config", str(write(tmp_path, f"model: {model}\n")), f"port={free_port()}"]
     program = "tests.unit.rollout_server.without_vllm"
-    (done,) = finish(RANK_OF_A_TEST, program, arguments, envs=[os.environ], timeout_s=120.0)
+    (done,) = finish(LEARNER, program, arguments, envs=[os.environ], timeout_s=120.0)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert INSTALL["vllm"] in done.stderr

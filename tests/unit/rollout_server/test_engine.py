@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import os
 import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,16 +20,15 @@ import torch
 from vllm import exceptions
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from rollout_server import engine
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, Share
-from rollout_server.engine import StallWatch, VllmEngine, WorkerReply, checkpoint_digest
+from rollout_server.engine import StallWatch, VllmEngine, WorkerReply
 from shared.addresses import free_port
-from shared.errors import PromptTooLongError, RequestError, ServerError
-from shared.generation import Prompt
+from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
+from shared.generation import TRIES, Prompt
 from shared.sync.calls import Operation
 from shared.sync.group import _introduction
-from shared.sync.meeting import HELLO_BYTES, Membership
+from shared.sync.meeting import HELLO_BYTES, Seat
 from shared.wire import Message, RequestConfig, RolloutInferRequest
 from tests.unit.shared.sync.test_strangers import HOST, SECRET, connect, nothing_is_unpickled
 
@@ -96,36 +96,6 @@ def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type
     assert type(raised.value) is wanted
 
 
-def test_two_checkpoints_never_have_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R10: every byte counts, and its place in the files, however long they are."""
-    monkeypatch.setattr(engine, "_PART_BYTES", 8)
-
-    def digest(name: str, *contents: bytes) -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        for i, content in enumerate(contents):
-            (folder / f"model-{i}.safetensors").write_bytes(content)
-        return checkpoint_digest(str(folder))
-
-    first = bytes(range(20))
-    others = [
-        (bytes(19) + b"\1",),
-        (first[:19] + b"\0",),
-        (b"\1" + first[1:],),
-        (first[8:16] + first[:8] + first[16:],),
-        (first + b"\0",),
-        (first[:19],),
-        (first[:16], first[16:]),
-        (first[:10], first[10:]),
-        (first, first),
-        (b"",),
-        (),
-    ]
-    digests = {digest("first", first), *(digest(str(i), *contents) for i, contents in enumerate(others))}
-    assert len(digests) == len(others) + 1
-    assert digest("copy", first) in digests
-
-
 def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their_memory() -> None:
     """R16: on vLLM's side of the gate, with a renderer that decodes until it is told to end."""
     held: list[Share] = []
@@ -147,14 +117,37 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
         calling = asyncio.create_task(engine.generate(request, RequestConfig(), None))
         while not held:
             await asyncio.sleep(0.01)
-        assert Slow.decoders.num_pixels_held == 1000
+        assert Slow.decoders._budget.num_held == 1000
         calling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await calling
-        assert Slow.decoders.num_pixels_held == 0
+        assert Slow.decoders._budget.num_held == 0
 
     asyncio.run(asyncio.wait_for(run(), 10))
     engine._threads.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("num_back", [0, TRIES - 1, TRIES])
+def test_a_request_that_the_engine_gives_back_is_asked_again_a_few_times(num_back: int) -> None:
+    """vLLM ends one whose image it does not have with the reason "error" and no tokens. (On real vLLM, where a caller
+    hangs up: tests/integration/test_server.py.)"""
+    reasons = iter(["error"] * num_back + ["stop"] * TRIES)
+    asked: list[str] = []
+
+    async def generate(prompt: Any, params: Any, request_id: str, **_: Any) -> AsyncGenerator[Any]:
+        asked.append(request_id)
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=next(reasons))])
+
+    engine = object.__new__(VllmEngine)
+    engine._stalls, engine._ids, engine._adapter = StallWatch(60.0), itertools.count(), None
+    engine._llm = SimpleNamespace(generate=generate)
+    running = engine._run(Prompt(token_ids=[1], images=[]), None)
+    if num_back == TRIES:
+        with pytest.raises(ServerBusyError):
+            asyncio.run(running)
+    else:
+        assert asyncio.run(running).outputs[0].finish_reason == "stop"
+    assert len(set(asked)) == len(asked) == min(num_back + 1, TRIES)
 
 
 def test_no_reply_of_a_worker_is_given_up() -> None:
@@ -203,10 +196,10 @@ def test_nccl_s_id_is_not_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = NcclId.from_buffer_copy(pickle.dumps(os.getcwd).ljust(128, b"\0"))
 
     def introduce(rank: int, unique_id: NcclId) -> Operation[NcclId]:
-        member = Membership(
+        member = Seat(
             host=HOST, port=port, rank=rank, world_size=2, timeout_s=20.0, device=torch.device("cpu"), secret=SECRET
         )
-        introduction = _introduction(member, given_up)
+        introduction = _introduction(member, given_up, allow_shared_gpu=False)
         assert type(introduction).__mro__[1].__module__.startswith("vllm."), "it is not vLLM's group"
         return Operation(lambda: introduction.broadcast_obj(unique_id, src=0), 20.0, "introducing")
 

@@ -6,27 +6,34 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from rollout_server.config import ServerConfig
 from rollout_server.openai_api import (
     ChatCall,
     CompletionCall,
     OpenAICall,
     OpenAIError,
+    OpenAILayer,
     _checked,
     _Client,
-    _not_finite,
+    _GivenBackError,
+    _Watch,
+    _watch,
     image_parts,
 )
 from rollout_server.service import RolloutService
-from shared.errors import NotFiniteError, RequestError
+from shared.errors import NotFiniteError, RequestError, ServerBusyError
+from shared.generation import TRIES
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_app import open_group, push, serve, update
+from tests.waits import until
 
 CHAT = "/v1/chat/completions"
 
@@ -60,11 +67,11 @@ def test_a_stream_holds_the_gate_until_its_last_event_and_not_for_a_slow_reader(
         assert await first(events) == b'data: "a"\n\n'  # and now nobody reads
         updating = asyncio.create_task(push(http, update()))
         waiting = asyncio.create_task(http.post(CHAT, json=chat("d")))
-        await asyncio.sleep(0.05)
-        assert (service.gate.state, service.waiting_gate.waiting) == ("draining", 1)
+        await until(lambda: (service.gate.state, service.waiting_gate.waiting) == ("draining", 1))
         engine.holds["b"].set()
         assert (await updating).status_code == 200
-        assert (await waiting).json() == {"choices": [{"text": "d"}]}
+        answer = (await waiting).json()
+        assert (answer["choices"], answer["ver"]) == ([{"text": "d"}], 1)
         assert [event async for event in events][-1] == b"data: [DONE]\n\n"
 
     serve(check)
@@ -108,7 +115,7 @@ def test_a_log_probability_that_is_not_finite_poisons(stream: bool) -> None:
     """R09: as for `/infer/`. What has been streamed before it stays."""
 
     class Spoiled(FakeEngine):
-        async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+        async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
             if call.stream:
                 return self.events()
             raise NotFiniteError("a test")
@@ -130,10 +137,16 @@ def test_a_log_probability_that_is_not_finite_poisons(stream: bool) -> None:
 def test_vllm_s_layer_gets_finite_log_probabilities_only(logprob: float) -> None:
     row = {5: SimpleNamespace(logprob=-0.1)}
     outputs = [
-        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5], logprobs=[row])]),
-        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[], logprobs=[row])]),
-        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[6], logprobs=None)]),
-        SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=logprob)}])]),
+        SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=None, token_ids=[5], logprobs=[row])]),
+        SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=None, token_ids=[], logprobs=[row])]),
+        SimpleNamespace(outputs=[SimpleNamespace(index=0, finish_reason=None, token_ids=[6], logprobs=None)]),
+        SimpleNamespace(
+            outputs=[
+                SimpleNamespace(
+                    index=0, finish_reason=None, token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=logprob)}]
+                )
+            ]
+        ),
     ]
 
     class Llm:
@@ -149,14 +162,63 @@ def test_vllm_s_layer_gets_finite_log_probabilities_only(logprob: float) -> None
             yield "error"
 
     async def run() -> list[str]:
-        _not_finite.set([])
-        return [event async for event in _checked(swallowed())]
+        watch = _Watch(ver=1, n=1)
+        _watch.set(watch)
+        return [event async for event in _checked(swallowed(), watch)]
 
     if math.isfinite(logprob):
         assert asyncio.run(run()) == ["part"] * 4
     else:
         with pytest.raises(NotFiniteError):
             asyncio.run(run())
+
+
+class GivesBack(OpenAILayer):
+    """Its engine takes a request only after so many tries. Events begin after `num_before` others."""
+
+    def __init__(self, num_back: int, num_before: int = 0) -> None:
+        self.left, self.num_before = num_back, num_before
+
+    async def _answer(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
+        self.left -= 1
+        if call.stream:
+            watch = _Watch(ver=ver, n=1)
+            return _checked(self.parts(watch.faults), watch)
+        if self.left >= 0:
+            raise _GivenBackError
+        return b"answer"
+
+    async def parts(self, faults: list[Exception]) -> AsyncGenerator[str]:
+        for _ in range(self.num_before):
+            yield "before"
+        if self.left >= 0:
+            faults.append(_GivenBackError())
+        yield "answer"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_back", [0, 1, TRIES - 1, TRIES])
+def test_what_the_engine_gives_back_is_asked_again_a_few_times(stream: bool, num_back: int) -> None:
+    async def run() -> Any:
+        answer = await GivesBack(num_back).complete(ChatCall.model_validate(chat("a", stream=stream)), [], 1)
+        return answer if isinstance(answer, bytes) else [event async for event in answer]
+
+    if num_back == TRIES:
+        with pytest.raises(ServerBusyError):
+            asyncio.run(run())
+    else:
+        assert asyncio.run(run()) == (["answer"] if stream else b"answer")
+
+
+def test_events_are_not_repeated_after_the_first() -> None:
+    async def run() -> None:
+        events = await GivesBack(1, num_before=1).complete(ChatCall.model_validate(chat("a", stream=True)), [], 1)
+        assert not isinstance(events, bytes)
+        assert await anext(events) == "before"
+        with pytest.raises(ServerBusyError):
+            await anext(events)
+
+    asyncio.run(run())
 
 
 def test_closing_a_stream_aborts_it() -> None:
@@ -249,3 +311,62 @@ def test_the_token_and_the_switches() -> None:
     serve(closed, token="secret")
     serve(off, openai_api=False, serve_openapi=False, serve_docs=False)
     serve(without_v1, openai_api=False, url_prefix="/below")
+
+
+def test_answers_say_the_model_s_name_and_the_version_of_their_tokens(tmp_path: Path) -> None:
+    """As vLLM does: a name, not a path of this machine, and spans of tokens with their weights' version."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        call = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}], "request_config": {"n": 2}}
+        (output,) = (await http.post("/infer/", json=call)).json()
+        assert output["response"]["model"] == service.config.model_name
+        spans = [choice["weight_versions"] for choice in output["response"]["choices"]]
+        assert spans == [[{"version": str(output["rollout_infos"]["ver"]), "start": 0, "end": 2}]] * 2
+
+    serve(check)
+    (tmp_path / "checkpoint-7").mkdir()
+    of_folder = ServerConfig(model=str(tmp_path / "checkpoint-7") + "/")
+    assert of_folder.model_name == "checkpoint-7"
+    assert of_folder.model_copy(update={"served_model_name": "mine"}).model_name == "mine"
+    assert ServerConfig(model="Qwen/Qwen3-VL-4B").model_name == "Qwen/Qwen3-VL-4B"
+
+
+def test_events_that_end_an_answer_say_its_versions() -> None:
+    """As vLLM's layer writes them, for two prompts with two answers each; what a text says of JSON ends nothing."""
+
+    class Llm:
+        async def generate(self, *lengths: int, **_: Any) -> AsyncGenerator[Any]:
+            for i in range(2 * len(lengths)):  # the answers' tokens come in turn
+                index = i % len(lengths)
+                tokens = [7] * (lengths[index] - 1 if i < len(lengths) else 1)
+                yield SimpleNamespace(outputs=[SimpleNamespace(index=index, finish_reason=None, token_ids=tokens)])
+
+    def event(choice: int, reason: str | None, text: str = "é") -> str:
+        ending = {"index": choice, "delta": {"content": text}, "finish_reason": reason}
+        return f"data: {json.dumps({'choices': [ending]}, separators=(',', ':'), ensure_ascii=False)}\n\n"
+
+    quoted = event(0, None, '"finish_reason":"stop"')
+
+    async def layer(client: _Client) -> AsyncGenerator[str]:
+        for outputs in [client.generate(3, 4), client.generate(5, 6)]:
+            async for _ in outputs:
+                pass
+        yield quoted
+        for choice in (2, 0, 3, 1):
+            yield event(choice, "length")
+        yield "data: [DONE]\n\n"
+
+    async def run() -> list[str]:
+        watch = _Watch(ver=9, n=2)
+        _watch.set(watch)
+        return [one async for one in _checked(layer(_Client(Llm(), lambda: None)), watch)]
+
+    first, *ends, done = asyncio.run(run())
+    assert (first, done) == (quoted, "data: [DONE]\n\n")
+    for text, choice, number in zip(ends, (2, 0, 3, 1), (5, 3, 6, 4), strict=True):
+        said = json.loads(text.removeprefix("data: "))
+        assert text.endswith("\n\n")
+        assert said["ver"] == 9
+        (one,) = said["choices"]
+        assert one["weight_versions"] == [{"version": "9", "start": 0, "end": number}]
+        assert (one["index"], one["delta"]["content"]) == (choice, "é")

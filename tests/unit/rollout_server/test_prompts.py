@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from bench.tiny_models import build_qwen3, build_qwen3_vl
 from rollout_server.config import ServerConfig
+from rollout_server.openai_api import CompletionCall, texts
 from rollout_server.prompts import Renderer
-from shared.errors import ConfigError, MediaError, RequestError
+from shared.errors import ConfigError, MediaError, PromptTooLongError, RequestError
 from shared.generation import Prompt
 from shared.wire import ContentPart, Message, RolloutInferRequest
-from tests.models import build_qwen3, build_qwen3_vl
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +117,54 @@ def test_limits_of_pixels_reach_the_engine(model: str) -> None:
     assert "mm_processor_kwargs" not in rendered(model, asking(png())).for_engine()
     with pytest.raises(ConfigError, match=r"min_pixels.*above.*max_pixels"):
         rendered(model, asking(), min_pixels=100, max_pixels=99)
+
+
+@pytest.mark.parametrize("kind", ["one turn", "many parts", "openai"])
+def test_a_long_text_is_refused_before_it_is_tokenized(model: str, kind: str) -> None:
+    """R16: 16 MB took 25 s of a core and 3 GB."""
+    renderer = Renderer(model, ServerConfig(model=model))
+    renderer.max_model_len = 4096
+    num_tokenized = 0
+    tokenize = renderer.tokenizer
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenize, name)
+
+        def __call__(self, text: str, **settings: Any) -> Any:
+            nonlocal num_tokenized
+            num_tokenized += len(text)
+            return tokenize(text, **settings)
+
+    renderer.tokenizer = Counting()
+    text = "no end " * 300_000
+    share = renderer.decoders.share()
+    parts = [ContentPart(type="text", text=text[:1000])] * 2000
+    message = Message(role="user", content=parts if kind == "many parts" else text)
+    refused: Callable[[], object]
+    if kind == "openai":
+        refused = partial(renderer.check_length, texts(CompletionCall(prompt=["short", text]))[1], share)
+    else:
+        refused = partial(renderer.render, RolloutInferRequest(messages=[message]), share)
+    with pytest.raises(PromptTooLongError) as raised:
+        refused()
+    assert "max_model_len" in raised.value.remedy
+    assert num_tokenized <= 4 * 4096 * 16
+
+
+def test_a_text_that_fits_is_never_called_too_long(model: str) -> None:
+    renderer = Renderer(model, ServerConfig(model=model))
+    text = "digit " * 40_000  # longer than one piece
+    request = RolloutInferRequest(messages=[Message(role="user", content=text)])
+    whole = renderer.render(request, renderer.decoders.share()).token_ids
+    renderer.max_model_len = len(whole)
+    assert renderer.render(request, renderer.decoders.share()).token_ids == whole
+
+
+def test_a_caller_that_goes_ends_the_counting_of_its_text(model: str) -> None:
+    renderer = Renderer(model, ServerConfig(model=model))
+    renderer.max_model_len = 1 << 20
+    share = renderer.decoders.share()
+    share.close()
+    with pytest.raises(RequestError):
+        renderer.check_length("a" * (1 << 17), share)

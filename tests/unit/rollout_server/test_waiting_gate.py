@@ -10,6 +10,7 @@ import pytest
 
 from rollout_server.gate import Gate, WaitingGate
 from shared.errors import DeadlineError, ServerBusyError, ServerPoisonedError
+from tests.waits import let_others_run
 
 
 def run(call: Coroutine[Any, Any, None]) -> None:
@@ -38,15 +39,15 @@ def test_an_update_waits_for_calls_and_calls_for_the_update() -> None:
                 await loaded.wait()
 
         early = asyncio.create_task(call(release))
-        await asyncio.sleep(0)
+        await let_others_run()
         updating = asyncio.create_task(update())
-        await asyncio.sleep(0.01)
+        await let_others_run()
         late = [asyncio.create_task(call(None)) for _ in range(3)]
-        await asyncio.sleep(0.01)
+        await let_others_run()
         assert (seen, t.gate.state, t.waiting) == ([0], "draining", 3)
         release.set()
         await early
-        await asyncio.sleep(0.01)
+        await let_others_run()
         assert (seen, t.gate.state, t.waiting) == ([0, "written"], "updating", 3)
         loaded.set()
         await asyncio.gather(updating, *late)
@@ -85,7 +86,7 @@ def test_a_failed_update_lets_those_who_wait_hear_why() -> None:
         async def update() -> None:
             async with t.update("a", 1, "full"):
                 waiting.append(asyncio.create_task(call()))
-                await asyncio.sleep(0.01)
+                await let_others_run()
                 raise RuntimeError("half way")
 
         with pytest.raises(RuntimeError, match="half way"):
@@ -102,17 +103,17 @@ def test_cancelled_calls_leave() -> None:
 
         async def call() -> None:
             async with t.call():
-                await asyncio.sleep(10)
+                await asyncio.Event().wait()
 
         calls = [asyncio.create_task(call()) for _ in range(3)]
-        await asyncio.sleep(0)
+        await let_others_run()
 
         async def update() -> None:
             async with t.update("a", 1, "full"):
                 pass
 
         updating = asyncio.create_task(update())
-        await asyncio.sleep(0.01)
+        await let_others_run()
         for task in calls:
             task.cancel()
         await updating

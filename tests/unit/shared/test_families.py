@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.config.schema import ModelConfig
+from bench.tiny_models import FAMILIES, MORE_FAMILIES
+from learner.config.sections.model import ModelConfig
 from learner.policy.load import load_policy
 from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.engine import VllmEngine
 from shared.config.model import ConfigErrors
 from shared.errors import ConfigError
 from shared.families import KNOWN_NOT_TO_WORK, TESTED, check_family, check_folder
-from tests.models import FAMILIES, MORE_FAMILIES
 
 
 def checkpoint(folder: Path, family: str) -> str:

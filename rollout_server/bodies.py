@@ -1,0 +1,149 @@
+"""Bodies of calls as models of `shared/wire.py`.
+
+What is too much is counted before a model is built. Large bodies are built item by item, and others get their turn on
+the event loop in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect
+
+from rollout_server.config import ServerConfig
+from rollout_server.service import check_number
+from shared.errors import RequestError
+from shared.wire import MAX_PARTS, ContentPart, Message
+
+Body = TypeVar("Body", bound=BaseModel)
+_MAX_FIELDS = 256  # of one JSON object; no right body has so many
+_PARTS = (Message, ContentPart)
+_FEW_OBJECTS = 1000  # are built in one go, in about 10 ms
+_TURN_S = 0.02
+_MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
+
+
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """Raises RequestError, which names the wrong fields."""
+    try:
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+    except ClientDisconnect:
+        raise hung_up() from None
+    try:
+        turns = _Turns()
+        value = from_json(content)
+        await turns.give()
+        _check_number(value, request.app.state.config)
+        if await _num_objects(value, turns) <= _FEW_OBJECTS:
+            return _built(model, value, "")
+        return await _built_in_turns(model, value, "", turns)
+    except _WrongError as error:
+        found = str(error)
+    except ValueError as error:
+        found = f"the body: {error}"
+    raise RequestError(
+        f"{request.url.path}: malformed body",
+        found=found,
+        wanted=f"a {model.__name__}",
+        remedy="run the same version of this project on both sides",
+    )
+
+
+class _WrongError(Exception):
+    """Wrong fields by name."""
+
+
+class _Turns:
+    """Lets others run on the event loop, every few milliseconds."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    async def give(self) -> None:
+        if time.monotonic() - self._began > _TURN_S:
+            await asyncio.sleep(0)
+            self._began = time.monotonic()
+
+
+def _check_number(value: Any, config: ServerConfig) -> None:
+    """Raises RequestError (413). To understand too many requests takes much longer than to count them."""
+    for field in ("infer_requests", "items", "prompt"):
+        items = value.get(field) if isinstance(value, dict) else None
+        if isinstance(items, list) and not (field == "prompt" and items and isinstance(items[0], int)):
+            check_number(field, len(items), config)
+
+
+async def _num_objects(value: Any, turns: _Turns) -> int:
+    """Objects and lists in it. Raises ValueError if there are too many, or too many fields: both cost far more than
+    their bytes."""
+    todo, num_seen = [value], 0
+    while todo:
+        part = todo.pop()
+        num_seen += 1
+        if num_seen + len(todo) > _MAX_OBJECTS:
+            raise ValueError(f"more than {_MAX_OBJECTS} objects and lists")
+        if isinstance(part, dict):
+            if len(part) > _MAX_FIELDS:
+                raise ValueError(f"an object with {len(part)} fields, wanted at most {_MAX_FIELDS}")
+            todo += [inner for inner in part.values() if isinstance(inner, dict | list)]
+        elif isinstance(part, list):
+            todo += [inner for inner in part if isinstance(inner, dict | list)]
+        if num_seen % 1024 == 0:
+            await turns.give()
+    return num_seen
+
+
+def _built(model: type[Body], value: Any, where: str) -> Body:
+    """Raises _WrongError."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)[:5]
+        names = [where + ".".join(map(str, detail["loc"])) for detail in details]
+        wrong = [f"{name or 'the body'}: {detail['msg']}" for name, detail in zip(names, details, strict=True)]
+        raise _WrongError("; ".join(wrong)) from error
+
+
+async def _built_in_turns(model: type[Body], value: Any, where: str, turns: _Turns) -> Body:
+    """The same, with lists of objects built before the object that holds them. Raises _WrongError."""
+    if isinstance(value, dict):
+        built: dict[str, Any] = {}
+        for name, item in _lists(model).items():
+            items = value.get(name)
+            if isinstance(items, list):
+                if item in _PARTS and len(items) > MAX_PARTS:
+                    raise _WrongError(f"{where}{name}: {len(items)} items, wanted at most {MAX_PARTS}")
+                built[name] = [
+                    await _built_in_turns(item, one, f"{where}{name}.{i}.", turns) for i, one in enumerate(items)
+                ]
+        value = {**value, **built}
+    await turns.give()
+    return _built(model, value, where)
+
+
+@functools.cache
+def _lists(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """The model's fields that may be lists of models, and of which."""
+    items = {name: _item_model(field.annotation) for name, field in model.model_fields.items()}
+    return {name: item for name, item in items.items() if item is not None}
+
+
+def _item_model(annotation: Any) -> type[BaseModel] | None:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return arguments[0] if isinstance(arguments[0], type) and issubclass(arguments[0], BaseModel) else None
+    inner = arguments[:1] if origin is Annotated else arguments if origin in (Union, UnionType) else ()
+    return next(filter(None, map(_item_model, inner)), None)
+
+
+def hung_up() -> RequestError:
+    return RequestError("the client hung up", found="a closed connection", wanted="a client that waits")

@@ -1,0 +1,39 @@
+"""Which images may be used, and the error for those that may not (D13)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import MediaError
+
+SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageRules:
+    """Which images may be used. `keys` is the prefix of configuration keys in messages."""
+
+    roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
+    hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
+    timeout_s: float = 10.0  # for fetching one image
+    max_bytes: int = 32 << 20  # of one encoded image
+    max_pixels: int = 64_000_000  # of one image
+    cache_bytes: int = 0  # memory for fetched images
+    keys: str = "data."
+
+
+def short(source: str) -> str:
+    """An image string as shown in messages."""
+    return source if len(source) <= SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"
+
+
+def media_error(source: str, found: str, wanted: str, remedy: str) -> MediaError:
+    return MediaError(f"image {short(source)!r} can't be used", found=found, wanted=wanted, remedy=remedy)
+
+
+def check_bytes(num_bytes: int, source: str, rules: ImageRules) -> None:
+    """Raises MediaError if the encoded image is too large."""
+    if num_bytes > rules.max_bytes:
+        remedy = f"shrink the image, or raise {rules.keys}max_image_bytes"
+        raise media_error(source, f"more than {rules.max_bytes} bytes", f"at most {rules.max_bytes} bytes", remedy)
