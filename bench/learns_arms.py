@@ -15,18 +15,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from bench.runs import learner_config
+from bench.experiment import arms
+from bench.experiment.arms import FIRST_SEED, TUNED, file_name
 from shared.errors import ConfigError
 
 REFERENCE = "rollout_matching_sft"
 KEPT = "what nobody labelled stays"  # REFERENCE for incomplete labels: unlabelled objects that it finds are kept
 BASE = "base"
 SEEDS = 3
-FIRST_SEED = 17
-# The default loss on Y_train does not correct wrong names in the right place. It also appends missed objects after
-# later ones. That contradicts the reading order that the model was taught, so the model continues and does not find the
-# end.
-TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +40,9 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm:
+class Arm(arms.Arm):
     name: str
-    variant: str = "rollout_matching_sft"
     loss: Mapping[str, Any] = field(default_factory=lambda: TUNED)
-    decoding: Mapping[str, Any] = field(default_factory=dict)
-    task: Mapping[str, Any] = field(default_factory=dict)
-    stage2_ab: Mapping[str, Any] | None = None
     rate: float = 1.0  # of the learning rate
     seeds: int = 1
     wall: bool = False  # as many steps as fit the reference's time
@@ -95,10 +87,11 @@ class Run:
     seed: int
 
     @property
-    def name(self) -> str:
-        """Also the name of its folder and files."""
-        words = "".join(c if c.isalnum() or c in "._" else "-" for c in self.arm.name)
-        return f"{words}-{self.seed}"
+    def folder(self) -> str:
+        return f"{file_name(self.arm.name)}-{self.seed}"
+
+    def result(self, out: Path) -> Path:
+        return out / "results" / f"{self.folder}.json"
 
     @property
     def evaluates_first(self) -> bool:
@@ -119,51 +112,41 @@ def read_arm(text: str) -> Arm:
         ) from error
 
 
-def choose(arms: Mapping[str, Arm], names: Collection[str], *, labels_are_complete: bool) -> list[Arm]:
+def choose(known: Mapping[str, Arm], names: Collection[str], *, labels_are_complete: bool) -> list[Arm]:
     """The arms with these names, else all that fit the labels; and always those that are not in ARMS."""
     chosen = names or [name for name in ARMS if name != KEPT or not labels_are_complete]
-    return [arm for name, arm in arms.items() if name in chosen or name not in ARMS]
+    return [arm for name, arm in known.items() if name in chosen or name not in ARMS]
 
 
-def all_runs(arms: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
+def all_runs(of: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
     """Most important first: a seed of each main arm, then the next seed; then arms with one seed."""
-    runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in arms for i in range(min(arm.seeds, most_seeds))]
+    runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in of for i in range(min(arm.seeds, most_seeds))]
     return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
 
 
 def run_config(run: Run, settings: Settings, vllm: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """The learner's configuration; `vllm` is its section of that name."""
-    arm, batch_size = run.arm, settings.batch_size
-    matching = {
-        "decode_batch_size": settings.decode_batch_size,
-        "decoding": {"temperature": 0.0, "max_new_tokens": settings.max_new_tokens, **arm.decoding},
-        "vllm": dict(vllm),
-    }
-    return learner_config(
-        settings.model,
-        settings.data / "train.jsonl",
-        settings.runs / run.name,
+    return arms.run_config(
+        run.arm,
+        model=settings.model,
+        train=settings.data / "train.jsonl",
+        test=settings.data / "test.jsonl",
+        run_dir=settings.runs / run.folder,
         steps=steps,
-        batch_size=batch_size,
-        variant=arm.variant,
-        matching=matching,
-        model={"dtype": "float32"},
-        data={"test": str(settings.data / "test.jsonl"), "num_workers": settings.data_workers},
-        task={"iou_threshold": 0.3, **arm.task},
-        loss=arm.loss,
+        batch_size=settings.batch_size,
+        engine={"decode_batch_size": settings.decode_batch_size, "vllm": dict(vllm)},
+        max_new_tokens=settings.max_new_tokens,
+        global_max_length=800 * settings.batch_size,
+        data_workers=settings.data_workers,
         training={
             "seed": run.seed,
-            "packing_buffer": max(64, batch_size),
-            "learning_rate": settings.learning_rate * arm.rate,
+            "packing_buffer": max(64, settings.batch_size),
+            "learning_rate": settings.learning_rate * run.arm.rate,
             "lr_scheduler_type": "cosine",
             "warmup_steps": steps // 10,
             # Packed Channel-B learns while it rolls out. A colocated engine cannot do that.
-            "packing": arm.stage2_ab is None or vllm["mode"] == "server",
+            "packing": run.arm.stage2_ab is None or vllm["mode"] == "server",
             "eval_on_start": run.evaluates_first,
-            "eval_on_end": True,
             "eval_samples": settings.eval_scenes,
         },
-        logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, 800 * batch_size),  # a whole batch fits one row: nothing is carried over
-        stage2_ab=arm.stage2_ab,
     )

@@ -4,7 +4,9 @@ A *regime* is what the base model lacks, how many training scenes there are, and
 
     demo | stops-early | skips-crowded | repeats | other-boxes     errors of policy: it could, but it does not
     half-taught                                                    errors of knowledge: it cannot yet
-    x 32, 200, 1,000 or 10,000 scenes x labels complete, or 40% missing ("-missing")
+    x 32, 200, 1,000 or 10,000 scenes
+    x labels complete, or with a fault: "-missing" (40% of them; "-missing60": 60%), "-classes40", "-small40", "-stops",
+      "-extra10", "-renamed10" (see FAULTS)
 
 `demo` is the demo's checkpoint, whose labels often stopped early; `knows` is the same after `sft` on complete labels.
 Each other base is `knows` after a few steps on labels of which three quarters have that habit. `bccd` and
@@ -12,9 +14,9 @@ Each other base is `knows` after a few steps on labels of which three quarters h
 
 An *arm* is a method. All arms are stopped early in the same way: every few steps they answer validation scenes, whose
 labels are as complete as those of training, and test scenes, whose labels are as published. The step with the best
-validation F1@0.5 is the one whose test scenes count. `sft, then ...` begins with the `sft` run of the same seed, at its
-best step. An arm's rate may be multiplied on the command line (`--rate 0.5`). Of several rates the report shows the one
-that is best by validation.
+validation `fm@0.5`, whose order does not depend on missing labels, is the one whose test scenes count. `sft, then ...`
+begins with the `sft` run of the same seed, at its best step. An arm's rate may be multiplied on the command line
+(`--rate 0.5`). Of several rates the report shows the one that is best by validation.
 
 With `--run-seconds` every run has the same time, its start included, and what it has evaluated by then counts.
 
@@ -29,12 +31,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -43,21 +46,13 @@ import numpy as np
 import torch
 import typer
 
+from bench.experiment import arms
+from bench.experiment.arms import FIRST_SEED, KEPT, TUNED, base_config, file_name
+from bench.experiment.results import SHOWN, read_results, shown, summarize
+from bench.experiment.runner import Experiment, Slot, checkpoints_of, export, run_all
 from bench.figures import circumstances, markdown_table
-from bench.learns import Slot, export, run_all
-from bench.learns_report import read_results, summarize
 from bench.models import CHECKPOINT
-from bench.runs import (
-    LearnerRun,
-    exit_code_of,
-    last_words,
-    learner_config,
-    read_events,
-    say,
-    start_learner,
-    steps_of,
-    visible,
-)
+from bench.runs import LearnerRun, exit_code_of, last_words, read_events, say, start_learner, steps_of, visible
 from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
 from deploy.launch import Processes
@@ -67,50 +62,40 @@ from shared.config.parse import write_yaml
 
 Row = dict[str, Any]
 
-FIRST_SEED = 17
-MISSING = 0.4
-GROUP = 8
 VAL, TEST = 100, 500  # scenes of digits
-SELECTED_BY = "f1@0.5"
+SELECTED_BY = "fm@0.5"  # labels of validation scenes have gaps where those of training have
 REPORT_S = 6.0
 RATE = ", rate x "
-
-TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
-KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
+F1 = "f1@0.5"
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm:
+class Arm(arms.Arm):
     """`steps` and `batch_size` (samples) of a run, and how often it is evaluated."""
 
-    variant: str = "rollout_matching_sft"
-    loss: Mapping[str, Any] = field(default_factory=dict)
-    grpo: Mapping[str, Any] | None = None
-    best_of: str | None = None  # what is made of a group of rollouts; None: one rollout
     rate: float = 1e-4
     batch_size: int = 32
     steps: int = 60
     evaluations: int = 10
     after_sft: bool = False  # begins with the stopped `sft` run
 
-    @property
-    def samples(self) -> bool:
-        """Rollouts are drawn, not greedy."""
-        return self.grpo is not None or self.best_of is not None
-
 
 _GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
 ARMS: Mapping[str, Arm] = {
     "sft": Arm(variant="sft", steps=120, evaluations=15),
+    "sft on completed labels": Arm(variant="sft", steps=120, evaluations=15, complete={}),
+    "sft on completed labels, 8 answers": Arm(variant="sft", steps=120, evaluations=15, complete={"rollouts": 8}),
+    "sft on labels completed twice": Arm(variant="sft", steps=120, evaluations=15, complete={"refresh": 40}),
+    "sft on completed labels, votes as weights": Arm(
+        variant="sft", steps=120, evaluations=15, complete={"weight_by_votes": True}
+    ),
+    "rollout matching on completed labels": Arm(loss=KEPT, complete={}),
+    "grpo on completed labels": Arm(grpo={}, complete={}, **_GRPO),
     "rollout matching": Arm(loss=TUNED),
     "rollout matching, keep_unmatched": Arm(loss=KEPT),
-    f"best of {GROUP}": Arm(loss=TUNED, best_of="best"),
-    f"best of {GROUP}, keep_unmatched": Arm(loss=KEPT, best_of="best"),
-    f"union of {GROUP}": Arm(loss=KEPT, best_of="union"),
-    f"rejection-sampled of {GROUP}": Arm(best_of="rejection"),
     "grpo": Arm(grpo={}, **_GRPO),
     "grpo, object credit": Arm(grpo={"credit": "object"}, **_GRPO),
     "grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
@@ -159,6 +144,85 @@ def _grown(box: Sequence[int], by: float = 0.2, canvas: int = 128) -> list[int]:
     return [max(0, x1 - dx), max(0, y1 - dy), min(canvas, x2 + dx), min(canvas, y2 + dy)]
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """All labels of a split: what a fault must know to choose among them. Areas in pixels squared."""
+
+    names: tuple[str, ...]  # sorted
+    median_area: float
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Labels:
+        objects = [one for row in rows for one in row["objects"]]
+        return cls(tuple(sorted({one["desc"] for one in objects})), median(_area(one["bbox_2d"]) for one in objects))
+
+
+def _area(box: Sequence[float]) -> float:
+    return (box[2] - box[0]) * (box[3] - box[1])
+
+
+def _without(row: Row, chances: Sequence[float], rng: np.random.Generator) -> list[Row]:
+    """Each label goes missing with its chance; one stays."""
+    keep = rng.random(len(chances)) >= np.array(chances)
+    keep[rng.integers(len(keep))] |= not keep.any()
+    return [one for one, kept in zip(row["objects"], keep, strict=True) if kept]
+
+
+def _missing(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
+    """Each label is missing with the chance `share`."""
+    return _without(row, [share] * len(row["objects"]), rng)
+
+
+def _classes(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
+    """Half of the classes lack twice the share, the others nothing."""
+    lacking = labels.names[: (len(labels.names) + 1) // 2]
+    return _without(row, [2 * share * (one["desc"] in lacking) for one in row["objects"]], rng)
+
+
+def _small(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
+    """The smaller half of the objects lacks twice the share, the larger nothing."""
+    return _without(row, [2 * share * (_area(one["bbox_2d"]) < labels.median_area) for one in row["objects"]], rng)
+
+
+def _stops(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
+    """Labels stop after three, whatever the share."""
+    return _first_three(row["objects"], rng)
+
+
+def _extra(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
+    """Beside each label there is, with the chance `share`, one of a random name and box, of a size that another has."""
+    found = list(row["objects"])
+    for one in row["objects"]:
+        if rng.random() < share:
+            x1, y1, x2, y2 = one["bbox_2d"]
+            left = int(rng.integers(0, row["width"] - (x2 - x1) + 1))
+            top = int(rng.integers(0, row["height"] - (y2 - y1) + 1))
+            box = [left, top, left + x2 - x1, top + y2 - y1]
+            found.append({**one, "desc": labels.names[rng.integers(len(labels.names))], "bbox_2d": box})
+    return found
+
+
+def _renamed(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
+    """Each label has, with the chance `share`, another class's name."""
+    return [
+        {**one, "desc": rng.choice([name for name in labels.names if name != one["desc"]])}
+        if rng.random() < share
+        else one
+        for one in row["objects"]
+    ]
+
+
+Fault = Callable[[Row, float, Labels, np.random.Generator], list[Row]]
+FAULTS: Mapping[str, Fault] = {
+    "missing": _missing,
+    "classes": _classes,
+    "small": _small,
+    "stops": _stops,
+    "extra": _extra,
+    "renamed": _renamed,
+}
+SHARE = 0.4  # of the labels, where a regime's name does not say it
+
 DEMO, KNOWS, HALF, BCCD = "demo", "knows", "half-taught", "bccd"
 MODELS: Mapping[str, Path] = {DEMO: CHECKPOINT, BCCD: Path(__file__).parents[1] / "deploy" / "bccd" / "checkpoint"}
 HABIT_SHARE = 0.75
@@ -174,20 +238,21 @@ HABITS: Mapping[str, Habit] = {
 class Regime:
     base: str
     scenes: int
-    missing: bool
+    fault: str = ""  # of FAULTS
+    share: float = SHARE
 
     @classmethod
     def read(cls, name: str) -> Regime:
-        """Such as `stops-early-200`, `knows-1000-missing`, `bccd`."""
-        kept = name.removesuffix("-missing")
-        base, _, scenes = kept.rpartition("-")
-        if kept == BCCD:
-            return cls(BCCD, 205, kept != name)
-        bases = (DEMO, KNOWS, HALF, *HABITS)
-        if base not in bases or not scenes.isdigit():
-            wanted = f"BASE-SCENES or BASE-SCENES-missing, BASE one of {', '.join(bases)}; or bccd, bccd-missing"
+        """Such as `stops-early-200`, `knows-1000-missing`, `demo-256-small20`, `bccd`."""
+        found = re.fullmatch(rf"(.+?)(?:-(\d+))?(?:-({'|'.join(FAULTS)})(\d\d)?)?", name)
+        bases = (DEMO, KNOWS, HALF, BCCD, *HABITS)
+        base, scenes, fault, percent = found.groups() if found else ("", None, None, None)
+        if base not in bases or (scenes is None) != (base == BCCD):
+            wanted = "BASE-SCENES or bccd, and a fault if it has one (-missing20); " + (
+                f"bases: {', '.join(bases)}; faults: {', '.join(FAULTS)}"
+            )
             raise typer.BadParameter(f"{name}: no such regime; wanted: {wanted}")
-        return cls(base, int(scenes), kept != name)
+        return cls(base, int(scenes or 205), fault or "", int(percent) / 100 if percent else SHARE)
 
     @property
     def is_bccd(self) -> bool:
@@ -196,7 +261,8 @@ class Regime:
     @property
     def name(self) -> str:
         number = "" if self.is_bccd else f"-{self.scenes}"
-        return f"{self.base}{number}{'-missing' if self.missing else ''}"
+        percent = "" if self.share == SHARE else f"{100 * self.share:02.0f}"
+        return f"{self.base}{number}{f'-{self.fault}{percent}' if self.fault else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +277,15 @@ class Run:
         return self.arm if self.rate == 1.0 else f"{self.arm}{RATE}{self.rate:g}"
 
     @property
-    def name(self) -> str:
-        """Of its file."""
-        return f"{_file_name(self.label)}-{self.seed}"
+    def _name(self) -> str:
+        return f"{file_name(self.label.replace(', ', '--'))}-{self.seed}"
 
     @property
     def folder(self) -> str:
-        return f"{self.regime.name}--{self.name}"
+        return f"{self.regime.name}--{self._name}"
+
+    def result(self, out: Path) -> Path:
+        return out / "results" / self.regime.name / f"{self._name}.json"
 
     @property
     def first(self) -> Run | None:
@@ -225,18 +293,11 @@ class Run:
         return replace(self, arm="sft", rate=1.0) if ARMS[self.arm].after_sft else None
 
 
-def _file_name(text: str) -> str:
-    return "".join(c if c.isalnum() or c in "._" else "-" for c in text.replace(", ", "--"))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    out: Path
-    work: Path
+class Plan(Experiment):
     bccd: Path | None
     slots: list[Slot[Run]]
     engine: Mapping[str, Any]
-    deadline: float  # monotonic
     run_s: float | None
     knows_steps: int
     steps_share: float
@@ -250,18 +311,12 @@ class Plan:
     def base(self, name: str) -> Path:
         return MODELS.get(name, self.out / "bases" / name)
 
-    def result(self, run: Run) -> Path:
-        return self.out / "results" / run.regime.name / f"{run.name}.json"
-
     def features(self, regime: Regime) -> Path:
         return self.out / "features" / f"{regime.name}.json"
 
     def stopped(self, run: Run) -> Path:
         """The weights of a run that others go on from."""
         return self.out / "stopped" / run.folder
-
-    def left_s(self) -> float:
-        return self.deadline - time.monotonic()
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -325,7 +380,8 @@ def engine(vllm: bool, slots: int) -> dict[str, Any]:
 
 
 def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
-    for made in (plan.out / "bases", plan.out / "stopped", plan.out / "features", plan.work / "runs"):
+    plan.make_folders()
+    for made in (plan.out / "bases", plan.out / "stopped", plan.out / "features"):
         made.mkdir(parents=True, exist_ok=True)
 
     def work(processes: Processes) -> None:
@@ -360,8 +416,8 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
             )
     for regime in regimes:
         train, val, test = _photographs(plan) if regime.is_bccd else _digits(plan, regime)
-        if regime.missing:
-            train, val = _incomplete(train, seed=6), _incomplete(val, seed=7)
+        if regime.fault:
+            train, val = _faulty(train, regime, seed=6), _faulty(val, regime, seed=7)
         folder = plan.work / ("bccd" if regime.is_bccd else "data")
         _write_rows(folder / f"{regime.name}.train.jsonl", train)
         _write_rows(folder / f"{regime.name}.val.jsonl", val)
@@ -386,15 +442,9 @@ def _photographs(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     return found[0], found[1], found[2]
 
 
-def _incomplete(rows: Iterable[Row], seed: int) -> list[Row]:
-    """Each label goes missing with the chance MISSING; one stays."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for row in rows:
-        keep = rng.random(len(row["objects"])) >= MISSING
-        keep[rng.integers(len(keep))] |= not keep.any()
-        found.append({**row, "objects": [one for one, kept in zip(row["objects"], keep, strict=True) if kept]})
-    return found
+def _faulty(rows: Sequence[Row], regime: Regime, seed: int) -> list[Row]:
+    rng, labels = np.random.default_rng(seed), Labels.of(rows)
+    return [row | {"objects": FAULTS[regime.fault](row, regime.share, labels, rng)} for row in rows]
 
 
 def _read_rows(path: Path) -> list[Row]:
@@ -418,35 +468,25 @@ def make_bases(plan: Plan, processes: Processes, names: Iterable[str]) -> None:
         missing = [name for name in names_now if name in wanted and not plan.base(name).is_dir()]
         started = {name: _start_base(plan, processes, name) for name in missing}
         for name, learner in started.items():
-            learner.wait(max(1.0, plan.left_s()))
-            (checkpoint,) = learner.run_dir.glob("checkpoint-*")
+            (checkpoint,) = checkpoints_of(learner, plan.left_s()).values()
             export(checkpoint, plan.base(name))
             say(f"base {name}: {plan.left_s():.0f} s left")
 
 
 def _start_base(plan: Plan, processes: Processes, name: str) -> LearnerRun:
-    folder = plan.work / "runs"
+    folder = plan.runs_dir
     shutil.rmtree(folder / f"base-{name}", ignore_errors=True)
     habit = HABITS.get(name)
     steps = max(1, round(plan.steps_share * habit.steps)) if habit else plan.knows_steps // (6 if name == HALF else 1)
-    config = learner_config(
+    config = base_config(
         plan.base(KNOWS) if habit else CHECKPOINT,
         plan.work / "teaching" / f"{name if habit else 'train'}.jsonl",
         folder / f"base-{name}",
         steps=steps,
         batch_size=64,
-        variant="sft",
-        model={"dtype": "float32"},
-        data={"num_workers": 2 if plan.on_gpu else 0},
-        training={
-            "seed": 1,
-            "learning_rate": 2e-4 if habit else 7e-4,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": steps // 12,
-            "save_on_end": True,
-        },
-        logging={"trackers": [], "progress_bar": False},
+        learning_rate=2e-4 if habit else 7e-4,
         global_max_length=16384,
+        data={"num_workers": 2 if plan.on_gpu else 0},
     )
     return start_learner(processes, folder, f"base-{name}", config, ranks=None, devices=plan.slots[0].learner_devices)
 
@@ -455,14 +495,14 @@ def _start_base(plan: Plan, processes: Processes, name: str) -> LearnerRun:
 
 
 def measure_features(plan: Plan, processes: Processes, regimes: Sequence[Regime]) -> None:
-    """Of each regime's base model on its training and validation data."""
+    """Measure each regime's base model on its training and validation data."""
     queue = [regime for regime in regimes if not plan.features(regime).is_file()]
 
     def start(regime: Regime, slot: Slot[Regime]) -> LearnerRun:
         config = run_config(plan, Run(regime, "rollout matching", FIRST_SEED))
         train = Path(config["data"]["train"])
         config["data"] |= {"val": str(train.with_name(f"{regime.name}.val.jsonl")), "test": None}
-        path = plan.work / "runs" / f"features-{regime.name}.yaml"
+        path = plan.runs_dir / f"features-{regime.name}.yaml"
         write_yaml(path, config, "bench")
         argv = [sys.executable, "-m", "learner", "predict-gain", "--config", str(path)]
         argv += ["--json", str(plan.features(regime))]
@@ -471,7 +511,7 @@ def measure_features(plan: Plan, processes: Processes, regimes: Sequence[Regime]
         return LearnerRun(process=process, log=log, run_dir=path.parent)
 
     def ended(regime: Regime, code: int | None) -> None:
-        log = plan.work / "runs" / f"features-{regime.name}.log"
+        log = plan.runs_dir / f"features-{regime.name}.log"
         say(f"features of {regime.name}: {'measured' if code == 0 else last_words(log)}")
 
     slots = [
@@ -491,61 +531,36 @@ def measure_features(plan: Plan, processes: Processes, regimes: Sequence[Regime]
 
 
 def compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
-    """Every run whose result is not there, several side by side, as far as the time goes."""
-    queue = [run for run in runs if not plan.result(run).is_file()]
-
-    def next_run() -> Run | None:
-        for i, run in enumerate(queue):
-            if run.first is None or plan.stopped(run.first).is_dir():
-                return queue.pop(i)
-        return None
-
-    def start(run: Run, slot: Slot[Run]) -> LearnerRun:
-        shutil.rmtree(plan.work / "runs" / run.folder, ignore_errors=True)  # one that was broken off
-        config = run_config(plan, run)
-        return start_learner(
-            processes, plan.work / "runs", run.folder, config, ranks=None, devices=slot.learner_devices
-        )
-
-    def ended(run: Run, code: int | None) -> None:
-        log = plan.work / "runs" / f"{run.folder}.log"
-        if code or (code is None and plan.run_s is None):
-            (plan.out / f"failed-{run.folder}.log").write_text(last_words(log, 60))
-            say(f"{run.folder}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
-            return
-        keep_result(plan, run)
-
-    say(f"{len(queue)} runs, {len(plan.slots)} at a time, {plan.left_s():.0f} s left")
-    limit_s = min(plan.left_s(), plan.run_s or plan.left_s())
-    run_all(plan.slots, next_run=next_run, start=start, ended=ended, deadline=plan.deadline, run_limit_s=limit_s)
+    plan.compare(
+        processes,
+        plan.slots,
+        runs,
+        config=lambda run, slot: run_config(plan, run),
+        keep=lambda run: keep_result(plan, run),
+        can_start=lambda run: run.first is None or plan.stopped(run.first).is_dir(),
+        run_limit_s=min(plan.left_s(), plan.run_s or plan.left_s()),
+        keeps_stopped=plan.run_s is not None,
+    )
 
 
 def run_config(plan: Plan, run: Run) -> dict[str, Any]:
     arm, regime = ARMS[run.arm], run.regime
     steps = max(2, round(arm.steps * plan.steps_share))
     every = max(1, steps // arm.evaluations)
-    group = GROUP if arm.grpo is not None else 1
     data = plan.work / ("bccd" if regime.is_bccd else "data")
-    batch_size = min(arm.batch_size, regime.scenes) * group
-    matching = {
-        **plan.engine,
-        "decoding": {"temperature": float(arm.samples), "max_new_tokens": 512 if regime.is_bccd else 192},
-    }
-    if arm.best_of is not None:
-        matching["best_of"] = {"rollouts_per_sample": GROUP, "use": arm.best_of}
-    return learner_config(
-        plan.stopped(run.first) if run.first else plan.base(regime.base),
-        data / f"{regime.name}.train.jsonl",
-        plan.work / "runs" / run.folder,
+    batch_size = min(arm.batch_size, regime.scenes) * arm.group
+    return arms.run_config(
+        arm,
+        model=plan.stopped(run.first) if run.first else plan.base(regime.base),
+        train=data / f"{regime.name}.train.jsonl",
+        test=data / f"{regime.name}.eval.jsonl",
+        run_dir=plan.run_dir(run),
         steps=steps,
         batch_size=batch_size,
-        variant=arm.variant,
-        matching=matching,
-        model={"dtype": "float32"},
-        data={"test": str(data / f"{regime.name}.eval.jsonl"), "num_workers": 1 if plan.on_gpu else 0},
-        task={"iou_threshold": 0.3},
-        loss=arm.loss,
-        grpo={"num_generations": GROUP, **arm.grpo} if arm.grpo is not None else None,
+        engine=plan.engine,
+        max_new_tokens=512 if regime.is_bccd else 192,
+        global_max_length=(900 if regime.is_bccd else 320) * batch_size,
+        data_workers=1 if plan.on_gpu else 0,
         training={
             "seed": run.seed,
             "bf16": plan.on_gpu,
@@ -555,11 +570,8 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
             "warmup_steps": max(1, steps // 20),
             "eval_on_start": True,
             "eval_steps": every,
-            "eval_on_end": True,
             "save_steps": every if run.arm == "sft" and run.rate == 1.0 else None,
         },
-        logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, (900 if regime.is_bccd else 320) * batch_size),  # a whole batch fits one row
     )
 
 
@@ -576,7 +588,7 @@ class Evaluated:
 
 def keep_result(plan: Plan, run: Run) -> None:
     """The course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
-    run_dir = plan.work / "runs" / run.folder
+    run_dir = plan.run_dir(run)
     course = _course(run_dir, with_weights=run.arm == "sft" and run.rate == 1.0)
     if not course:
         say(f"{run.folder}: stopped before its first evaluation")
@@ -584,7 +596,7 @@ def keep_result(plan: Plan, run: Run) -> None:
     best = max(course, key=lambda one: (one.val[SELECTED_BY], -one.step))
     events = read_events(run_dir)
     steps = steps_of(events)
-    before = {} if run.first is None else json.loads(plan.result(run.first).read_text())
+    before = {} if run.first is None else json.loads(run.first.result(plan.out).read_text())
     result = {
         "arm": run.label,
         "seed": run.seed,
@@ -602,15 +614,15 @@ def keep_result(plan: Plan, run: Run) -> None:
     if ARMS[run.arm].variant == "sft" and run.seed == FIRST_SEED and run.rate == 1.0:
         base = {**result, "arm": "base", "steps": 0, "train_s": 0.0, "whole_s": 0.0, "val": course[0].val}
         base |= {"course": [], "scenes": course[0].scenes}
-        _write(plan.result(run).with_name(f"base-{run.seed}.json"), base)
+        _write(run.result(plan.out).with_name(f"base-{run.seed}.json"), base)
     if run.arm == "sft" and run.rate == 1.0:
         _keep_weights(plan, run, run_dir, best.step)
-    _write(plan.result(run), result)
-    say(f"{run.folder}: step {best.step}, val {best.val[SELECTED_BY]:.3f}, test {best.test[SELECTED_BY]:.3f}")
+    _write(run.result(plan.out), result)
+    say(f"{run.folder}: step {best.step}, val {best.val[SELECTED_BY]:.3f}, test {best.test[F1]:.3f}")
 
 
 def _keep_weights(plan: Plan, run: Run, run_dir: Path, step: int) -> None:
-    """For the runs that go on from here. Step 0: the base itself."""
+    """Keep weights for the runs that go on from here. Step 0: the base itself."""
     if step:
         export(run_dir / f"checkpoint-{step}", plan.stopped(run))
     else:
@@ -639,12 +651,10 @@ def _evaluated(path: Path) -> Evaluated:
 
 def _scores(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     sums = np.array([sum(one.get(column, 0.0) for one in counts) for column in COLUMNS], dtype=np.float64)
-    shown = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5", "duplicate_rate", "recall_any@0.5", "parse_rate")
-    return {name: round(float(METRICS[name](columns_of(sums))), 4) for name in shown}
+    return {name: round(float(METRICS[name](columns_of(sums))), 4) for name in (*SHOWN, SELECTED_BY)}
 
 
 def _write(path: Path, result: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(result) + "\n")
 
 
@@ -677,7 +687,7 @@ class Chosen:
 
 
 def _by_validation(folder: Path) -> dict[str, Chosen]:
-    """By label: of each arm the rate with the best mean validation score."""
+    """The rate with the best mean validation score of each arm, by label."""
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for path in folder.glob("*.json"):
         result = json.loads(path.read_text())
@@ -696,7 +706,7 @@ def _curve(result: Row) -> list[list[float]]:
     """Per evaluation: step, seconds of training (by the median step), validation and test F1@0.5."""
     step_s = result["medians"]["step_s"]
     return [
-        [one["step"], round(one["step"] * step_s, 1), one["val"][SELECTED_BY], one["test"][SELECTED_BY]]
+        [one["step"], round(one["step"] * step_s, 1), one["val"][SELECTED_BY], one["test"][F1]]
         for one in result["course"]
     ]
 
@@ -713,8 +723,8 @@ def table(summary: Mapping[str, Any]) -> str:
                 str(len(arm["seeds"])),
                 f"{arm['steps']:g}",
                 f"{arm['train_s']:.0f}",
-                _interval(metrics["f1@0.5"]),
-                _interval(minus, sign="+") if minus else "",
+                shown(metrics["f1@0.5"]),
+                shown(minus, sign="+"),
                 f"{metrics['f1@miou']['value']:.3f}",
                 f"{metrics['recall@0.5']['value']:.3f}",
                 f"{metrics['precision@0.5']['value']:.3f}",
@@ -723,10 +733,6 @@ def table(summary: Mapping[str, Any]) -> str:
             ]
         )
     return "\n".join(markdown_table(head, rows))
-
-
-def _interval(value: Mapping[str, float], sign: str = "") -> str:
-    return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
 
 
 if __name__ == "__main__":

@@ -53,14 +53,17 @@ def predict_gain(
     return 0
 
 
-def predicted(formulas: Mapping[str, Formula], found: Mapping[str, Estimate]) -> dict[str, float]:
-    """F1 points by method. Raises DataError if a formula needs what was not measured."""
+def predicted(formulas: Mapping[str, Formula], found: Mapping[str, Estimate]) -> dict[str, float | None]:
+    """F1 points by method; None: the model lies outside the regimes of the formula. Raises DataError if a formula needs
+    what was not measured."""
     values = {name: estimate.value for name, estimate in found.items()}
-    return {method: 100 * formula.gain(values) for method, formula in formulas.items()}
+    return {
+        method: None if formula.outside(values) else 100 * formula.gain(values) for method, formula in formulas.items()
+    }
 
 
 def as_json(
-    found: Mapping[str, Estimate], recommendation: Recommendation, gains: Mapping[str, float], asked: Asked
+    found: Mapping[str, Estimate], recommendation: Recommendation, gains: Mapping[str, float | None], asked: Asked
 ) -> dict[str, Any]:
     """`features` is what `bench.calibrate` reads."""
     return {
@@ -78,7 +81,7 @@ def report(
     found: Mapping[str, Estimate],
     recommendation: Recommendation,
     formulas: Mapping[str, Formula],
-    gains: Mapping[str, float],
+    gains: Mapping[str, float | None],
 ) -> None:
     """The features, the rules, and the gains that a calibration predicts."""
     shown = Table("feature", "value [95% interval]", "meaning", box=None, padding=(0, 2, 0, 0))
@@ -89,8 +92,15 @@ def report(
     for rule in recommendation.rules:
         console.print(f"  {'yes' if rule.holds else 'no ':3}  {rule.method}: {rule.reason}")
     console.print("")
+    values = {name: one.value for name, one in found.items()}
     for method, formula in formulas.items():
-        console.print(
-            f"Predicted gain of {method} over early-stopped sft: {gains[method]:+.1f} F1 points, give or take "
-            f"{100 * formula.rmse:.1f} (r2 {formula.r2:.2f} over {formula.num_regimes} regimes, each left out in turn)"
-        )
+        console.print(f"Predicted gain of {method} over early-stopped sft: {_told(formula, gains[method], values)}")
+
+
+def _told(formula: Formula, gain: float | None, values: Mapping[str, float]) -> str:
+    if gain is None:
+        return f"cannot tell; no model like this one was measured: {', '.join(formula.outside(values))}"
+    return (
+        f"{gain:+.1f} F1 points, give or take {100 * formula.rmse:.1f} (r2 {formula.r2:.2f} over "
+        f"{formula.num_regimes} regimes, each left out in turn)"
+    )

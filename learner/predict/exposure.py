@@ -16,10 +16,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.config.schema import LossConfig
+from learner.config.sections.loss import LossConfig
 from learner.policy.load import Policy
 from learner.records import Assignment, EncodedPrompt, Sample, Target
-from learner.target.target import build_target, ground_truth_target
+from learner.tasks.detection.target import build_target, ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 
 Kind = Literal["coordinates", "names", "structure", "all"]

@@ -5,7 +5,8 @@
 `fit` takes least squares over regimes (a model, data and labels where the gain was measured), and judges itself by
 leaving each regime out in turn: `r2` compares its errors with those of the other regimes' mean. 1: exact; 0: no better
 than the mean; negative: worse. A formula with as many coefficients as regimes would fit anything, so only a few
-features are taken. Pure, but for the file.
+features are taken. A formula knows the ranges of its regimes; of a model outside them (one that finds nothing, or knows
+its training scenes by heart) it cannot tell the gain. Pure, but for the file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +22,22 @@ from numpy.typing import NDArray
 
 from learner.run.files import write_atomically
 from shared.errors import DataError
+from shared.reading import json_in
 
 PACKAGED = Path(__file__).with_name("calibration.json")
+RANGED = ("f1_greedy", "parse_rate", "overfit_f1")  # where a formula holds, besides its own features
+MARGIN = 0.25  # of a range's width, that a model may lie outside it
 FEATURES = ("missing_labels", "headroom_places", "exposure_gap")  # that a formula has, if nothing else is asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Formula:
-    """`rmse` (F1) and `r2` are of regimes that were left out."""
+    """`rmse` (F1) and `r2` are of regimes that were left out. `ranges`: the least and the largest value of features in
+    the regimes."""
 
     intercept: float
     coefficients: Mapping[str, float]
+    ranges: Mapping[str, Sequence[float]] = field(default_factory=dict)
     r2: float
     rmse: float
     num_regimes: int
@@ -47,6 +53,15 @@ class Formula:
                 remedy="name a validation file (data.val), or calibrate without these features",
             )
         return self.intercept + sum(weight * features[name] for name, weight in self.coefficients.items())
+
+    def outside(self, features: Mapping[str, float]) -> list[str]:
+        """Features that lie outside the regimes that were measured, in words. Empty: the formula holds."""
+        found = []
+        for name, (low, high) in self.ranges.items():
+            margin = MARGIN * (high - low)
+            if name in features and not low - margin <= features[name] <= high + margin:
+                found.append(f"{name} {features[name]:.3f} (measured: {low:.3f} to {high:.3f})")
+        return found
 
 
 def fewest_regimes(names: Sequence[str]) -> int:
@@ -72,21 +87,27 @@ def fit(regimes: Sequence[Mapping[str, float]], gains: Sequence[float], names: S
     return Formula(
         intercept=intercept,
         coefficients=dict(zip(names, weights, strict=True)),
+        ranges=_ranges(regimes, (*names, *RANGED)),
         r2=1.0 - float((errors**2).sum()) / around if around else math.nan,
         rmse=float(np.sqrt((errors**2).mean())),
         num_regimes=len(regimes),
     )
 
 
+def _ranges(regimes: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, list[float]]:
+    known = {name: [regime[name] for regime in regimes if name in regime] for name in names}
+    return {name: [min(values), max(values)] for name, values in known.items() if len(values) == len(regimes)}
+
+
 def write_calibration(formulas: Mapping[str, Formula], path: Path) -> None:
-    """By method. Raises OutputError."""
+    """Write formulas by method. Raises OutputError."""
     write_atomically(path, json.dumps({method: asdict(one) for method, one in formulas.items()}, indent=2) + "\n")
 
 
 def read_calibration(path: Path) -> dict[str, Formula]:
     """Raises DataError."""
     try:
-        return {str(method): Formula(**one) for method, one in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {str(method): Formula(**one) for method, one in json_in(path).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
             "the calibration cannot be read",

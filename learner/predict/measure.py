@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learner.config.schema import RolloutMatchingConfig, RunConfig
-from learner.data.readers import load_split
+from learner.config.schema import RunConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.data.splits import load_split
 from learner.extensions import reader_of, task_class
 from learner.policy.load import Policy, load_policy
 from learner.predict.agreement import AGREEMENT, drawn_of

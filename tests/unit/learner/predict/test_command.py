@@ -47,7 +47,7 @@ def test_missing_labels_are_found_by_the_shipped_checkpoint(tmp_path: Path, caps
     assert all(name in shown.out for name in MEANINGS)
     assert shown.err == ""
     assert found["missing_labels"] > 0.25
-    assert told["recommendation"] == rules.GRPO_FOR_GAPS
+    assert told["recommendation"] == rules.COMPLETED_GRPO
     assert found["f1_greedy"] < found["f1_val"]  # the labels, not the model
     assert found["f1_best"] > found["f1_sampled"] > 0.2
     assert told["predicted_gain_points"] == {"grpo": pytest.approx(1.0)}
@@ -57,10 +57,23 @@ def test_missing_labels_are_found_by_the_shipped_checkpoint(tmp_path: Path, caps
 
 def test_the_shipped_calibration_predicts_more_where_more_labels_are_missing() -> None:
     formulas = read_calibration(PACKAGED)
-    complete, missing = ({name: Estimate(value, value, value) for name in MEANINGS} for value in (0.0, 0.5))
+    usual = {"f1_greedy": 0.6, "parse_rate": 1.0}
+    complete, missing, blind = (
+        {
+            name: Estimate(value, value, value)
+            for name, value in ({**dict.fromkeys(MEANINGS, v), **usual} | more).items()
+        }
+        for v, more in ((0.0, {}), (0.5, {"overfit_f1": 0.0}), (0.5, {"overfit_f1": 0.0, "f1_greedy": 0.0}))
+    )
     method = "rollout matching, keep_unmatched"
     gains = predicted(formulas, missing)
     assert gains[method] > predicted(formulas, complete)[method] + 10
+    nothing_known = predicted(formulas, blind)
+    assert set(nothing_known.values()) == {None}, "no model that finds nothing was measured"
+    shown = io.StringIO()
+    report(Console(file=shown, width=200), blind, rules.recommend(blind), formulas, nothing_known)
+    assert "F1 points, give or take" not in shown.getvalue()
+    assert "f1_greedy 0.000" in shown.getvalue()
     out = io.StringIO()
     report(Console(file=out, width=200), missing, rules.recommend(missing), formulas, gains)
     assert f"{gains[method]:+.1f} F1 points" in out.getvalue()

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from deploy.demo import build_data, model
-from learner.config.schema import DataConfig, ModelConfig, TaskConfig
-from learner.data.readers import load_samples
+from learner.config.sections.data import DataConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.task import TaskConfig
+from learner.data.splits import load_samples
 from learner.policy.load import Policy, load_policy
 from learner.predict.exposure import KINDS, Compared, compare, teacher_forced
 from learner.predict.features import KIND_NAMES

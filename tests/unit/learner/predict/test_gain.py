@@ -54,6 +54,18 @@ def test_too_few_regimes_or_a_missing_feature_is_an_error() -> None:
         Formula(intercept=0.0, coefficients={"nats_val": 1.0}, r2=1.0, rmse=0.0, num_regimes=9).gain({})
 
 
+def test_a_model_unlike_all_that_were_measured_is_outside() -> None:
+    """One that finds nothing was promised 32 points, because all it draws is unlabelled."""
+    seen = [{**one, "f1_greedy": 0.4 + 0.05 * i} for i, one in enumerate(regimes(8))]
+    formula = fit(seen, [0.1] * 8, NAMES)
+    inside = seen[3]
+    assert formula.outside(inside) == []
+    assert formula.outside({**inside, "f1_greedy": 0.35}) == [], "a little outside"
+    (told,) = formula.outside({**inside, "f1_greedy": 0.0})
+    assert "f1_greedy 0.000" in told
+    assert len(formula.outside({**inside, "f1_greedy": 0.0, NAMES[0]: 3.0})) == 2
+
+
 def write_study(folder: Path, number: int) -> None:
     """As bench.study writes it: `grpo` was run everywhere, another arm once, and one regime has no features. What
     `union of 8` gains has nothing to do with the features."""
@@ -106,8 +118,21 @@ def test_a_damaged_calibration_is_an_error(text: str, tmp_path: Path) -> None:
         read_studies([tmp_path])
 
 
+def close(found: Formula, wanted: Formula) -> None:
+    """Assert that both are one formula, up to the rounding of another processor."""
+    assert found.num_regimes == wanted.num_regimes
+    assert found.ranges == wanted.ranges, "read from the studies, not computed"
+    assert dict(found.coefficients) == pytest.approx(dict(wanted.coefficients), rel=1e-9, abs=1e-12)
+    assert (found.intercept, found.r2, found.rmse) == pytest.approx(
+        (wanted.intercept, wanted.r2, wanted.rmse), rel=1e-9, abs=1e-12
+    )
+
+
 def test_the_shipped_calibration_is_that_of_the_committed_studies() -> None:
     studies = [ROOT / "bench" / "results" / f"study-{where}-2026-11-23" for where in ("gpu", "cpu")]
     formulas, _ = calibrate(read_studies(studies), ["missing_labels"])
-    assert read_calibration(PACKAGED) == formulas
+    shipped = read_calibration(PACKAGED)
+    assert shipped.keys() == formulas.keys()
+    for method, formula in formulas.items():  # least squares differ in the last digits between processors
+        close(shipped[method], formula)
     assert all(formula.num_regimes >= 10 for formula in formulas.values())

@@ -168,10 +168,13 @@ def _cells(name: str, arm: Mapping[str, Any]) -> list[str]:
         str(len(arm["seeds"])),
         f"{arm['steps']:g}",
         f"{arm['train_s']:.0f}",
-        *(_cell(arm["metrics"][metric]) for metric in SHOWN),
-        *("" if other is None else _cell(other["f1@0.5"], sign="+") for other in minus),
+        *(shown(arm["metrics"][metric]) for metric in SHOWN),
+        *(shown(other and other["f1@0.5"], sign="+") for other in minus),
     ]
 
 
-def _cell(value: Mapping[str, float], *, sign: str = "") -> str:
+def shown(value: Mapping[str, float] | None, *, sign: str = "") -> str:
+    """A value with its interval; nothing where there is none."""
+    if value is None:
+        return ""
     return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"

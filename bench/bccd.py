@@ -1,7 +1,7 @@
-"""Every method of this project on real photographs, from one model: `python -m deploy.bccd.run --data BCCD --out DIR`.
+"""Every method of this project on real photographs, from one model: `python -m bench.bccd --data BCCD --out DIR`.
 
 BCCD: 205 training, 87 validation and 72 test photographs of blood cells with published labels (`photographs.py` says
-where they come from). Stage 1 trains the demo's small Qwen3-VL by `sft` on augmented photographs; the checkpoint with
+where they come from). Stage 1 trains the demo's small Qwen3-VL by `sft` with `data.augment`; the checkpoint with
 the best validation score is the base. From it, every method learns the 205 photographs as they are,
 with the labels as published and with 40% of them removed, for as many steps, with several seeds. Scores are those of
 greedy answers to the test photographs.
@@ -22,11 +22,10 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -34,18 +33,20 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from bench.experiment import arms
+from bench.experiment.arms import FIRST_SEED, GROUP, KEPT, TUNED, Arm, base_config, file_name
+from bench.experiment.results import read_results, shown, summarize, write_result
+from bench.experiment.runner import Experiment, Slot, checkpoints_of, export, make_slots, wait_open
 from bench.figures import circumstances, markdown_table
-from bench.learns import Slot, make_slots, run_all, wait_open
-from bench.learns_report import read_results, summarize, write_result
-from bench.runs import LearnerRun, exit_code_of, last_words, learner_config, read_events, say, start_learner, steps_of
+from bench.runs import LearnerRun, exit_code_of, read_events, say, start_learner, steps_of
 from deploy.bccd.photographs import (
+    AUGMENT,
     CLASSES,
     HEIGHT,
     WIDTH,
     Folders,
     read_photographs,
     without_labels,
-    write_augmented,
     write_jsonl,
 )
 from deploy.demo.model import SHAPES, write_model
@@ -53,48 +54,32 @@ from deploy.launch import Processes
 from learner.report.read import read_scene
 from learner.report.scores import counts_by_class
 from learner.run.files import write_atomically
-from shared.errors import ServerError
 
 Size = Literal["small", "tiny"]
 Labels = Literal["published", "missing"]
 
 MISSING = 0.4  # share of the training labels that are removed
-FIRST_SEED = 17
 TRAINED = Path(__file__).parents[1] / "demo" / "checkpoint"
-TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
-KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}
 IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
 AHEAD: Mapping[str, Any] = {**IN_STEP, "async_actor_learner": {"enabled": True}}
 COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "recall")
-GROUP = 8  # rollouts of a photograph, in `grpo` and `best_of`
+HF: Mapping[str, Any] = {"rollout_backend": "hf", "decode_batch_size": 128}
 GRPO_RATE = 0.5  # its learning rate, over that of the other methods
 PROBE_STEPS = 60
 EVALUATIONS, EVALUATION_S = 4, 10.0  # in stage 1: how many, and what one takes at most
 REPORT_S = 8.0  # for stopping what runs, and for the report
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    variant: str = "rollout_matching_sft"
-    loss: Mapping[str, Any] = field(default_factory=dict)
-    stage2_ab: Mapping[str, Any] | None = None
-    grpo: Mapping[str, Any] | None = None
-    best_of: str | None = None  # what is made of a group of rollouts of each photograph; None: one rollout
-
-
-METHODS: Mapping[str, Method] = {
-    "sft": Method(variant="sft"),
-    "rollout_matching_sft": Method(loss=TUNED),
-    "keep_unmatched": Method(loss=KEPT),
-    "stage2_ab_training": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),
-    "stage2_ab_training, ahead": Method(variant="stage2_ab_training", loss=KEPT, stage2_ab=AHEAD),
-    f"best of {GROUP}": Method(loss=TUNED, best_of="best"),
-    f"union of {GROUP}": Method(loss=KEPT, best_of="union"),
-    f"rejection-sampled of {GROUP}": Method(best_of="rejection"),
-    "grpo": Method(variant="grpo", grpo={}),
-    "grpo, object credit": Method(variant="grpo", grpo={"credit": "object"}),
-    "grpo and sft": Method(variant="grpo", grpo={"sft_weight": 1.0}),
-    "grpo and rollout matching": Method(variant="grpo", loss=TUNED, grpo={"matching_weight": 1.0}),
+METHODS: Mapping[str, Arm] = {
+    "sft": Arm(variant="sft"),
+    "rollout_matching_sft": Arm(loss=TUNED),
+    "keep_unmatched": Arm(loss=KEPT),
+    "stage2_ab_training": Arm(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),
+    "stage2_ab_training, ahead": Arm(variant="stage2_ab_training", loss=KEPT, stage2_ab=AHEAD),
+    "grpo": Arm(variant="grpo", grpo={}),
+    "grpo, object credit": Arm(variant="grpo", grpo={"credit": "object"}),
+    "grpo and sft": Arm(variant="grpo", grpo={"sft_weight": 1.0}),
+    "grpo and rollout matching": Arm(variant="grpo", loss=TUNED, grpo={"matching_weight": 1.0}),
 }
 
 
@@ -107,33 +92,27 @@ class Run:
     seed: int
 
     @property
-    def name(self) -> str:
-        """Also of its folder and files."""
-        words = "".join(c if c.isalnum() or c == "_" else "-" for c in self.method)
-        return f"{self.labels}-{words}-{self.seed}"
+    def folder(self) -> str:
+        return f"{self.labels}-{file_name(self.method)}-{self.seed}"
 
     def result(self, out: Path) -> Path:
-        return out / "results" / self.labels / f"{self.name}.json"
+        return out / "results" / self.labels / f"{self.folder}.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Experiment):
     """What a command asks for."""
 
     data: Path
-    out: Path
-    work: Path
     size: Size
     stage1_steps: int | None  # None: as many as fit
     stage1_batch: int
     stage1_limit_s: float
-    augmented: int
     steps: int
     batch_size: int
     learning_rate: float
     max_new_tokens: int
     slots: list[Slot[Run]]
-    deadline: float  # monotonic
 
     @property
     def base(self) -> Path:
@@ -142,9 +121,6 @@ class Plan:
     @property
     def init(self) -> Path:
         return self.work / "init"
-
-    def left_s(self) -> float:
-        return self.deadline - time.monotonic()
 
 
 def main(
@@ -157,9 +133,8 @@ def main(
     labels: Annotated[str, typer.Option(help="published, missing, or both.")] = "both",
     only_stage1: Annotated[bool, typer.Option(help="Stop when the base model is there.")] = False,
     stage1_steps: Annotated[int | None, typer.Option(min=1, help="Default: as many as fit the minutes.")] = None,
-    stage1_batch: Annotated[int, typer.Option(min=1)] = 64,
+    stage1_batch: Annotated[int, typer.Option(min=1, help="69: three steps are an epoch.")] = 69,
     stage1_minutes: Annotated[float, typer.Option(help="Stage 1 ends then, with the best that it has.")] = 6.0,
-    augmented: Annotated[int, typer.Option(min=1, help="Augmented images for stage 1.")] = 12_000,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of a method.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Photographs of a step.")] = 32,
     learning_rate: Annotated[float, typer.Option(help="Peak, of the methods.")] = 1e-4,
@@ -182,7 +157,6 @@ def main(
         stage1_steps=4 if tiny else stage1_steps,
         stage1_batch=4 if tiny else stage1_batch,
         stage1_limit_s=stage1_minutes * 60,
-        augmented=24 if tiny else augmented,
         steps=2 if tiny else steps,
         batch_size=4 if tiny else batch_size,
         learning_rate=learning_rate,
@@ -200,15 +174,14 @@ def main(
 
 def _run(plan: Plan, runs: Sequence[Run]) -> int:
     """Everything, and a report whatever happens; the exit code."""
-    for made in (plan.out, plan.work / "runs"):
-        made.mkdir(parents=True, exist_ok=True)
+    plan.make_folders()
 
     def work(processes: Processes) -> None:
         prepare(plan)
         write_init(plan)
         for slot in plan.slots if runs else ():  # the first sync brings the base model's weights
             images = Folders.of(plan.data).images.resolve()
-            slot.open(processes, plan.work / "runs", plan.init, images, eager=False)
+            slot.open(processes, plan.runs_dir, plan.init, images, eager=False)
         train_base(plan, processes)
         _compare(plan, processes, runs)
 
@@ -232,49 +205,36 @@ def write_init(plan: Plan) -> None:
 
 
 def prepare(plan: Plan) -> None:
-    """The splits as JSONL; the augmented images if the base model is not there yet."""
-    began = time.monotonic()
+    """The splits as JSONL."""
     splits = {split: read_photographs(plan.data, split) for split in ("train", "val", "test")}
     if plan.size == "tiny":
         splits = {split: photographs[:4] for split, photographs in splits.items()}
     for split, photographs in splits.items():
         write_jsonl(photographs, plan.work / f"{split}.jsonl")
     write_jsonl(without_labels(splits["train"], MISSING), plan.work / "train_missing.jsonl")
-    if not plan.base.is_dir() and not (plan.work / "augmented.jsonl").is_file():
-        write_augmented(splits["train"], plan.augmented, plan.work)
-        say(f"{plan.augmented} augmented images in {time.monotonic() - began:.0f} s")
 
 
 # ---- the base model --------------------------------------------------------------------------------------------------
 
 
 def train_base(plan: Plan, processes: Processes) -> None:
-    """Stage 1: `sft` on augmented photographs; the checkpoint that is best on `val` is the base."""
+    """Stage 1: `sft` on photographs, augmented; the checkpoint that is best on `val` is the base."""
     if plan.base.is_dir():
         return
     began = time.monotonic()
     limit_s = min(plan.stage1_limit_s, plan.left_s())
     steps = plan.stage1_steps or _steps_that_fit(plan, processes, limit_s)
     learner = _start_stage1(plan, processes, "stage1", steps)
-    try:
-        code = learner.process.popen.wait(max(1.0, limit_s - (time.monotonic() - began)))
-    except subprocess.TimeoutExpired:
-        say(f"stage 1 is stopped after {time.monotonic() - began:.0f} s")
-        learner.process.stop(30.0)
-        code = 0
-    checkpoints = {int(path.name.rpartition("-")[2]): path for path in learner.run_dir.glob("checkpoint-*")}
-    if code != 0 or not checkpoints:
-        raise ServerError("stage 1 has failed", found=last_words(learner.log, 30), wanted="a checkpoint")
+    checkpoints = checkpoints_of(learner, limit_s - (time.monotonic() - began))
     events = read_events(learner.run_dir)
     scores = {e["global_step"]: e["metrics"]["f1@0.5"] for e in events if e["event"] == "eval"}
     best = max(checkpoints, key=lambda step: (scores.get(step, -1.0), step))
-    _export(checkpoints[best], plan.base)
+    export(checkpoints[best], plan.base)
     losses = [[e["global_step"], round(e["loss"], 3)] for e in events if e["event"] == "step"]
     told = {
         "seconds": round(time.monotonic() - began, 1),
         "steps": losses[-1][0],
         "batch_size": plan.stage1_batch,
-        "augmented_images": plan.augmented,
         "best_step": best,
         "val": {e["global_step"]: e["metrics"] for e in events if e["event"] == "eval"},
         "loss": losses[:: max(1, len(losses) // 40)],
@@ -299,97 +259,65 @@ def _steps_that_fit(plan: Plan, processes: Processes, limit_s: float) -> int:
 
 
 def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> LearnerRun:
-    folder = plan.work / "runs"
+    folder = plan.runs_dir
     shutil.rmtree(folder / name, ignore_errors=True)
     every = None if name == "probe" else max(1, steps // EVALUATIONS)
-    config = learner_config(
+    config = base_config(
         plan.init,
-        plan.work / "augmented.jsonl",
+        plan.work / "train.jsonl",
         folder / name,
         steps=steps,
         batch_size=plan.stage1_batch,
-        variant="sft",
-        matching=_matching(plan, {}, METHODS["sft"]),
-        model={"dtype": "float32"},
-        data={"val": str(plan.work / "val.jsonl"), "num_workers": _workers(all_cores=True)},
+        learning_rate=7e-4,
+        global_max_length=max(4096, 800 * plan.stage1_batch),
+        matching={**HF, "decoding": {"temperature": 0.0, "max_new_tokens": plan.max_new_tokens}},
+        data={"val": str(plan.work / "val.jsonl"), "num_workers": _workers(all_cores=True), "augment": dict(AUGMENT)},
         training={
-            "seed": 1,
-            "learning_rate": 7e-4,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": steps // 12,
             "weight_decay": 0.05,
             "eval_steps": every,
             "save_steps": every,
             "save_on_end": every is not None,
             "eval_on_end": every is not None,
         },
-        logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, 800 * plan.stage1_batch),
     )
     return start_learner(processes, folder, name, config, ranks=None, devices=_gpu())
-
-
-def _export(checkpoint: Path, model: Path) -> None:
-    unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder of that name is complete
-    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
-    subprocess.run(argv, timeout=120.0, check=True, stdout=subprocess.DEVNULL)
-    unfinished.rename(model)
 
 
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
 
 def _compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
-    """Every run whose result is not there, several side by side, as far as the time goes."""
-    left = [run for run in runs if not run.result(plan.out).is_file()]
+    left = plan.unfinished(runs)
     if any(_is_ahead(run) for run in left) and not plan.slots[0].has_server:
         say("rollouts ahead of learning need servers, so two GPUs and vLLM: left out")
         left = [run for run in left if not _is_ahead(run)]
     if not left:
         return
-    slots = wait_open(plan.slots, 150.0)
-    queue = list(left)
-
-    def next_run() -> Run | None:
-        return queue.pop(0) if queue else None
-
-    def start(run: Run, slot: Slot[Run]) -> LearnerRun:
-        shutil.rmtree(plan.work / "runs" / run.name, ignore_errors=True)  # one that was broken off
-        config = _run_config(plan, run, slot)
-        return start_learner(processes, plan.work / "runs", run.name, config, ranks=None, devices=slot.learner_devices)
-
-    def ended(run: Run, code: int | None) -> None:
-        run_dir = plan.work / "runs" / run.name
-        if code != 0:
-            log = plan.work / "runs" / f"{run.name}.log"
-            (plan.out / f"failed-{run.name}.log").write_text(last_words(log, 60))
-            say(f"{run.name}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
-            return
-        _keep_result(plan, run, run_dir)
-
-    say(f"{len(left)} runs, {len(slots)} at a time, {plan.left_s():.0f} s left")
-    run_all(slots, next_run=next_run, start=start, ended=ended, deadline=plan.deadline, run_limit_s=plan.left_s())
+    plan.compare(
+        processes,
+        wait_open(plan.slots, 150.0),
+        left,
+        config=lambda run, slot: _run_config(plan, run, slot),
+        keep=lambda run: _keep_result(plan, run),
+    )
 
 
 def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
-    method, is_grpo = METHODS[run.method], METHODS[run.method].grpo is not None
-    # A batch of grpo counts rollouts: half as many photographs, with a group of each.
-    batch_size = plan.batch_size // 2 * GROUP if is_grpo else plan.batch_size
-    train = "train.jsonl" if run.labels == "published" else "train_missing.jsonl"
-    return learner_config(
-        plan.base,
-        plan.work / train,
-        plan.work / "runs" / run.name,
+    method = METHODS[run.method]
+    is_grpo = method.grpo is not None
+    return arms.run_config(
+        method,
+        model=plan.base,
+        train=plan.work / ("train.jsonl" if run.labels == "published" else "train_missing.jsonl"),
+        test=plan.work / "test.jsonl",
+        run_dir=plan.run_dir(run),
         steps=plan.steps,
-        batch_size=batch_size,
-        variant=method.variant,
-        matching=_matching(plan, slot.vllm() if slot.server else {}, method),
-        model={"dtype": "float32"},
-        data={"test": str(plan.work / "test.jsonl"), "num_workers": _workers(all_cores=False)},
-        task={"iou_threshold": 0.3},
-        loss=method.loss,
-        stage2_ab=method.stage2_ab,
-        grpo={"num_generations": GROUP, **method.grpo} if method.grpo is not None else None,
+        # A batch of grpo counts rollouts: half as many photographs, with a group of each.
+        batch_size=plan.batch_size // 2 * GROUP if is_grpo else plan.batch_size,
+        engine={"decode_batch_size": 128, "vllm": slot.vllm()} if slot.server else HF,
+        max_new_tokens=plan.max_new_tokens,
+        global_max_length=900 * plan.batch_size,  # without groups a whole batch fits one row
+        data_workers=_workers(all_cores=False),
         training={
             "seed": run.seed,
             "packing_buffer": max(64, plan.batch_size),
@@ -399,26 +327,8 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
             # Packed Channel-B learns while it rolls out, which needs a server.
             "packing": method.stage2_ab is None or slot.server is not None,
             "eval_on_start": _scores_base(run),
-            "eval_on_end": True,
         },
-        logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, 900 * plan.batch_size),  # without groups a whole batch fits one row
     )
-
-
-def _matching(plan: Plan, served: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """The section `rollout_matching`. `served`: `vllm` with a server. Groups of rollouts are drawn, single ones are
-    greedy."""
-    samples = method.grpo is not None or method.best_of is not None
-    matching: dict[str, Any] = {
-        "decode_batch_size": 128,
-        "decoding": {"temperature": float(samples), "max_new_tokens": plan.max_new_tokens},
-    }
-    if method.best_of is not None:
-        matching["best_of"] = {"rollouts_per_sample": GROUP, "use": method.best_of}
-    if served:
-        return {**matching, "vllm": dict(served)}
-    return {**matching, "rollout_backend": "hf"}
 
 
 def _scores_base(run: Run) -> bool:
@@ -443,17 +353,16 @@ def _workers(*, all_cores: bool) -> int:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def _keep_result(plan: Plan, run: Run, run_dir: Path) -> None:
+def _keep_result(plan: Plan, run: Run) -> None:
     """What the report needs of a run that has ended."""
-    target = run.result(plan.out)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target, run_dir = run.result(plan.out), plan.run_dir(run)
     if _scores_base(run):
         base = Run(run.labels, "base", FIRST_SEED).result(plan.out)
         write_result(run_dir, "base", FIRST_SEED, base, at_start=True)
         _add(base, run_dir, which=0)
     write_result(run_dir, run.method, run.seed, target)
     _add(target, run_dir, which=-1)
-    say(f"{run.name}: F1@0.5 {json.loads(target.read_text())['metrics']['f1@0.5']:.3f}")
+    say(f"{run.folder}: F1@0.5 {json.loads(target.read_text())['metrics']['f1@0.5']:.3f}")
 
 
 def _add(result: Path, run_dir: Path, *, which: int) -> None:
@@ -526,8 +435,8 @@ def _table(summary: Mapping[str, Any]) -> str:
             [
                 name,
                 str(len(arm["seeds"])),
-                _interval(metrics["f1@0.5"]),
-                _interval(minus, sign="+") if minus else "",
+                shown(metrics["f1@0.5"]),
+                shown(minus, sign="+"),
                 f"{metrics['f1@miou']['value']:.3f}",
                 _number(arm["coco"]["coco/ap"]),
                 f"{metrics['recall@0.5']['value']:.3f}",
@@ -536,10 +445,6 @@ def _table(summary: Mapping[str, Any]) -> str:
             ]
         )
     return "\n".join(markdown_table(head, rows))
-
-
-def _interval(value: Mapping[str, float], sign: str = "") -> str:
-    return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"
 
 
 def _number(value: float | None) -> str:

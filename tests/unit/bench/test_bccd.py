@@ -1,28 +1,32 @@
-"""The photographs' copies: boxes follow the pixels, labels go missing as asked, a clone is found by its folders."""
+"""The photographs as runs read them: labels go missing as asked, a clone is found by its folders."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from deploy.bccd import photographs
+from bench import bccd
+from bench.experiment.runner import Slot
+from bench.runs import Server
 from deploy.bccd.photographs import (
+    AUGMENT,
     CLASSES,
     Photograph,
-    augment,
     read_photographs,
     without_labels,
-    write_augmented,
     write_jsonl,
 )
-from deploy.bccd.run import report
 from deploy.demo.model import SHAPES, write_model
+from deploy.launch import supervised
+from learner.config.load import load_config
+from learner.config.sections.augment import AugmentConfig, stays_upright
+from shared.config.parse import write_yaml
 from shared.errors import DataError
 
 XML = """<annotation><filename>{name}.jpg</filename><size><width>640</width><height>480</height><depth>3</depth></size>
@@ -31,43 +35,6 @@ XML = """<annotation><filename>{name}.jpg</filename><size><width>640</width><hei
 <object><name>WBC</name><difficult>0</difficult>
 <bndbox><xmin>5</xmin><ymin>7</ymin><xmax>5</xmax><ymax>9</ymax></bndbox></object></annotation>"""
 BOX = (200, 150, 330, 290)
-
-
-@pytest.fixture
-def photograph(tmp_path: Path) -> Photograph:
-    """A red rectangle on grey, labelled."""
-    pixels = np.full((480, 640, 3), 128, np.uint8)
-    x1, y1, x2, y2 = BOX
-    pixels[y1:y2, x1:x2] = (255, 0, 0)
-    Image.fromarray(pixels).save(tmp_path / "one.png")
-    return Photograph("one", str(tmp_path / "one.png"), 640, 480, (("RBC", BOX),))
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_box_follows_its_pixels(photograph: Photograph, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(photographs, "MOSAICS", 0.0)
-    image, objects = augment(np.random.default_rng(seed), [photograph])
-    assert image.size == (photographs.WIDTH, photographs.HEIGHT)
-    pixels = np.asarray(image).astype(int)
-    rows, columns = np.nonzero(pixels[:, :, 0] - pixels[:, :, 1] > 60)
-    for _, box in objects:
-        found = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
-        assert np.allclose(box, found, atol=2.0)
-
-
-def test_boxes_of_a_mosaic_lie_in_the_image(photograph: Photograph) -> None:
-    for seed in range(30):
-        _, objects = augment(np.random.default_rng(seed), [photograph])
-        for _, (x1, y1, x2, y2) in objects:
-            assert 0 <= x1 < x2 <= photographs.WIDTH
-            assert 0 <= y1 < y2 <= photographs.HEIGHT
-
-
-def test_augmented_images_depend_on_their_number_alone(photograph: Photograph, tmp_path: Path) -> None:
-    for folder, number in ((tmp_path / "a", 3), (tmp_path / "b", 5)):
-        write_augmented([photograph], number, folder)
-    first, second = ((tmp_path / name / "augmented.jsonl").read_text().splitlines() for name in "ab")
-    assert [json.loads(row)["objects"] for row in first] == [json.loads(row)["objects"] for row in second[:3]]
 
 
 def test_labels_go_missing_as_asked_and_one_stays() -> None:
@@ -103,8 +70,44 @@ def test_a_folder_without_the_data_set_says_where_to_get_it(tmp_path: Path) -> N
     assert "git clone" in caught.value.remedy
 
 
+@pytest.mark.parametrize("served", [True, False], ids=["served", "in process"])
+def test_every_method_is_a_configuration_that_the_learner_takes(served: bool, tmp_path: Path) -> None:
+    slot: Slot[bccd.Run] = Slot(index=0, has_server=served)
+    plan = bccd.Plan(
+        data=tmp_path,
+        out=tmp_path / "out",
+        work=tmp_path / "work",
+        deadline=0.0,
+        size="small",
+        stage1_steps=None,
+        stage1_batch=64,
+        stage1_limit_s=1.0,
+        steps=30,
+        batch_size=32,
+        learning_rate=1e-4,
+        max_new_tokens=512,
+        slots=[slot],
+    )
+    with supervised() as processes:
+        if served:
+            slot.server = Server(process=processes.start("x", [sys.executable, "-c", ""]), url="http://127.0.0.1:9")
+        for name, method in bccd.METHODS.items():
+            if served or method.stage2_ab is not bccd.AHEAD:
+                one = bccd.Run("missing", name, 17)
+                write_yaml(tmp_path / "run.yaml", bccd._run_config(plan, one, slot), "test")
+                config = load_config(str(tmp_path / "run.yaml"), world_size=1)
+                assert config.custom.trainer_variant == method.variant
+                assert config.training.output_dir == str(plan.run_dir(one))
+
+
+def test_the_base_is_trained_on_augmented_photographs() -> None:
+    """Cells have no orientation: flips and quarter turns apply to all of them."""
+    augment = AugmentConfig(**AUGMENT)
+    assert not any(stays_upright(name, augment) for name in CLASSES)
+
+
 def test_a_report_without_results_writes_nothing(tmp_path: Path) -> None:
-    report(tmp_path)
+    bccd.report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

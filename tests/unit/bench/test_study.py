@@ -1,0 +1,90 @@
+"""Which method pays where: regimes by name, arms as configurations, what a run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from bench import study
+from bench.experiment.runner import Slot
+from bench.study import ARMS, FAULTS, Plan, Regime, Run, run_config
+from learner.config.load import load_config
+from shared.config.parse import write_yaml
+
+
+def plan(folder: Path) -> Plan:
+    return Plan(
+        out=folder / "out",
+        work=folder / "work",
+        deadline=0.0,
+        bccd=None,
+        slots=[Slot(index=0, has_server=False)],
+        engine=study.engine(False, 1),
+        run_s=None,
+        knows_steps=40,
+        steps_share=1.0,
+        pool=100,
+        test=10,
+    )
+
+
+@pytest.mark.parametrize("regime", ["demo-32", "stops-early-1000-missing", "bccd"])
+def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_path: Path) -> None:
+    for name, arm in ARMS.items():
+        run = Run(Regime.read(regime), name, 17, 0.5)
+        path = tmp_path / "run.yaml"
+        write_yaml(path, run_config(plan(tmp_path), run), "test")
+        config = load_config(str(path), world_size=1)
+        assert config.custom.trainer_variant == arm.variant
+        assert config.training.learning_rate == arm.rate * 0.5
+
+
+def test_runs_have_files_of_their_own(tmp_path: Path) -> None:
+    regimes = [Regime.read(name) for name in ("demo-32", "demo-32-missing", "bccd")]
+    runs = [Run(regime, arm, seed, rate) for regime in regimes for arm in ARMS for seed in (17, 18) for rate in (1, 2)]
+    assert len({run.folder for run in runs}) == len({run.result(tmp_path) for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-many", "nobody-32", "missing", "bccd-32", "demo-32-lost"])
+def test_an_unknown_regime_is_refused(name: str) -> None:
+    with pytest.raises(typer.BadParameter, match=name):
+        Regime.read(name)
+
+
+def test_an_arm_after_sft_goes_on_from_the_run_of_its_seed_and_regime() -> None:
+    run = Run(Regime.read("demo-32"), "sft, then grpo", 18, 0.5)
+    assert run.first == Run(run.regime, "sft", 18)
+    assert Run(run.regime, "grpo", 18).first is None
+
+
+@pytest.mark.parametrize("name", ["demo-32", "stops-early-200-missing", "half-taught-32-small20", "bccd-extra10"])
+def test_a_regime_is_read_by_the_name_that_it_writes(name: str) -> None:
+    assert Regime.read(name).name == name
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_spoils_the_share_that_it_says(fault: str) -> None:
+    """The left half of the scene is small, the right half large; names go round."""
+    sizes = [10, 40]
+    objects = [{"desc": f"{i % 4}", "bbox_2d": [0, 0, sizes[i % 8 > 3], sizes[i % 8 > 3]]} for i in range(16)]
+    rows = [{"id": str(i), "width": 100, "height": 100, "objects": objects} for i in range(200)]
+    spoiled = study._faulty(rows, Regime("demo", 200, fault, 0.3), seed=1)
+    assert spoiled == study._faulty(rows, Regime("demo", 200, fault, 0.3), seed=1)
+    before = 16 * len(rows)
+    left = [one for row in spoiled for one in row["objects"]]
+    assert all(row["objects"] for row in spoiled)
+    if fault == "stops":
+        assert {len(row["objects"]) for row in spoiled} == {3}
+    elif fault == "extra":
+        assert len(left) / before == pytest.approx(1.3, abs=0.03)
+        assert all(one["bbox_2d"][0] >= 0 and one["bbox_2d"][2] <= 100 for one in left)
+    elif fault == "renamed":
+        changed = [a["desc"] != b["desc"] for row in spoiled for a, b in zip(row["objects"], objects, strict=True)]
+        assert sum(changed) / before == pytest.approx(0.3, abs=0.03)
+    else:
+        assert len(left) / before == pytest.approx(0.7, abs=0.03)
+        spared = {"classes": lambda one: one["desc"] in "23", "small": lambda one: one["bbox_2d"][2] == 40}
+        if fault in spared:
+            assert sum(map(spared[fault], left)) == before / 2
