@@ -1,11 +1,13 @@
 """The case that rollouts are for, end to end on this machine: `python -m deploy.demo.run` (`make demo`).
 
-Training labels leave out 40% of the objects. Two runs learn them, for as many steps, from the same model: plain
-teacher forcing (`sft`), and rollout matching with `loss.keep_unmatched`, on real rollouts with a checked weight sync
-before each step. Both are scored on scenes whose labels are complete. Before that a few complete scenes make the model
-that both begin with, while the rollout server (vLLM on CPU) starts.
+Training labels leave out 40% of the objects. Two runs learn them, for as many steps, from the shipped checkpoint: plain
+teacher forcing (`sft`), and ours. Ours first completes the labels by what four answers of the model agree on
+(`labels.complete`). Every completion and evaluation follows a checked weight sync. `sft` is stopped early, by
+validation scenes whose labels have gaps too; ours ends at its last step. Both are scored on test scenes whose labels
+are complete.
 
-Leaves summary, report, metrics and logs under `runs/demo`. Ports are chosen free; everything is stopped at the end.
+Leaves summary, report, pictures, metrics and logs under `runs/demo`. Ports are chosen free; everything is stopped at
+the end.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 import typer
 
 from deploy.demo.build_data import Build, build
-from deploy.demo.summary import show, summarize
+from deploy.demo.summary import draw_before_and_after, show, summarize
 from deploy.launch import Processes, learner_argv, start_server, supervised, wait_ready
 from learner.report.page import write_report
 from learner.run.files import write_atomically
@@ -36,9 +38,10 @@ OUT = Path("runs/demo")
 HERE = Path("deploy/demo")
 READY_TIMEOUT_S = 240.0
 MISSING = 0.4  # share of the training objects without a label
+NUM_TRAIN, NUM_VAL, NUM_TEST = 256, 60, 200
 STAGES = {
-    "stage2": "rollout matching on labels with 40% missing: rollouts, matching, targets, learning, sync",
-    "sft": "sft on the same labels, as many steps",
+    "ours": "ours: four answers to every scene complete its labels, then sft; every sync is checked",
+    "sft": "sft on the labels as they are, as many steps",
 }
 
 
@@ -57,17 +60,13 @@ def main() -> int:
 
 def _demo(processes: Processes, phases: dict[str, float]) -> int:
     started = time.monotonic()
-    for old in ("base", "stage2", "sft", "logs"):
+    for old in ("ours", "sft", "logs"):
         shutil.rmtree(OUT / old, ignore_errors=True)
     configs = _write_configs()
-    say("starting the rollout server (vLLM on CPU); meanwhile drawing scenes of handwritten digits, and sft on 240")
-    say("of them with complete labels: the model that both runs begin with")
-    with timed(phases, "server, data, base model"):
+    say("starting the rollout server (vLLM on CPU), and drawing scenes of handwritten digits")
+    with timed(phases, "server and data"):
         server, url = start_server(processes, str(configs["server"]), log=OUT / "logs" / "server.out")
-        build(Build(train=240, val=0, test=0, seed=1), OUT / "complete")
-        build(Build(train=400, val=0, test=200, annotation_dropout=MISSING), OUT / "data")
-        if code := _learn(processes, "base", configs):
-            return code
+        write_data(OUT)
         wait_ready(server, url, READY_TIMEOUT_S)
     say(f"server ready at {url} (log: {OUT}/logs)")
     for name, what in STAGES.items():
@@ -91,9 +90,11 @@ def _learn(processes: Processes, name: str, configs: dict[str, Path]) -> int:
 
 
 def _tell(phases: dict[str, float]) -> int:
-    summary = summarize(OUT / "stage2", OUT / "sft", phases, missing=MISSING)
+    summary = summarize(OUT / "ours", OUT / "sft", phases, missing=MISSING)
     write_atomically(OUT / "summary.json", json.dumps(summary, indent=2) + "\n")
     show(summary)
+    pictures = draw_before_and_after(OUT / "ours", summary["step"]["ours"], OUT / "pictures")
+    say(f"three test scenes before and after: {', '.join(map(str, pictures))}")
     say(f"numbers: {OUT}/summary.json; pictures: {write_report(OUT).resolve().as_uri()}")
     return 0
 
@@ -108,13 +109,26 @@ def _write_configs() -> dict[str, Path]:
         say("this processor has no AVX-512, and computes bfloat16 slowly: float32 in both programs")
         learner["training"], server["dtype"] = {"bf16": False}, "float32"
     paths = {}
-    (OUT / "data").mkdir(parents=True, exist_ok=True)  # the server looks whether its image roots exist
-    for name in ("server", "base", "stage2", "sft"):
+    for name in ("data", "val"):  # the server looks whether its image roots exist
+        (OUT / name).mkdir(parents=True, exist_ok=True)
+    for name in ("server", "ours", "sft"):
         paths[name] = OUT / f"{name}.yaml"
         override = server if name == "server" else learner
         text = f"{HERE}/{name}.yaml with this run's ports."
         write_yaml(paths[name], {"base": str(Path("../..") / HERE / f"{name}.yaml"), **override}, text)
     return paths
+
+
+def write_data(out: Path) -> None:
+    """`data/train.jsonl`, whose labels have gaps, and `data/eval.jsonl`: validation scenes, whose labels have gaps too,
+    and test scenes with all labels. The ids begin with the split."""
+    build(Build(train=NUM_TRAIN, val=0, test=NUM_TEST, annotation_dropout=MISSING, seed=3), out / "data")
+    build(Build(train=NUM_VAL, val=0, test=0, annotation_dropout=MISSING, seed=4), out / "val")
+    rows = [json.loads(line) for line in (out / "val" / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["id"], row["images"] = row["id"].replace("train", "val"), [f"../val/{name}" for name in row["images"]]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(out / "data" / "eval.jsonl", lines + (out / "data" / "test.jsonl").read_text())
 
 
 def has_fast_bfloat16() -> bool:

@@ -1,8 +1,9 @@
 """What the demo found: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
 
-In: the run folders of rollout matching and of `sft`, as `learner` wrote them. Out: metrics of the base model and of
-both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. Numbers are
-those of the files; nothing is measured here.
+In: the run folders of our method and of `sft`, as `learner` wrote them. Out: metrics of the base model and of both runs
+with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. Of `sft` the step with
+the best F1 on the validation scenes counts, the start included; of our run the last one. Numbers are those of the
+files; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -17,11 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from learner.tasks.detection.metrics import COLUMNS, CountTable, Interval, bootstrap_difference, bootstrap_interval
+from deploy.demo.scenes import DIGIT_WORDS
+from learner.detector.boxes import ScoredBox
+from learner.detector.pictures import draw
+from learner.tasks.detection.metrics import (
+    COLUMNS,
+    CountTable,
+    Interval,
+    bootstrap_difference,
+    bootstrap_interval,
+    evaluate_counts,
+)
 
+_ENLARGED, _GAP = 4, 12  # of the pictures, and pixels between two of them
 METRICS = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "recall_any@0.5", "parse_rate", "duplicate_rate")
 SHOWN = {  # column titles of the table
     "f1@0.5": "F1@0.5",
@@ -29,29 +42,62 @@ SHOWN = {  # column titles of the table
     "recall_any@0.5": "whatever the name",
     "precision@0.5": "precision@0.5",
 }
-ARMS = {"base": "base model", "sft": "sft", "stage2": "rollout matching"}
+ARMS = {"base": "base model", "sft": "sft, best step", "ours": "labels completed"}
+CHOSEN_BY = "fm@0.5"  # its order does not depend on missing labels
+NUM_PICTURES = 3
 
 
-def summarize(stage2: Path, sft: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
+def summarize(ours: Path, sft: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
     """The summary as JSON values. `phases`: wall seconds by name. `missing`: share of objects without a label."""
-    before, after = evaluations(stage2)
-    tables = {"base": before, "sft": evaluations(sft)[-1], "stage2": after}
+    steps, arms = {}, {}
+    evaluated = {"ours": evaluations(ours)}
+    evaluated["sft"] = {0: evaluated["ours"][0]} | evaluations(sft)  # both begin with the same model
+    for name in ("ours", "sft"):
+        by_step = evaluated[name]
+        best = max(by_step, key=lambda step: _score(_part(by_step[step], "val")))
+        steps[name] = best if name == "sft" else max(by_step)
+        arms[name] = _part(evaluated[name][steps[name]], "test")
+    last = _part(evaluated["sft"][max(evaluated["sft"])], "test")
+    before = _part(evaluated["ours"][0], "test")
+    tables = {"base": before, "sft": arms["sft"], "ours": arms["ours"]}
+    (completion,) = _events(ours, "labels")
     return {
         "scenes": len(before.sample_ids),
         "missing_labels": missing,
-        "optimizer_steps": {run.name: len(list(_events(run, "step"))) for run in (stage2, sft)},
+        "optimizer_steps": {run.name: len(list(_events(run, "step"))) for run in (ours, sft)},
+        "step": steps,
+        "labels": {name: completion[name] for name in ("labels", "added", "min_votes", "rollouts", "estimate")},
         "arms": {name: _intervals(table) for name, table in tables.items()},
+        "sft_at_the_end": _intervals(last),
         "minus_base": {name: _differences(before, table) for name, table in tables.items() if name != "base"},
-        "stage2_minus_sft": _differences(tables["sft"], after),
-        "syncs": [_sync(run, event) for run in (stage2, sft) for event in _events(run, "sync")],
+        "ours_minus_sft": _differences(tables["sft"], tables["ours"]),
+        "syncs": [_sync(run, event) for run in (ours, sft) for event in _events(run, "sync")],
         "wall_s": {name: round(seconds, 2) for name, seconds in phases.items()},
         "machine": machine(),
     }
 
 
-def evaluations(run: Path) -> list[CountTable]:
-    """The counts of each evaluation of a run, by step: first the one before training, last the one after it."""
-    return [_table(path) for path in sorted((run / "eval").glob("step_*.jsonl"))]
+def evaluations(run: Path) -> dict[int, CountTable]:
+    """The counts of each evaluation of a run, by step."""
+    paths = sorted((run / "eval").glob("step_*.jsonl"))
+    return {int(path.stem.removeprefix("step_")): _table(path) for path in paths}
+
+
+def draw_before_and_after(run: Path, step: int, out: Path) -> list[Path]:
+    """Test scenes as the model answered them at first, beside its answers at `step`: those that gained most right boxes
+    come first."""
+    answers = [_test_scenes(run / "eval" / f"step_{at:06d}.jsonl") for at in (0, step)]
+    gain = {key: _num_right(answers[1][key]) - _num_right(one) for key, one in answers[0].items()}
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for key in sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]:
+        parts = [_drawn(scenes[key]) for scenes in answers]
+        both = Image.new("RGB", (sum(part.width for part in parts) + _GAP, parts[0].height), "white")
+        both.paste(parts[0], (0, 0))
+        both.paste(parts[1], (parts[0].width + _GAP, 0))
+        drawn.append(out / f"{key}.png")
+        both.save(drawn[-1])
+    return drawn
 
 
 def machine() -> dict[str, Any]:
@@ -82,6 +128,11 @@ def show(summary: Mapping[str, Any]) -> None:
         table.add_row(name, *cells, _cell(gain["f1@0.5"], signed=True) if gain else "")
     console = Console(highlight=False, soft_wrap=True, width=112)
     console.print(table)
+    labels = summary["labels"]
+    console.print(
+        f"labels: {labels['added']} added to {labels['labels']}, which at least {labels['min_votes']} of "
+        f"{labels['rollouts']} answers have"
+    )
     syncs = summary["syncs"]
     seconds, gaps = [s["seconds"] for s in syncs], [s["canary_gap"] for s in syncs]
     console.print(
@@ -94,18 +145,50 @@ def show(summary: Mapping[str, Any]) -> None:
 
 def sentence(summary: Mapping[str, Any]) -> str:
     """What happened, as the numbers have it, and when `sft` is the better choice."""
-    base, sft, rolled = (summary["arms"][arm]["f1@0.5"]["value"] for arm in ARMS)
-    ahead = summary["stage2_minus_sft"]["f1@0.5"]
+    base, sft, ours = (summary["arms"][arm]["f1@0.5"]["value"] for arm in ARMS)
+    ahead = summary["ours_minus_sft"]["f1@0.5"]
     if ahead["low"] <= 0:
         return (
-            f"Rollout matching ended at {rolled:.3f} and sft at {sft:.3f} (base {base:.3f}): the interval of their "
-            f"difference, {ahead['low']:+.3f} to {ahead['high']:+.3f}, does not set rollout matching ahead here."
+            f"Ours ended at {ours:.3f} and sft at {sft:.3f} (base {base:.3f}): the interval of their difference, "
+            f"{ahead['low']:+.3f} to {ahead['high']:+.3f}, does not set ours ahead here."
         )
     return (
-        f"sft taught the model to leave out what nobody labelled (F1 {base:.3f} to {sft:.3f}); rollout matching kept "
-        f"what the model found by itself (F1 {rolled:.3f}), because keep_unmatched gives it no loss. If your labels "
-        "are complete, take sft: it learns as much per step, and needs no rollouts."
+        f"sft learns to leave out what nobody labelled, so its best step has F1 {sft:.3f} (base {base:.3f}). Ours adds "
+        f"what the model's own answers agree on to the labels, and reaches {ours:.3f}. If your labels are complete, "
+        "take sft: it needs no rollouts."
     )
+
+
+def _part(table: CountTable, split: str) -> CountTable:
+    """The rows of the samples whose ids begin with the split's name."""
+    rows = [i for i, sample_id in enumerate(table.sample_ids) if sample_id.startswith(split)]
+    return CountTable(sample_ids=tuple(table.sample_ids[i] for i in rows), values=table.values[rows])
+
+
+def _score(table: CountTable) -> float:
+    return evaluate_counts(table)[CHOSEN_BY]
+
+
+def _test_scenes(path: Path) -> dict[str, dict[str, Any]]:
+    scenes = (json.loads(line) for line in path.read_text().splitlines())
+    return {scene["id"]: scene for scene in scenes if scene["id"].startswith("test")}
+
+
+def _num_right(scene: Mapping[str, Any]) -> int:
+    """Pairs with the same name, minus boxes that are in none."""
+    names = [scene["predictions"][p]["desc"] == scene["truth"][t]["desc"] for p, t, _ in scene["pairs"]]
+    return 2 * sum(names) - len(scene["predictions"])
+
+
+def _drawn(scene: Mapping[str, Any]) -> Image.Image:
+    size = (scene["width"], scene["height"])
+    boxes = []
+    for one in scene["predictions"]:
+        corners = [value / 999 * size[i % 2] * _ENLARGED for i, value in enumerate(one["bbox_2d"])]
+        boxes.append(ScoredBox(name=one["desc"], score=1.0, box=(corners[0], corners[1], corners[2], corners[3])))
+    with Image.open(scene["images"][0].removeprefix("file://")) as picture:
+        large = picture.convert("RGB").resize((size[0] * _ENLARGED, size[1] * _ENLARGED))
+    return draw(large, boxes, DIGIT_WORDS)
 
 
 def _table(path: Path) -> CountTable:
