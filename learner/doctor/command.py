@@ -20,7 +20,7 @@ from learner.doctor import machine, servers
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
 from shared.errors import ProjectError
-from shared.wire import TOKEN_VARIABLE
+from shared.tokens import read_token
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
 
@@ -73,7 +73,7 @@ def doctor(
         situation = replace(situation, probe=first_sample(config))
     except ProjectError as error:
         situation = replace(situation, probe_error=error)
-    group = Servers(situation.plan.servers, environment.get(TOKEN_VARIABLE))
+    group = Servers(situation.plan.servers, read_token(environment))
     try:
         situation = replace(situation, servers=group.look(situation.probe))
         return report([*CHECKS, ("communicator", group.join)], situation)

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from learner.config.schema import RunConfig, ServerEntry
+from learner.config.schema import RunConfig
+from learner.config.sections.servers import ServerEntry
 from learner.data.check import load_unchecked
 from learner.data.prompt import PromptEncoder
 from learner.doctor.finding import Finding, SeenServer, Situation, failed, ok, skipped

@@ -17,7 +17,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from learner.config.rules import uses_servers
+from learner.config.modes import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
 from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml

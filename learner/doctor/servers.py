@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from transformers import AutoConfig
 
-from learner.config.rules import sync_mode
+from learner.config.modes import sync_mode
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
-from learner.sync.servers import check_adapter, check_architecture, check_prompt
+from learner.sync.fitness import check_adapter, check_architecture, check_prompt
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.wire import PROTOCOL_VERSION, ServerStatus

@@ -1,0 +1,94 @@
+"""What `check` says about a run's data, as values for `--json` and as lines for people.
+
+In: the splits as they were read. Out: for each split what is in it and what looks wrong, photographs that two splits
+share, and what the model sees of them. Raises ConfigErrors if no photograph fits a packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from learner.config.schema import RunConfig
+from learner.config.sections.augment import stays_upright
+from learner.data.splits import Split
+from learner.data.survey import Survey, lines_of, seen_by_model, shared_images, small_boxes, survey, warnings_of
+from shared.config.model import ConfigErrors, Mistake
+
+_MAX_NAMED = 12
+_LITTLE = 0.5  # of a photograph's pixels
+
+
+def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]:
+    """`data` by split, and `shared_images`. {} for other tasks than detection."""
+    if config.task.type != "detection":
+        return {}
+    about = {split: survey(found) for split, found in read.items() if found.samples}
+    _check_rows(config, about)
+    report: dict[str, Any] = {"data": {split: _of_split(config, found) for split, found in about.items()}}
+    if "train" in about:
+        report["data"]["train"]["warnings"] += _kept_upright(config, about["train"].classes)
+    shared = shared_images({split: found.samples for split, found in read.items()})
+    if shared:
+        report["shared_images"] = {f"{a}, {b}": len(images) for (a, b), images in shared.items()}
+    return report
+
+
+def _of_split(config: RunConfig, found: Survey) -> dict[str, list[str]]:
+    lines, warned = lines_of(found), warnings_of(found)
+    if config.model.max_pixels is not None:
+        seen = seen_by_model(found.sizes[2], config.model.max_pixels)
+        size = f"{seen.size[0]} x {seen.size[1]}"
+        lines.append(f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens")
+        if seen.share < _LITTLE:
+            warned.append(f"the model sees {seen.share:.0%} of the largest photograph: raise model.max_pixels")
+        warned += filter(None, [small_boxes(found, seen)])
+    return {"about": lines, "warnings": warned}
+
+
+def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
+    """A warning if photographs are not mirrored or turned because of their classes, though that was asked for."""
+    augment = config.data.augment
+    if augment is None or not (augment.horizontal_flip or augment.vertical_flip or augment.quarter_turn):
+        return []
+    names = [name for name in classes if stays_upright(name, augment)]
+    if not names:
+        return []
+    shown = ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
+    return [f"photographs with these classes are neither mirrored nor turned (data.augment.keep_upright): {shown}"]
+
+
+def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:
+    """Raises ConfigErrors if not even the smallest photograph of `train` fits a row."""
+    if config.model.max_pixels is None or "train" not in about:
+        return
+    fewest = seen_by_model(about["train"].sizes[0], config.model.max_pixels).num_tokens
+    if fewest >= config.global_max_length:
+        found = f"{config.global_max_length}, and at least {fewest} tokens of the smallest photograph"
+        remedy = "raise it, or lower model.max_pixels"
+        mistake = Mistake(path="global_max_length", found=found, wanted="room for a sample", remedy=remedy)
+        raise ConfigErrors(mistakes=[mistake])
+
+
+def in_words(report: Mapping[str, Any]) -> list[str]:
+    """The report of `check` for people, "ready" last."""
+    lines: list[str] = []
+    for split, number in report.get("samples", {}).items():
+        found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})
+        lines += [f"{split}:", *(f"  {line}" for line in found["about"])]
+        lines += [f"  ! {warning}" for warning in found["warnings"]]
+    lines += [
+        f"! {number} photographs are in both of {pair}" for pair, number in report.get("shared_images", {}).items()
+    ]
+    lines += [f"! {advice}" for advice in report.get("advice", ())]
+    if pictures := report.get("pictures"):
+        lines.append(f"drawn: {len(pictures)} photographs with their labels, in {Path(pictures[0]).parent}")
+    plan = {
+        key: report[key]
+        for key in ("variant", "trainer_variant", "effective_batch_size", "world_size")
+        if key in report
+    }
+    lines.append(", ".join(f"{key}: {value}" for key, value in plan.items()))
+    lines.append("ready (--json prints the whole plan)")
+    return lines

@@ -1,0 +1,219 @@
+"""`rollout-learner init FOLDER`: looks at a folder of photographs and annotations, says what it found, and writes a
+commented run.yaml and server.yaml for this machine. It asks nothing, and replaces no file.
+
+In: a folder in one of the layouts of `learner.data.formats.folders`. Out: lines on the terminal and two files. Without
+a split of its own, 10% of the photographs are held out for validation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.config.sections.data import DataConfig
+from learner.data.check import WithoutTokenizer
+from learner.data.formats.detect import locate
+from learner.data.formats.folders import splits_in
+from learner.data.splits import Split, read_split
+from learner.data.survey import Survey, lines_of, seen_by_model, shared_images, small_boxes, survey, warnings_of
+from learner.tasks.detection.write import validate_sample
+from shared.errors import DataError, OutputError
+
+PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
+TRAIN_PERCENT = 90
+_MAX_PIXELS = 2 << 20  # 2,048 visual tokens
+_LEAST_PIXELS = 1 << 18
+_TOKENS_PER_BOX = 40
+_LARGE_GIB = 30  # of a GPU's memory, for a 4B model with LoRA beside vLLM
+_MAX_ERRORS = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The GPUs of this machine."""
+
+    num_gpus: int
+    memory_gib: float  # of each
+
+    @property
+    def model(self) -> str:
+        large = self.num_gpus and self.memory_gib >= _LARGE_GIB
+        return "Qwen/Qwen3-VL-4B-Instruct" if large else "Qwen/Qwen3-VL-2B-Instruct"
+
+    def __str__(self) -> str:
+        return f"{self.num_gpus} GPU(s) of {self.memory_gib:.0f} GiB" if self.num_gpus else "no GPU"
+
+
+def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
+    """Returns the exit code: 1 if records cannot be used. Raises DataError if the folder has no annotations that are
+    known, OutputError if one of the files exists."""
+    run_file, server_file = out / "run.yaml", out / "server.yaml"
+    for file in (run_file, server_file):
+        if file.exists():
+            remedy = "give another folder with --out, or move the file away"
+            raise OutputError("a file would be replaced", found=str(file), wanted="no such file", remedy=remedy)
+    paths = _paths(folder)
+    data = DataConfig(
+        train=paths["train"],
+        val=paths.get("val"),
+        test=paths.get("test"),
+        image_root=str(image_root) if image_root else None,
+        on_bad_record="clip",
+    )
+    found = {split: _read(data, path) for split, path in paths.items()}
+    num_errors = sum(split.bad.num_errors for split in found.values())
+    _print_found(folder, data, found)
+    if num_errors:
+        print(f"\n{num_errors} records cannot be read:")
+        errors = [error for split in found.values() for error in split.bad.errors]
+        print("".join(f"  {error}\n" for error in errors[:_MAX_ERRORS]), end="")
+        print(
+            "Correct them, then run init again." if num_errors <= _MAX_ERRORS else "Correct them and the others first."
+        )
+        return 1
+    machine = machine_at_hand()
+    largest = survey(found["train"])
+    out.mkdir(parents=True, exist_ok=True)
+    run_file.write_text(run_yaml(data, largest, machine), encoding="utf-8")
+    server_file.write_text(server_yaml(_images_folder(found), largest, machine), encoding="utf-8")
+    print(f"\nWrote {run_file} and {server_file} for this machine ({machine}). Next:")
+    print(f"  rollout-learner check --config {run_file}\n  rollout-learner train --config {run_file}")
+    return 0
+
+
+def _paths(folder: Path) -> dict[str, str]:
+    """`data.train` and its like. Raises DataError."""
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise DataError(f"{folder}: no folder", found=found, wanted="a folder", remedy="correct the path")
+    layout = splits_in(folder)
+    if "train" in layout:
+        paths = {split: f"{folder}:{split}" for split in layout if split}
+        if "val" not in paths and "test" not in paths:
+            paths |= {"train": f"{folder}:train[:{TRAIN_PERCENT}%]", "val": f"{folder}:train[{TRAIN_PERCENT}%:]"}
+        return paths
+    if "" not in layout:
+        locate(DataConfig(train=str(folder)), str(folder), "train")  # says what is missing
+    return {"train": f"{folder}[:{TRAIN_PERCENT}%]", "val": f"{folder}[{TRAIN_PERCENT}%:]"}
+
+
+def _read(data: DataConfig, path: str) -> Split:
+    return read_split(data, path, WithoutTokenizer(lambda sample: validate_sample(sample, pieces=None)))
+
+
+def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> None:
+    formats = {annotations.format for annotations in splits_in(folder).values()}
+    print(f"{folder}: {', '.join(sorted(formats)) or 'annotations'}")
+    for split, read in found.items():
+        about = survey(read)
+        print(f"\n{split} ({getattr(data, split)})")
+        lines = lines_of(about) if about.num_samples else ["no photograph can be used"]
+        seen = seen_by_model(about.sizes[2], pixels_for(about))
+        if about.num_samples:
+            size = f"{seen.size[0]} x {seen.size[1]}"
+            lines.append(f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens")
+        warned = [*warnings_of(about), *filter(None, [small_boxes(about, seen)])]
+        print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
+    for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():
+        print(f"  ! {len(images)} photographs are in {first} and in {second}, for example {images[0]}")
+
+
+def pixels_for(found: Survey) -> int:
+    """`model.max_pixels`: the largest photograph, at most what a row can hold well."""
+    width, height = found.sizes[2]
+    return min(_MAX_PIXELS, max(_LEAST_PIXELS, width * height))
+
+
+def new_tokens_for(found: Survey) -> int:
+    """`max_new_tokens`: half as many boxes again as the fullest photograph has."""
+    return min(4096, max(256, -(-found.boxes_per_image[2] * _TOKENS_PER_BOX * 3 // 2 // 256) * 256))
+
+
+def machine_at_hand() -> Machine:
+    """The GPUs that `nvidia-smi` lists."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, env=os.environ)
+        mib = [float(line) for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        mib = []
+    return Machine(num_gpus=len(mib), memory_gib=min(mib, default=0.0) / 1024)
+
+
+def _images_folder(found: dict[str, Split]) -> str:
+    images = [image for split in found.values() for sample in split.samples for image in sample.images]
+    local = [str(Path(image).parent) for image in images if Path(image).is_absolute()]
+    return os.path.commonpath(local) if local else "."
+
+
+def run_yaml(data: DataConfig, found: Survey, machine: Machine) -> str:
+    """Teacher forcing on the labels, evaluated by rollouts: where most runs start."""
+    pixels, new_tokens = pixels_for(found), new_tokens_for(found)
+    prompt_tokens = pixels // 1024 + 256
+    row = max(4096, -(-2 * (prompt_tokens + new_tokens) // 1024) * 1024)
+    epochs = 10 if found.num_samples < 500 else 3 if found.num_samples < 5000 else 1
+    batch = min(16, max(1, found.num_samples))
+    others = "".join(f"  {key}: {json.dumps(path)}\n" for key in ("val", "test") if (path := getattr(data, key)))
+    root = f"  image_root: {json.dumps(data.image_root)}\n" if data.image_root else ""
+    dtype, amp = ("bfloat16", "true") if machine.num_gpus else ("float32", "false")
+    backend = (
+        "      vllm: {mode: colocate, tensor_parallel_size: 1, gpu_memory_utilization: 0.4, "
+        f"max_model_len: {prompt_tokens + new_tokens}}}\n"
+        if machine.num_gpus
+        else "      rollout_backend: hf     # without a GPU; slow, enough to try\n"
+    )
+    return f"""\
+# Written by `rollout-learner init` for {found.num_samples} photographs and {machine}. Every key is explained in the
+# reference of the configuration; `rollout-learner check --config run.yaml` says what this file does.
+model:
+  path: {machine.model}     # a folder, or a name on the Hugging Face hub
+  dtype: {dtype}
+  gradient_checkpointing: true
+  lora: {{r: 64, alpha: 128}}
+  max_pixels: {pixels}        # a larger photograph is shrunk to it; a visual token is 32 x 32 pixels
+
+data:
+  train: {json.dumps(data.train)}
+{others}{root}  prompt: "{PROMPT}"
+  on_bad_record: clip        # cut or left out, counted and logged; `error` lists all of them instead
+
+task: {{container: array, coordinates: digits}}     # how Qwen-VL models answer
+
+training:
+  output_dir: runs/mine
+  num_train_epochs: {epochs}
+  effective_batch_size: {batch}
+  learning_rate: 1.0e-4
+  bf16: {amp}
+  eval_on_start: true
+  eval_on_end: true
+
+custom:
+  trainer_variant: sft       # first teacher forcing; docs/concepts/which-method.md says when rollouts pay
+  extra:
+    rollout_matching:
+      decode_batch_size: 64
+      decoding: {{max_new_tokens: {new_tokens}}}   # the fullest photograph has {found.boxes_per_image[2]} boxes
+{backend}
+global_max_length: {row}     # tokens of a packed row: two photographs with their answers
+"""
+
+
+def server_yaml(images: str, found: Survey, machine: Machine) -> str:
+    """For a second GPU, once rollouts are learned."""
+    length = pixels_for(found) // 1024 + 256 + new_tokens_for(found)
+    dtype = "bfloat16" if machine.num_gpus else "float32"
+    return f"""\
+# The rollout server, for `trainer_variant: rollout_matching_sft` or `grpo` with vllm.mode: server.
+# rollout-server --config server.yaml
+model: {machine.model}     # as model.path of run.yaml
+dtype: {dtype}
+max_model_len: {length}
+max_pixels: {pixels_for(found)}        # as in run.yaml: both must see the same pixels
+enable_lora: true
+max_lora_rank: 64
+allowed_image_roots: [{json.dumps(images)}]
+"""

@@ -1,0 +1,40 @@
+"""What `check` says to people about the data, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from learner.__main__ import main
+from shared.config.parse import dump_yaml
+from tests.unit.learner.config.examples import changed, minimal
+from tests.unit.learner.data.annotations import FINE, jsonl
+
+
+def write(folder: Path, **keys: object) -> str:
+    train, val = jsonl(folder, *[FINE] * 6), jsonl(folder, FINE, name="val.jsonl")
+    values = {"data.train": str(train), "data.val": str(val), **{key.replace("__", "."): v for key, v in keys.items()}}
+    (folder / "run.yaml").write_text(dump_yaml(changed(minimal(), values)))
+    return str(folder / "run.yaml")
+
+
+def test_people_read_classes_boxes_sizes_and_shared_photographs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, model__max_pixels=4096)
+    assert main(["check", "--config", path]) == 0
+    told = capsys.readouterr().out
+    for part in ("train", "x 6", "200 x 100", "max_pixels", "train, val", "ready"):
+        assert part in told
+    assert main(["check", "--config", path, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["shared_images"] == {"train, val": 1}
+    assert set(report["data"]) == {"train", "val"}
+
+
+def test_a_row_that_no_photograph_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, global_max_length=16, model__max_pixels=1 << 20)
+    assert main(["check", "--config", path]) == 2
+    assert "global_max_length" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""`rollout-learner init`: what it says about a folder, and files that are valid as they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from learner.__main__ import main
+from learner.config.load import load_config
+from learner.data.check import check_split, splits
+from learner.data.survey import seen_by_model
+from rollout_server.config import load_server_config
+from tests.unit.learner.data.annotations import voc, voc_object
+from tests.unit.learner.data.fakes import draw
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Forty photographs of one class, as VOC, without splits."""
+    (tmp_path / "data").mkdir()
+    for i in range(40):
+        voc(tmp_path / "data", f"p{i}", voc_object("raccoon", 10, 10 + i, 90, 95))
+        draw(tmp_path / "data", f"JPEGImages/p{i}.jpg", size=(200, 100 + i))
+        file = tmp_path / "data" / "Annotations" / f"p{i}.xml"
+        file.write_text(file.read_text().replace("<height>100", f"<height>{100 + i}"))
+    return tmp_path / "data"
+
+
+def test_the_files_are_valid_and_read_every_photograph_once(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    for part in ("voc", "1 class: raccoon", "200 x 139", "check --config"):
+        assert part in told
+    config = load_config(str(tmp_path / "out/run.yaml"), world_size=1, env={})
+    found = {split: check_split(config, split, path) for split, path in splits(config).items()}
+    assert sum(split.num_samples for split in found.values()) == 40
+    assert all(split.num_samples for split in found.values())
+    server = load_server_config(tmp_path / "out/server.yaml", has_token=False)
+    assert (server.model, server.max_pixels) == (config.model.path, config.model.max_pixels)
+
+
+def test_no_file_is_replaced(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("mine")
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 2
+    assert "run.yaml" in capsys.readouterr().err
+    assert (tmp_path / "run.yaml").read_text() == "mine"
+
+
+def test_records_that_cannot_be_read_are_listed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "Annotations/p3.xml").write_text("<html/>")
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 1
+    assert "p3.xml" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["none", "data/Annotations/p1.xml"])
+def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path, missing: str) -> None:
+    assert main(["init", str(tmp_path / missing), "--out", str(tmp_path / "out")]) == 2
+
+
+def test_what_the_model_sees_of_a_large_photograph() -> None:
+    seen = seen_by_model((4000, 3000), 2 << 20)
+    assert seen.num_tokens <= 2048
+    assert 0.1 < seen.share < 0.18
+    assert seen_by_model((640, 480), 2 << 20).share == 1.0
+
+
+def test_every_program_has_a_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert "rollout-matching" in capsys.readouterr().out
