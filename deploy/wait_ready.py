@@ -20,7 +20,7 @@ import httpx
 import typer
 
 from learner.config.load import load_config
-from learner.config.rules import uses_servers
+from learner.config.modes import uses_servers
 from shared.addresses import is_loopback
 from shared.errors import ConfigError, DeadlineError, ProjectError
 

@@ -1,11 +1,16 @@
 """The learner's command line: `rollout-learner`, and `python -m learner`, which is the same.
 
+    rollout-learner init FOLDER [--out DIR]                      look at a folder of photographs, write run.yaml
     rollout-learner train --config run.yaml [KEY=VALUE ...]      train, one rank
     torchrun --no-python rollout-learner train --config run.yaml train, torchrun's ranks
-    rollout-learner check --config run.yaml [--probe]            validate; print the resolved plan as JSON
+    rollout-learner check --config run.yaml [--draw N]           validate configuration and data; draw labels
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner predict-gain --config run.yaml [--samples N] measure what training could gain, and by which method
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
+    rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
+    rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
+    rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE compare detectors: models, or any COCO results
+    rollout-learner find-missing suggest|review|write           find objects that nobody labelled, with a person
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
     rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
@@ -24,6 +29,7 @@ import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -37,17 +43,25 @@ from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_v
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import end_with_parent
+from shared.version import Version
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
-COMMANDS = ("train", "check", "doctor", "predict-gain", "export", "report", "servers", "bench")
-OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
+COMMANDS = (
+    *("init", "train", "check", "doctor", "predict-gain", "export", "predict", "calibrate", "evaluate"),
+    *("find-missing", "report", "servers", "bench"),
+)
+_OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
+# "\b": click keeps these lines, and breaks no name at its hyphen.
+OTHERS = "\b\n" + textwrap.fill(_OTHERS, 78, break_on_hyphens=False)
 _STDOUT = 1
-GROUP_OPTIONS = ("--help", "--install-completion", "--show-completion")
+GROUP_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 servers = typer.Typer(rich_markup_mode=None, no_args_is_help=True, epilog=OTHERS)
+missing = typer.Typer(rich_markup_mode=None, no_args_is_help=True, epilog=OTHERS)
+app.add_typer(missing, name="find-missing", help="Find objects that nobody labelled, review them, and write them.")
 app.add_typer(servers, name="servers", help="Show and change the rollout servers of a run that goes on.")
 
 ConfigOption = Annotated[str, typer.Option("--config", help="The run's YAML file.")]
@@ -77,8 +91,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @app.callback()
-def _group() -> None:
+def _group(version: Version = False) -> None:
     """Post-train vision-language models on their own rollouts. Other programs: rollout-server, rollout-launch."""
+
+
+@app.command(epilog=OTHERS)
+def init(
+    folder: Annotated[Path, typer.Argument(help="Photographs and annotations: YOLO, COCO, VOC, JSONL or Roboflow's.")],
+    out: Annotated[Path, typer.Option(help="The folder for run.yaml and server.yaml.")] = Path(),
+    image_root: Annotated[Path | None, typer.Option(help="Where the images are, if not near the annotations.")] = None,
+) -> None:
+    """Look at a folder of photographs, and write run.yaml and server.yaml for it.
+
+    Says what it found: format, classes, counts, sizes, and what looks like a mistake. Asks nothing, replaces no file.
+    """
+
+    def work() -> int:
+        from learner.doctor.init import init
+
+        return init(folder, out, image_root=image_root)
+
+    _end(work)
 
 
 @app.command(epilog=OTHERS)
@@ -99,13 +132,20 @@ def train(
 
 @app.command(epilog=OTHERS)
 def check(
-    config: ConfigOption, overrides: Overrides = None, probe: Probe = False, world_size: WorldSize = None
+    config: ConfigOption,
+    overrides: Overrides = None,
+    probe: Probe = False,
+    world_size: WorldSize = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
+    draw: Annotated[int, typer.Option(min=0, help="Draw so many training photographs, with labels, augmented.")] = 0,
+    out: Annotated[Path, typer.Option(help="The folder for what is drawn.")] = Path("check-pictures"),
 ) -> None:
     """Check a configuration and its data.
 
-    Prints every mistake, or the resolved plan as JSON. Starts nothing.
+    Prints every mistake, or what the data is and that the run is ready. Starts nothing, but imports the parts that the
+    configuration names (rewards, tasks, readers), so their code runs.
     """
-    _end(lambda: _check(config, overrides or (), probe, world_size))
+    _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))
 
 
 @app.command(epilog=OTHERS)
@@ -164,11 +204,205 @@ def export(
     """Make a checkpoint a model to serve, its adapters merged."""
 
     def work() -> int:
-        from learner.build import export
+        from learner.detector.model import carry_notes
+        from learner.wiring.build import export
 
-        return export(checkpoint, out, dtype.value)
+        code = export(checkpoint, out, dtype.value)
+        carry_notes(Path(checkpoint), Path(out))
+        return code
 
     _end(work)
+
+
+class AnswersBy(StrEnum):
+    vllm = "vllm"
+    hf = "hf"
+
+
+class ComputesIn(StrEnum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+ModelOption = Annotated[Path, typer.Option("--model", help="A checkpoint, an export, or a run's folder.")]
+BackendOption = Annotated[AnswersBy, typer.Option(help="vLLM in this process, or transformers' generate.")]
+ServerOption = Annotated[str | None, typer.Option(help="URL of a rollout server that serves this model.")]
+ModelConfigOption = Annotated[
+    str | None, typer.Option("--config", help="The run's YAML, for a model without inference.json.")
+]
+MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as in training.")]
+DtypeOption = Annotated[ComputesIn, typer.Option(help="auto: bfloat16 on a GPU, float32 without.")]
+
+
+@app.command(epilog=OTHERS)
+def predict(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUT...", help="Photographs, folders, patterns, or annotation files.")
+    ],
+    model: ModelOption,
+    out: Annotated[Path, typer.Option(help="The folder for results; a second command goes on there.")],
+    backend: BackendOption = AnswersBy.vllm,
+    server: ServerOption = None,
+    samples: Annotated[int, typer.Option(min=0, max=64, help="Drawn answers of each image: better scores.")] = 0,
+    conf: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Least score; default: the best on validation.")
+    ] = None,
+    classes: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
+    tile: Annotated[
+        int | None, typer.Option(min=32, help="Cut larger photographs into tiles of so many pixels.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = None,
+    prompt: Annotated[str | None, typer.Option(help="Instead of the prompt of training.")] = None,
+    config: ModelConfigOption = None,
+    dtype: DtypeOption = ComputesIn.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget what is in the folder.")] = False,
+) -> None:
+    """Find objects in photographs.
+
+    Pictures with boxes, COCO results, a CSV and a page. Exit code 1 if a photograph could not be read.
+    """
+
+    def work() -> int:
+        from learner.detector.answers import Asked
+        from learner.detector.command import Options, predict
+        from shared.wire import TOKEN_VARIABLE
+
+        asked = Asked(
+            backend=backend.value,
+            server=server,
+            samples=samples,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype.value,
+            token=os.environ.get(TOKEN_VARIABLE),
+        )
+        names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else ()
+        options = Options(
+            model=model,
+            inputs=tuple(inputs),
+            out=out,
+            asked=asked,
+            config=config,
+            prompt=prompt,
+            conf=conf,
+            classes=names,
+            tile=tile,
+            overwrite=overwrite,
+        )
+        return predict(options)
+
+    _end(work)
+
+
+@app.command(epilog=OTHERS)
+def calibrate(
+    annotations: Annotated[str, typer.Argument(help="Annotated images that the model was not trained on.")],
+    model: ModelOption,
+    samples: Annotated[str, typer.Option(help="Numbers of drawn answers to calibrate for.")] = "0,4",
+    backend: BackendOption = AnswersBy.vllm,
+    server: ServerOption = None,
+    max_new_tokens: MaxNewTokens = None,
+    config: ModelConfigOption = None,
+    dtype: DtypeOption = ComputesIn.auto,
+    out: Annotated[Path | None, typer.Option(help="Default: calibration.json beside the model.")] = None,
+) -> None:
+    """Fit the scores of a model's boxes.
+
+    Answers validation images, and writes calibration.json: predict then says how probably a box is right.
+    """
+
+    numbers = _numbers(samples, "--samples")
+
+    def work() -> int:
+        from learner.detector.answers import Asked
+        from learner.detector.calibration import CalibrateOptions, calibrate
+        from shared.wire import TOKEN_VARIABLE
+
+        asked = Asked(
+            backend=backend.value,
+            server=server,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype.value,
+            token=os.environ.get(TOKEN_VARIABLE),
+        )
+        return calibrate(
+            CalibrateOptions(
+                model=model,
+                annotations=annotations,
+                asked=asked,
+                samples=numbers,
+                config=config,
+                out=out,
+            )
+        )
+
+    _end(work)
+
+
+@app.command(epilog=OTHERS)
+def evaluate(
+    annotations: Annotated[str, typer.Argument(help="An annotation file of any format.")],
+    out: Annotated[Path, typer.Option(help="The folder for evaluation.json and the page.")],
+    predictions: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="COCO results of any detector; may be repeated.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="A model that answers the images; may be repeated.")
+    ] = None,
+    val: Annotated[str | None, typer.Option(help="Annotations on which thresholds are chosen.")] = None,
+    val_predictions: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="Results on --val, by the same names.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=0, max=64, help="Drawn answers of each image, of models.")] = 0,
+    backend: BackendOption = AnswersBy.vllm,
+    server: ServerOption = None,
+    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
+) -> None:
+    """Compare detectors on an annotation file.
+
+    F1 at the best threshold, AP, calibration, classes, intervals, and differences from the first one.
+    """
+    given, answering, held_out = (_named(part) for part in (predictions, model, val_predictions))
+
+    def work() -> int:
+        from learner.detector.answers import Asked
+        from learner.detector.evaluate import EvaluateOptions, evaluate
+        from shared.wire import TOKEN_VARIABLE
+
+        asked = Asked(backend=backend.value, server=server, samples=samples, token=os.environ.get(TOKEN_VARIABLE))
+        options = EvaluateOptions(
+            annotations=annotations,
+            predictions=given,
+            models=answering,
+            val=val,
+            val_predictions=held_out,
+            asked=asked,
+            image_root=image_root,
+            out=out,
+        )
+        return evaluate(options)
+
+    _end(work)
+
+
+def _named(texts: Sequence[str] | None) -> dict[str, Path]:
+    """`NAME=PATH`; a path alone is named by its file."""
+    found: dict[str, Path] = {}
+    for text in texts or ():
+        name, sign, path = text.partition("=")
+        found[name if sign else Path(text).stem] = Path(path if sign else text)
+    return found
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """Numbers separated by commas. Raises BadParameter."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0:
+        raise typer.BadParameter(f"{text!r}: numbers separated by commas, such as 0,4", param_hint=option)
+    return found
 
 
 @app.command(epilog=OTHERS)
@@ -179,6 +413,10 @@ def report(
     live: Annotated[bool, typer.Option("--live", help="Serve a page that follows the run instead.")] = False,
     host: Annotated[str, typer.Option(help="With --live: the address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="With --live: the port; 0: any.", min=0, max=65535)] = 8790,
+    send_token: Annotated[
+        bool,
+        typer.Option("--send-token", help="With --live: send ROLLOUT_SERVER_TOKEN to the servers that the run names."),
+    ] = False,
 ) -> None:
     """Write a run's report as one HTML page, or follow a run in the browser."""
     if live and (out or compare):
@@ -188,10 +426,81 @@ def report(
         if live:
             from learner.report.live import serve
 
-            return serve(run_dir, host=host, port=port)
+            return serve(run_dir, host=host, port=port, send_token=send_token)
         from learner.report.page import write_report
 
         print(write_report(run_dir, out=out, compare=compare))
+        return 0
+
+    _end(work)
+
+
+SuggestionsDir = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of find-missing suggest.")]
+
+
+@missing.command("suggest")
+def suggest_missing(
+    annotations: Annotated[
+        str, typer.Argument(help="COCO or JSONL file, VOC folder or list, or YOLO data.yaml:SPLIT.")
+    ],
+    model: ModelOption,
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    samples: Annotated[int, typer.Option(min=2, max=64, help="Answers drawn to each image.")] = 4,
+    image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
+    backend: BackendOption = AnswersBy.vllm,
+    server: ServerOption = None,
+    config: ModelConfigOption = None,
+    dtype: DtypeOption = ComputesIn.auto,
+) -> None:
+    """Ask the model several times about each image. Boxes that answers agree on and nobody labelled, best first."""
+
+    def work() -> int:
+        from learner.config.sections.data import DataConfig
+        from learner.detector.answers import Asked
+        from learner.detector.command import quiet
+        from learner.detector.model import find_model
+        from learner.missing.suggest import suggest
+        from shared.wire import TOKEN_VARIABLE
+
+        quiet()
+        token = os.environ.get(TOKEN_VARIABLE)
+        asked = Asked(backend=backend.value, server=server, samples=samples, dtype=dtype.value, token=token)
+        data = DataConfig(train=annotations, image_root=image_root)
+        found = suggest(
+            find_model(model, config=config), data, out, asked, tell=lambda text: print(text, file=sys.stderr)
+        )
+        print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {out}")
+        return 0
+
+    _end(work)
+
+
+@missing.command("review")
+def review_missing(
+    folder: SuggestionsDir,
+    port: Annotated[int, typer.Option(help="The port to listen at.", min=1, max=65535)] = 8791,
+) -> None:
+    """Serve a page for one person: accept, reject, fix the name. Decisions are saved in the folder."""
+
+    def work() -> int:
+        from learner.missing.review import serve
+
+        return serve(folder, port=port)
+
+    _end(work)
+
+
+@missing.command("write")
+def write_missing(
+    folder: SuggestionsDir,
+    out: Annotated[Path, typer.Option(help="The new annotations; nothing is overwritten.")],
+) -> None:
+    """Write the annotations with the accepted objects, in the format that they came in."""
+
+    def work() -> int:
+        from learner.missing.review import write_reviewed
+
+        print(f"wrote {out}: {write_reviewed(folder, out)} new objects")
         return 0
 
     _end(work)
@@ -231,7 +540,7 @@ def remove_server(url: ServerUrl, run: RunDir) -> None:
 
 
 def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_port: int | None) -> int:
-    from learner.config.rules import entry_mistakes
+    from learner.config.sections.servers import entry_mistakes
     from learner.rollout.control import ServerRequest, ask
     from shared.config.model import ConfigErrors
 
@@ -246,36 +555,53 @@ def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_po
 def bench(
     arguments: Annotated[list[str] | None, typer.Argument(help="Those of bench.run, such as --part.")] = None,
 ) -> None:
-    """Measure speed and memory on this machine.
+    """Measure speed and memory on this machine, in a clone.
 
-    `rollout-learner bench -- --help` lists the parts.
+    `rollout-learner bench -- --help` lists the parts, and so does `bench` alone.
     """
-    _end(lambda: _bench(arguments or ()))
+    _end(lambda: _bench(arguments or ["--help"]))
 
 
 def _bench(arguments: Sequence[str]) -> int:
     root = Path(__file__).resolve().parents[1]
-    if not (root / "bench").is_dir():  # the container images go without
+    if not (root / "bench").is_dir():
         raise ConfigError(
             "the benchmarks are not here",
             found=f"no folder bench in {root}",
-            wanted="an installed wheel, or a clone",
-            remedy="pip install CLONE, or make bench in a clone",
+            wanted="a clone of the repository: the wheel and the container images go without",
+            remedy="run make bench in a clone",
         )
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
     argv = [sys.executable, "-m", "bench.run", *arguments]
     return subprocess.run(argv, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}).returncode
 
 
-def _check(config: str, overrides: Sequence[str], probe: bool, world_size: int | None) -> int:
-    from learner.config.check import run_check
+def _check(
+    config: str,
+    overrides: Sequence[str],
+    probe: bool,
+    world_size: int | None,
+    *,
+    people: bool = False,
+    draw: int = 0,
+    out: Path = Path(),
+) -> int:
+    from learner.doctor.check import Drawing, run_check
 
-    return run_check(config, world_size=world_size, probe=probe, read_data=True, overrides=overrides)
+    return run_check(
+        config,
+        world_size=world_size,
+        probe=probe,
+        read_data=True,
+        overrides=overrides,
+        people=people,
+        drawing=Drawing(draw, out) if draw else None,
+    )
 
 
 def _train(config_path: str, overrides: Sequence[str]) -> int:
     from learner.config.load import load_config
-    from learner.config.rules import colocates
+    from learner.config.modes import colocates
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # torchrun is gone: a checkpoint, and the end
@@ -285,7 +611,7 @@ def _train(config_path: str, overrides: Sequence[str]) -> int:
         prepare_for_vllm(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
-    from learner.build import train
+    from learner.wiring.build import train
 
     return train(config, environment=os.environ)
 

@@ -18,16 +18,22 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from errno import ENOENT
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from learner.config.schema import DataConfig, LossConfig, RunConfig, TaskConfig
-from learner.records import Rollout, Sample, Target
+from learner.config.schema import RunConfig
+from learner.config.sections.data import DataConfig
+from learner.config.sections.loss import LossConfig
+from learner.config.sections.task import TaskConfig
+from learner.records import RawRecord, Rollout, Sample, Target
 from shared.config.model import ConfigErrors, Mistake, show
 from shared.errors import ConfigError
 
@@ -36,11 +42,20 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from learner.data.raw import RawRecord
-    from learner.tasks.task import Tokenizer
-
 
 # ---- protocols -----------------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that tasks and targets need."""
+
+    eos_token_id: int
+
+    def __hash__(self) -> int: ...  # by identity: tables are cached per tokenizer
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class Reader(Protocol):
@@ -63,13 +78,6 @@ class PrefixRewards(NamedTuple):
 
     values: NDArray[np.float64]  # [n + 1]
     ends: NDArray[np.int64]  # [n] one past the last response token of each object, ascending
-
-
-class UnionTarget(NamedTuple):
-    """What is learned from several answers to one prompt. `agreed`: predictions without a label that they share."""
-
-    target: Target
-    agreed: int
 
 
 class Task(Protocol):
@@ -98,7 +106,7 @@ class Task(Protocol):
         """What is learned from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS included.
 
         Its first `prefix_length` tokens are the rollout's own. A label is -100 exactly where the weight is 0. Every
-        token that is learned follows from the tokens before it (`learner.target.target` checks this).
+        token that is learned follows from the tokens before it (`learner.tasks.detection.target` checks this).
         """
         ...
 
@@ -118,6 +126,11 @@ class Task(Protocol):
         """Metrics over a whole evaluation set, by name; [] gives 0 for each."""
         ...
 
+    def calibration(self, assignments: Sequence[Any]) -> str | None:
+        """What makes scores of answers, fitted on greedy answers to validation samples: the text of
+        `calibration.json`. None: answers of this task have no scores, or there is too little to learn from."""
+        return None
+
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
         """Those of `names` that are rewards of this task (`reward.weights`), each a finite number, larger for better
         answers."""
@@ -126,11 +139,6 @@ class Task(Protocol):
     def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:
         """The part of the weighted sum that objects earn one by one, for `grpo.credit: object`; None: the task cannot
         tell."""
-        return None
-
-    def union(self, assignments: Sequence[Any], loss: LossConfig) -> UnionTarget | None:
-        """What is learned from all answers to one prompt, the best first, for `best_of.use: union`. Its prefix is that
-        of the first. None: the task cannot merge answers."""
         return None
 
     def scene(self, assignment: Any) -> Mapping[str, Any]:
@@ -291,7 +299,12 @@ def _import(path: str) -> Any:
     if here not in sys.path:
         sys.path.append(here)
     try:
-        value: Any = importlib.import_module(module_name)
+        value: Any = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except FileNotFoundError as error:
+        if error.filename != module_name:
+            raise _import_failed(module_name, error) from error
+        remedy = f"correct the path; it is relative to the working directory, {here}"
+        raise ConfigError(f"there is no file {module_name}", remedy=remedy) from error
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             remedy = f"correct the path, install the package, or start in the folder that holds {error.name}"
@@ -306,6 +319,26 @@ def _import(path: str) -> Any:
             raise ConfigError(f"{module_name} has no {name}", remedy=remedy)
         value = getattr(value, name)
     return value
+
+
+def _load_file(path: str) -> ModuleType:
+    """The module in a file, whose name may be that of any other module. Its name here follows from `path` alone, so
+    that ranks can send each other objects of its classes."""
+    name = "part_" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in path)
+    if name in sys.modules:
+        return sys.modules[name]
+    if not Path(path).is_file():
+        raise FileNotFoundError(ENOENT, "no such file", path)
+    spec = importlib.util.spec_from_file_location(name, Path(path).resolve())
+    assert spec is not None, "its suffix is .py"
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _import_failed(module_name: str, error: Exception) -> ConfigError:
@@ -356,7 +389,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
-_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "union"}
+_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration"}
 
 
 def _missing_methods(value: type) -> Iterator[str]:

@@ -4,18 +4,26 @@
 
 Token ids are plain tuples or numpy arrays; only `VisionInputs` holds torch tensors. Token spans are half-open. A
 coordinate *bin* is an integer in 0..999: `round(999 * pixel / size)`, clamped.
+
+Besides: what readers yield before it is a sample (`RawRecord`), and what is logged of rollout calls and servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from shared.errors import DataError
 
 if TYPE_CHECKING:  # numpy too: `--check` imports this module, and must be quick
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+    from shared.wire import ProcessedImages
 
 GeometryKind = Literal["bbox_2d", "poly"]
 DropReason = Literal[
@@ -29,15 +37,60 @@ DropReason = Literal[
     "truncated",
 ]
 Channel = Literal["A", "B"]
+ServerEvent = Literal["lost", "joined", "added", "removed"]
+
+
+class Votes(NamedTuple):
+    """How many of a sample's answers have an object that nobody labelled. `weight` is its loss weight as a label."""
+
+    found: int
+    answers: int
+    weight: float = 1.0
+
+    @property
+    def share(self) -> float:
+        return self.found / self.answers
 
 
 class DetectionObject(NamedTuple):
     """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
-    tuple, because there are dozens in an answer, and a dataclass takes three times as long to make."""
+    tuple, because there are dozens in an answer, and a dataclass takes three times as long to make.
+
+    `votes`: where a label comes from that the model's own answers completed (`labels.complete`); None: annotated, or
+    predicted."""
 
     desc: str
     kind: GeometryKind
     bins: tuple[int, ...]
+    votes: Votes | None = None
+
+
+Size = tuple[int, int]  # width, height in pixels
+Rect = tuple[int, int, int, int]  # left, top, right, bottom in pixels
+
+
+class Crop(NamedTuple):
+    """A part of a photograph in an augmented picture: `window` is cut out, turned, mirrored, and resized to `place`."""
+
+    image: str
+    size: Size  # of the upright photograph
+    window: Rect
+    place: Rect
+    quarter_turn: bool = False  # counterclockwise, before it is mirrored
+    flip_horizontal: bool = False
+    flip_vertical: bool = False
+
+
+class View(NamedTuple):
+    """How an augmented picture is made of photographs (`data.augment`). Colors are factors, 1 changes nothing; `hue` is
+    a shift by a share of the circle."""
+
+    size: Size
+    crops: tuple[Crop, ...]
+    brightness: float = 1.0
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +99,10 @@ class Sample:
     assistant's last turn; `images` are strings as the server will get them. `objects` are the ground truth: for
     detection `DetectionObject`s in canonical order, for another task what its reader put there. The regions `ignored`
     hold crowds and difficult objects. They are not taught, and predictions there are neither right nor wrong. A region
-    with an empty description applies to every class."""
+    with an empty description applies to every class.
+
+    With a `view`, the model sees the picture that it describes instead of the image. Objects, regions, width and height
+    are those of that picture."""
 
     sample_id: str
     messages: tuple[Mapping[str, Any], ...]
@@ -55,6 +111,7 @@ class Sample:
     width: int  # pixels
     height: int  # pixels
     ignored: tuple[DetectionObject, ...] = ()
+    view: View | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +129,7 @@ class Rollout:
     server_id: str = ""
     stop_token_id: int | None = None  # that ended the answer, if one did
     logprobs: tuple[float, ...] | None = None
+    pixels: ProcessedImages | None = None  # what the engine's vision tower was fed; None: not asked for, or no images
 
 
 class CoordSlots(NamedTuple):
@@ -124,7 +182,7 @@ class Assignment:
     spurious: tuple[int, ...]  # FP: indices of predictions
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class VisionInputs:
     """The processor's output for one sample's images: P patches in total, I images."""
 
@@ -182,17 +240,39 @@ class Segment:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def prompt_key(self) -> tuple[Any, ...]:
+        """Equal for segments whose prompt and images are the same: answers to one sample (R47)."""
+        if not self.sample_id or not self.prompt_length:
+            return (id(self),)
+        grid = self.vision.image_grid_thw.flatten().tolist() if self.vision is not None else None
+        return self.sample_id, self.input_ids[: self.prompt_length].tobytes(), None if grid is None else tuple(grid)
+
+
+def group_tokens(group: Sequence[Segment]) -> int:
+    """Tokens of segments that hold their common prompt once."""
+    return sum(map(len, group)) - (len(group) - 1) * group[0].prompt_length
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
-    """Segments that are learned in one padding-free forward. An empty row is a zero-weight pass (D5)."""
+    """Segments that are learned in one padding-free forward. An empty row is a zero-weight pass (D5). With
+    `share_prompts`, neighbours with the same prompt hold it once."""
 
     segments: tuple[Segment, ...]
     capacity: int  # packing_length
+    share_prompts: bool = False
+
+    def groups(self) -> list[tuple[Segment, ...]]:
+        """Neighbours that share a prompt; without `share_prompts` each segment alone."""
+        if not self.share_prompts:
+            return [(segment,) for segment in self.segments]
+        return [tuple(group) for _, group in groupby(self.segments, key=lambda segment: segment.prompt_key)]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s) for s in self.segments)
+        """Tokens that are computed: a shared prompt counts once."""
+        return sum(map(group_tokens, self.groups()))
 
     @property
     def fill(self) -> float:
@@ -229,3 +309,93 @@ class SyncReceipt:
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
     fallback: str = ""  # if adapter syncs ended with this sync, why; else empty
+
+
+# ---- annotations, as readers yield them -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record stands, for messages: file, and "line 7" or "image 12"."""
+
+    file: Path
+    record: str
+
+    def error(self, what: str, *, found: str, wanted: str, remedy: str = "correct the record") -> DataError:
+        return DataError(f"{self.file}, {self.record}: {what}", found=found, wanted=wanted, remedy=remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawObject:
+    """One annotated object. `coords` are x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
+
+    desc: str | None  # None: the annotations do not name its class
+    kind: GeometryKind
+    coords: tuple[float, ...]
+    written: str  # its class and place as the file has them
+    name: str  # what messages call it
+    place: Place
+    ignored: bool = False  # a region where nothing is known, not an object
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawRecord:
+    """One annotated image (or row of images)."""
+
+    place: Place
+    sample_id: str
+    messages: Sequence[Mapping[str, Any]]  # the prompt, without the assistant's last turn
+    images: tuple[str, ...]  # as the file has them
+    objects: Sequence[RawObject]
+    width: int | None  # of the annotated image in pixels; None: the image's own
+    height: int | None
+    relative: bool = False  # coordinates are shares of width and height
+
+
+# ---- for the log ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallRecord:
+    """One call after its end; `error` is empty if it was answered."""
+
+    base_url: str
+    seed: int  # of its first request
+    micro_step_idx: int  # of its first request
+    first_req_idx: int  # its first request, counted over all ranks
+    num_requests: int
+    seconds: float
+    error: str = ""
+    began_at: float = 0.0  # Unix seconds; 0: the call ran in the learner's own process, whose phases say when
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutCallLog:
+    """What one `generate_window` did, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are those
+    of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent again.
+
+    A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, its `global_step` is the
+    number of the rank's call.
+    """
+
+    global_step: int
+    micro_step_idx: int
+    first_req_idx: int
+    num_requests: int
+    num_micro_steps: int
+    chunk: int  # requests that this rank may have in flight
+    ver: int | None = None
+    seconds: float = 0.0
+    began_at: float = 0.0  # as in `CallRecord`
+    calls: list[CallRecord] = field(default_factory=list)
+    splits: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerChange:
+    """What happened to one server, for the log, the console and the report."""
+
+    base_url: str
+    what: ServerEvent
+    because: str
+    serving: int  # servers that serve after it

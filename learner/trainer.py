@@ -12,129 +12,37 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from learner.config.inference import CALIBRATION_NAME
 from learner.config.schema import RunConfig
-from learner.data.batches import Shortfall
+from learner.config.sections.training import kept_metric
+from learner.data.splits import category_ids_of
 from learner.extensions import Task
+from learner.journal.journal import Journal
+from learner.journal.retained import RETAIN
 from learner.policy.load import Policy
-from learner.policy.loss import RowLoss
+from learner.policy.loss import is_out_of_memory
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
-from learner.policy.policy_gradient import policy_metrics
-from learner.records import Channel, PackedRow, Sample, StepResult, SyncReceipt
-from learner.rollout.backend import RolloutBackend, is_out_of_memory
-from learner.run.answers import AnswersLog
+from learner.records import PackedRow, Sample, StepResult, SyncReceipt
+from learner.rollout.backend import RolloutBackend
+from learner.run.best import BestEvaluation
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
-from learner.run.console import Console
-from learner.run.evaluation import evaluate, write_evaluation
-from learner.run.groups import GroupsLog
-from learner.run.log import MetricsLog, PhaseClock, Timeline
-from learner.run.pictures import draw_scenes
+from learner.run.files import write_atomically
 from learner.run.stopping import Stopped, StopRequest
-from learner.steps.best_of import best_of_metrics
-from learner.steps.groups import TAUGHT
+from learner.steps.completing import LabelCompletion
+from learner.steps.evaluation import Evaluation, Retained, evaluate, write_evaluation
+from learner.steps.pictures import draw_scenes
 from learner.steps.source import Fence, StepSource, in_lockstep, padded
+from learner.steps.totals import StepTotals
 from learner.sync.sync import Sync
-from learner.tasks.rewards import TOTAL, Rewards, mean_rewards
+from learner.tasks.rewards import Rewards
 from shared.errors import CheckpointError, OutOfMemoryError
-
-# Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
-_COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
-
-
-@dataclass
-class StepTotals:
-    """Sums of one optimizer step: over its rows, then over ranks, then as a `StepResult`.
-
-    `counts` are by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them. Rows that
-    are filled less than `min_fill` are counted as `underfilled`; None: rows hold one segment each, and nothing is.
-    """
-
-    min_fill: float | None = None
-    counts: dict[str, float] = field(default_factory=dict)
-
-    def add(self, row: PackedRow, loss: RowLoss) -> None:
-        """One row that was learned: what it held, and its summed weighted loss."""
-        counted = {
-            "loss": loss.loss_sum,
-            "weight": loss.weight_sum,
-            "supervised": loss.num_supervised,
-            "segments": len(row.segments),
-            "rows": 1 if row.segments else 0,
-            "tokens": row.num_tokens,
-        }
-        if self.min_fill is not None:
-            counted["underfilled"] = 1 if row.segments and row.fill < self.min_fill else 0
-        for counts in (counted, loss.counts, *(segment.stats for segment in row.segments)):
-            self._merge(counts)
-
-    @property
-    def weight(self) -> float:
-        """The sum of all loss weights: what the step's gradient is divided by."""
-        return self.counts.get("weight", 0.0)
-
-    def share_of(self, shortfall: Shortfall | None) -> float:
-        """What part of an update the step makes: an epoch's short last step makes as much of one as it has samples, so
-        that one sample does not count as much as a batch elsewhere. 1 for every other step."""
-        if shortfall is None:
-            return 1.0
-        return min(1.0, (self.counts.get("segments", 0.0) - self.counts.get(TAUGHT, 0.0)) / shortfall.whole)
-
-    def reduced(self, ranks: Ranks) -> StepTotals:
-        """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
-        if ranks.world_size == 1:
-            return self
-        total = StepTotals()
-        for part in ranks.all_gather_object(self.counts):
-            total._merge(part)
-        return total
-
-    def _merge(self, counts: Mapping[str, float]) -> None:
-        for name, value in counts.items():
-            self.counts[name] = self.counts.get(name, 0.0) + value
-
-    def result(
-        self,
-        *,
-        global_step: int,
-        channel: Channel,
-        grad_norm: float,
-        learning_rate: float,
-        ver: int,
-        seconds: Mapping[str, float],
-        capacity: int,
-        extra: Mapping[str, float] | None = None,
-    ) -> StepResult:
-        """The step's record; `extra` are metrics besides those that follow from the counts."""
-        counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
-        metrics = {**seconds, **(extra or {})}
-        metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
-        metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
-        metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
-        metrics.pop(TOTAL, None)
-        metrics.update(mean_rewards(counts))
-        metrics.update(policy_metrics(counts))
-        metrics.update(best_of_metrics(counts))
-        if "matched" in counts:
-            metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
-        return StepResult(
-            global_step=global_step,
-            channel=channel,
-            loss=counts["loss"] / counts["weight"] if counts["weight"] else 0.0,
-            grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            num_segments=int(counts["segments"]),
-            num_rows=int(counts["rows"]),
-            num_tokens=int(counts["tokens"]),
-            num_supervised=int(counts["supervised"]),
-            ver=ver,
-            metrics=metrics,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +67,8 @@ def memory_errors(row: PackedRow) -> Iterator[None]:
             "out of memory while learning a row",
             found=f"a row of {row.num_tokens} tokens and {num_images} images (samples {names}): {error}",
             wanted=f"memory for rows of up to global_max_length = {row.capacity} tokens",
-            remedy="lower global_max_length, set model.gradient_checkpointing: true, or use smaller images",
+            remedy="lower global_max_length, set model.gradient_checkpointing: true, use smaller images, or with "
+            "colocated vLLM set vllm.sleep: always",
         ) from error
 
 
@@ -178,30 +87,31 @@ class Trainer:
         task: Task,
         rewards: Rewards,
         eval_samples: list[Sample],
+        test_samples: list[Sample],
+        retained: Sequence[Retained] = (),
         backend: RolloutBackend | None,
         sync: Sync | None,
         checkpoints: CheckpointStore,
         stop: StopRequest,
-        log: MetricsLog,
-        timeline: Timeline,
-        clock: PhaseClock,
-        console: Console,
-        answers: AnswersLog | None = None,
-        groups: GroupsLog | None = None,
+        journal: Journal,
+        labels: LabelCompletion | None = None,
     ) -> None:
         self.config, self.total_steps, self.ranks = config, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
         self.policy, self.optimizer, self.source = policy, optimizer, source
         self.task, self.rewards = task, rewards
-        self.eval_samples, self.backend, self.sync = eval_samples, backend, sync
-        self.checkpoints, self.stop, self.log, self.console = checkpoints, stop, log, console
-        self.timeline, self.clock, self.answers, self.groups = timeline, clock, answers, groups
+        self.eval_samples, self.test_samples, self.backend, self.sync = eval_samples, test_samples, backend, sync
+        self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
+        self.labels, self.retained = labels, retained
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
+        self.best = BestEvaluation.of(kept_metric(config), training, ranks)
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
+        self._evaluations: dict[int, Evaluation] = {}  # the last one and the best one, by step
         self._saved_at: int | None = None
+        self._best_alone: Path | None = None  # a checkpoint that is there only because it is the best
         self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
 
     def run(self) -> None:
@@ -223,19 +133,22 @@ class Trainer:
         self.mark_boundary()
         if training.eval_on_start:
             self.evaluate()
-        while self.state.global_step < self.total_steps:
+        while self.state.global_step < self.total_steps and not self.best.gives_up:
+            self.complete_labels()
             receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
             result = self.step()
-            self.report(result, receipt)
+            self.journal.step(result, receipt)
             self.agree_on_servers()
-            if training.eval_steps and result.global_step % training.eval_steps == 0:
-                self.evaluate()
             if self.cadence.is_due(result.global_step):
                 self.save()
+            if training.eval_steps and result.global_step % training.eval_steps == 0:
+                self.evaluate()
         if training.eval_on_end:
             self.evaluate()
+            self.test()
         if training.save_on_end:
             self.save()
+            self.save_calibrations()
         self.note_leftovers()
 
     # ---- one optimizer step ----------------------------------------------------------------------------------------
@@ -300,23 +213,76 @@ class Trainer:
             receipt = sync.sync()
         fence.synced(receipt.ver, updates=self.state.global_step)
         self._synced_at = self.state.global_step
-        self.log.write("sync", receipt, step=self.state.global_step)
-        self.console.sync(receipt)
+        self.journal.sync(receipt, step=self.state.global_step)
         return receipt
+
+    def complete_labels(self) -> None:
+        """Complete the labels by the present weights, if it is due before this step. Collective."""
+        step = self.state.global_step
+        if self.labels is None or not self.labels.is_due(step):
+            return
+        self.stop.check()
+        with self.source.fence() as fence:  # no rollout is in flight whose sample would have other labels now
+            if self.sync is not None and self._synced_at != step:
+                self._sync_behind(self.sync, fence)
+            with self.clock.phase("labels"):
+                completion = self.labels.complete(step, self.generator_ver())
+        self.journal.labels(completion.to_json(), str(completion), step=step)
 
     def agree_on_servers(self) -> None:
         """Which servers go on; what happened to them is told. Collective. Raises ServerError if too few are left."""
         if self.sync is None:
             return
         for change in self.sync.agree():
-            self.log.write("server", change, step=self.state.global_step)
-            self.timeline.server(change.base_url, serves=change.what == "joined", is_member=change.what != "removed")
-            self.console.server(change)
+            self.journal.server(change, step=self.state.global_step)
 
     def evaluate(self) -> None:
-        """Roll out the evaluation samples with the present weights; once per step at most."""
+        """Roll out the evaluation samples with the present weights; once per step at most. The best weights so far are
+        saved."""
         if self._evaluated_at == self.state.global_step:
             return
+        step, data = self.state.global_step, self.config.data
+        evaluation = self.score(self.eval_samples, f"step_{step:06d}.jsonl", data.val or data.test)
+        self._evaluated_at = step
+        self.journal.evaluation({**evaluation.metrics, **self.score_retained()}, step=step)
+        self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
+        verdict = self.best.add(step, evaluation.metrics)
+        self._evaluations = {s: e for s, e in self._evaluations.items() if s == self.best.best_step}
+        self._evaluations[step] = evaluation
+        if verdict.is_best and step > 0:
+            self.keep_best(is_due=self._saved_at == step)
+        if verdict.gives_up:
+            self.journal.early_stop(self.best.metric, best_step=self.best.best_step, step=step)
+
+    def score_retained(self) -> dict[str, float]:
+        """Metrics of `data.retain` with the present weights, as `retain/NAME/METRIC`."""
+        found = {}
+        for one in self.retained:
+            file = f"retain_{one.name}_{self.state.global_step:06d}.jsonl"
+            scored = self.score(one.samples, file, None, task=one.task).metrics
+            found.update({f"{RETAIN}{one.name}/{metric}": value for metric, value in scored.items()})
+        return found
+
+    def keep_best(self, *, is_due: bool) -> None:
+        """Save the present weights as the best ones. Those before them are removed, if they were saved for that alone;
+        `is_due`: this step has a checkpoint anyway."""
+        path, before = self.save(), self._best_alone
+        self.best.link(path)
+        self._best_alone = None if is_due else path
+        if before is not None:
+            self.checkpoints.remove(before)
+
+    def test(self) -> None:
+        """Score `data.test` once, if it is given beside `data.val`."""
+        if self.test_samples:
+            evaluation = self.score(self.test_samples, "test.jsonl", self.config.data.test)
+            self.journal.test(evaluation.metrics, step=self.state.global_step)
+
+    def score(
+        self, samples: list[Sample], file: str, annotations: str | None, *, task: Task | None = None
+    ) -> Evaluation:
+        """Roll out `samples`, which are of `annotations`, with the present weights. Write their scenes to `eval/file`,
+        and COCO results beside it. `task`: of samples of another task, for which the run's rewards do not apply."""
         assert self.backend is not None
         self.stop.check()
         step = self.state.global_step
@@ -325,31 +291,45 @@ class Trainer:
                 self._sync_behind(self.sync, fence)
             with self.clock.phase("eval"):
                 evaluation = evaluate(
-                    self.backend, self.eval_samples, self.task, self.ranks, global_step=step, rewards=self.rewards
+                    self.backend,
+                    samples,
+                    task or self.task,
+                    self.ranks,
+                    global_step=step,
+                    rewards=self.rewards if task is None else None,
                 )
-        self._evaluated_at = step
         if self.ranks.is_main:
-            write_evaluation(evaluation, self.run_dir / "eval" / f"step_{step:06d}.jsonl")
-        self.log.write("eval", {"metrics": evaluation.metrics, **self.clock.read()}, step=step)
-        self.log.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
-        self.console.evaluation(step, evaluation.metrics)
+            write_evaluation(evaluation, self.run_dir / "eval" / file, category_ids_of(self.config.data, annotations))
+        return evaluation
 
     def mark_boundary(self) -> None:
         """Remember what a checkpoint of this end of a step needs; the next step may be given up. Collective."""
         state = replace(self.state, cursor=self.source.state())
         self._boundary = Boundary(state=state, generators=self.checkpoints.generators())
 
-    def save(self) -> None:
+    def save(self) -> Path:
         """A checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
         if self._saved_at == self.state.global_step:
-            return
+            return self.checkpoints.path_of(self.state)
         at = self._boundary
         assert at is not None, "saved in the middle of an update"
         with self.clock.phase("save"):
             path = self.checkpoints.save(self.policy, self.optimizer, at.state, at.generators)
         self._saved_at = self.state.global_step
         self.cadence.saved()
-        self.console.note(f"saved {path}")
+        self.journal.note(f"saved {path}")
+        return path
+
+    def save_calibrations(self) -> None:
+        """Beside the last and the best checkpoint, what makes scores of their answers, fitted on `data.val`."""
+        if not self.ranks.is_main or self.config.data.val is None:
+            return
+        for step, evaluation in self._evaluations.items():
+            folder = self.run_dir / f"checkpoint-{step}"
+            text = self.task.calibration(evaluation.assignments) if folder.is_dir() else None
+            if text is not None:
+                write_atomically(folder / CALIBRATION_NAME, text)
+                self.journal.note(f"scores are calibrated on data.val: {folder.name}/{CALIBRATION_NAME}")
 
     def rescue(self) -> None:
         """After an error: save the last whole step without the other ranks, which may be gone. An unfinished step is
@@ -362,9 +342,9 @@ class Trainer:
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
         except Exception as error:  # the error that stopped the run is the one to raise
-            self.console.note(f"step {at.state.global_step} could not be saved: {error}")
+            self.journal.note(f"step {at.state.global_step} could not be saved: {error}")
             return
-        self.console.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")
+        self.journal.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")
 
     def restore(self) -> None:
         """Go on from `training.resume_from_checkpoint`, if it is set."""
@@ -377,16 +357,10 @@ class Trainer:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise damaged(Path(where), f"{STATE}: the place in the data: {type(error).__name__}: {error}") from error
         self._saved_at = self.state.global_step
-        self.console.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
-
-    def report(self, result: StepResult, receipt: SyncReceipt | None) -> None:
-        self.log.write("step", result, step=result.global_step)
-        self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
-        self.console.step(result, receipt)
-        if self.answers is not None:
-            self.answers.write(result.global_step)
-        if self.groups is not None:
-            self.groups.write(result.global_step)
+        if self.labels is not None:
+            self.labels.restore(self.state.global_step, self.run_dir if where == "latest" else Path(where).parent)
+        self.best.restore(self.state.global_step)
+        self.journal.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
 
     def waiting(self) -> list[str]:
         """Samples that were handed out, on any rank, and are not learned yet. Collective."""
@@ -396,5 +370,4 @@ class Trainer:
         """Name the samples whose segments still waited for a row when training ended (R12)."""
         left = self.waiting()
         if left:
-            self.log.write("note", {"carried_and_not_learned": left})
-            self.console.note(f"{len(left)} samples were still in the packing buffer when training ended (not learned)")
+            self.journal.leftovers(left)

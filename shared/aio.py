@@ -7,14 +7,19 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_AT_A_TIME = 64
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order. If one fails, the others are cancelled. When all have ended, the first error is raised,
-    with its own cause."""
+    with its own cause. Many are started a few at a time, so that others get their turn on the event loop."""
+    tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
+            for call in calls:
+                tasks.append(group.create_task(call))
+                if len(tasks) % _AT_A_TIME == 0:
+                    await asyncio.sleep(0)
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
     else:

@@ -16,7 +16,7 @@ from shared.errors import CanaryError
 from shared.wire import ScoreReply
 
 Logprobs = Sequence[Sequence[float]]  # natural, one sequence per answer
-Place = tuple[int, int]  # answer, token
+TokenPlace = tuple[int, int]  # answer, token
 MAX_CACHED = 4  # tokens of an answer: each is a request, with at most one KV block to compute
 TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"
 
@@ -67,7 +67,7 @@ def compare(
 
 def _checked(
     learner: Logprobs,
-    served: Mapping[Place, float],
+    served: Mapping[TokenPlace, float],
     how: str,
     *,
     tolerance: float,

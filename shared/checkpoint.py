@@ -5,12 +5,15 @@ check that a weight load is complete needs the tensors' names, which are in the 
 
 `signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
 determine the tensors' names and shapes. `differences` compares only what both signatures state, because versions of
-transformers write different defaults.
+transformers write different defaults. `checkpoint_digest` says whether two folders hold the same weights.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +74,21 @@ def differences(learner: Mapping[str, str], server: Mapping[str, str]) -> list[s
     """One phrase for each size that both state and that differs."""
     both = [key for key in learner if key in server]
     return [f"{key} {server[key]}, not {learner[key]}" for key in both if server[key] != learner[key]]
+
+
+_PART_BYTES = 64 << 20
+
+
+def checkpoint_digest(path: str) -> str:
+    """A digest of the weights' files, all bytes of them; several parts at a time."""
+    files = [file for kind in ("*.safetensors", "*.bin", "*.pt") for file in sorted(Path(path).glob(kind))]
+    sizes = [file.stat().st_size for file in files]
+    places = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, _PART_BYTES)]
+
+    def of_part(place: tuple[Path, int]) -> bytes:
+        with place[0].open("rb") as stream:
+            stream.seek(place[1])
+            return hashlib.blake2b(stream.read(_PART_BYTES), digest_size=16).digest()
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        return hashlib.blake2b(str(sizes).encode() + b"".join(threads.map(of_part, places)), digest_size=16).hexdigest()

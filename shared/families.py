@@ -7,12 +7,12 @@ those for which both sides gave the same prompt token ids and a weight sync pass
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.reading import json_in
 
 TESTED: Mapping[str, str] = {
     "qwen3_vl": "images and text",
@@ -80,7 +80,7 @@ def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json_in(path)
     except (OSError, ValueError):  # who loads the model says more about it
         return None
     return found if isinstance(found, dict) else None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shared.canary import cached_positions
 from shared.errors import ConfigError, NotFiniteError, RequestError
-from shared.wire import RequestConfig
+from shared.wire import ProcessedImages, RequestConfig
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -85,7 +85,7 @@ class Prompt:
     pixels: Mapping[str, int] | None = None
 
     def for_engine(self) -> dict[str, Any]:
-        """As vLLM takes it."""
+        """The prompt as vLLM takes it."""
         asked: dict[str, Any] = {"prompt_token_ids": self.token_ids}
         if self.images:
             asked["multi_modal_data"] = {"image": self.images}
@@ -136,10 +136,11 @@ class Generation:
     logprobs: list[float] | None = None  # one per response token; None: not asked for
     stop_token_id: int | None = None  # the stop token
     stop_logprob: float | None = None
+    pixels: ProcessedImages | None = None  # only if asked for
 
     @property
     def sampled_logprobs(self) -> tuple[float, ...] | None:
-        """Of the response's tokens and of the stop token."""
+        """The log-probabilities of the response's tokens and of the stop token."""
         if self.logprobs is None:
             return None
         return (*self.logprobs, *(() if self.stop_logprob is None else (self.stop_logprob,)))
@@ -150,6 +151,7 @@ class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # one per response token
     cached_logprobs: list[float] = field(default_factory=list)  # of `cached_positions`, through the prefix cache
+    pixels: ProcessedImages | None = None  # only if asked for
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> Any:
@@ -200,6 +202,18 @@ def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[
         )
 
     return [one(position) for position in cached_positions(len(response_token_ids))]
+
+
+TRIES = 5  # of a request that the engine gives back
+
+
+def was_given_back(output: Any) -> bool:
+    """Whether vLLM has ended a request without working on it, and wants it again.
+
+    It keeps processed images on two sides of a pipe and sends only what the other side lacks. A request that is
+    cancelled on the way leaves an image on one side only. The next request with that image comes back with the finish
+    reason "error", the first side forgets the image, and a repeat brings it."""
+    return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
 def read_cached_score(output: Any) -> float:

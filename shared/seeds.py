@@ -2,7 +2,8 @@
 
     request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
 
-The learner sends the seed of a call's first request; the server seeds request `i` of it with `offset_seed(seed, i)`.
+The learner sends each request's seed with it, and that of a call's first request with the call. A request `i` without a
+seed, as of other clients, gets `offset_seed(seed, i)` of the call's from the server.
 """
 
 from __future__ import annotations

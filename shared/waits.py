@@ -1,7 +1,7 @@
 """Waits with a deadline in which no time passes while this process itself stands still: Ctrl-Z and `fg`, a machine that
 was paused or held up. What is waited for may have come meanwhile, and only this process has not seen it.
 
-Each wait is cut into ticks, and a tick counts once, however long it took. `Patience` is for those who wait for several
+Each wait is cut into ticks, and a tick counts once, however long it took. `TimeLeft` is for those who wait for several
 things in turn, such as the parts of an answer.
 """
 
@@ -53,7 +53,7 @@ def result_of(future: futures.Future[T], limit_s: float) -> T:
     raise TimeoutError
 
 
-class Patience:
+class TimeLeft:
     """How many seconds are left to wait, in slices of SLICE_S. Of one that took far longer, only a part counts, so the
     limit ends however often there are pauses. Not for several threads."""
 

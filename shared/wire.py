@@ -10,6 +10,7 @@ retry after a lost reply never makes a second rollout.
 from __future__ import annotations
 
 import uuid as uuid_module
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -26,9 +27,10 @@ from pydantic_core import CoreSchema
 
 from shared.errors import ProjectError, error_classes
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 5
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # likewise, what a server calls itself; whoever starts it can know it by that
+JOB_VARIABLE = "ROLLOUT_JOB"  # likewise, the scheduler's job that a learner belongs to; a job that starts again goes on
 NDJSON = "application/x-ndjson"  # one JSON object per line
 
 
@@ -38,6 +40,7 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
 MAX_RANKS = 4096  # of a group
 MAX_ANSWERS = 1024  # to one request
+MAX_PARTS = 4096  # turns of one request, and parts of one turn
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -125,19 +128,31 @@ class Message(ClientModel):
     """One chat turn. A string may name images by the placeholder `<image>`, in the order of the request's `images`."""
 
     role: Literal["system", "user", "assistant"]
-    content: str | Items[ContentPart]
+    content: str | Annotated[Items[ContentPart], Field(max_length=MAX_PARTS)]
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """All that has to be tokenized, without the template's own text."""
+    contents = [message.content for message in messages]
+    return "".join(
+        content if isinstance(content, str) else "".join(part.text or "" for part in content) for content in contents
+    )
 
 
 class RolloutInferRequest(ClientModel):
     """One sample to roll out. `images` are local paths, data URLs, base64 strings or http(s) URLs."""
 
-    messages: Items[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1, max_length=MAX_PARTS)
     images: Items[str] = []
     uuid: str = Field(
         default_factory=lambda: uuid_module.uuid4().hex,
         max_length=128,
         description="of this request; a repeat of it gets the same answer. By default a random one",
     )
+    seed: int | None = Field(
+        default=None, ge=0, lt=2**63, description="of its first answer; without it, it follows from the call's"
+    )
+    pixels: bool = Field(default=False, description="also what the vision tower is fed of the images (R45)")
     data_dict: dict[str, Any] = Field(default={}, description="no effect")
     chat_template_kwargs: dict[Name, TemplateValue] = Field(
         default={}, description="variables of the model's chat template, such as `enable_thinking`"
@@ -150,8 +165,8 @@ class RolloutInferRequest(ClientModel):
 
 
 class RequestConfig(ClientModel):
-    """How to decode. `seed` is that of the call's first answer; answer `j` to request `i` is seeded with
-    `seed + i * n + j` mod 2**31-1, as if the request had been sent `n` times."""
+    """How to decode. `seed` is that of the call's first answer. Answer `j` to request `i` is seeded with the request's
+    own seed + `j`, or, if it has none, with `seed + i * n + j`, mod 2**31-1."""
 
     max_tokens: int | None = Field(
         default=512, ge=1, le=2**31 - 1, description="null: as many as the model's context has room for"
@@ -204,6 +219,14 @@ class ChoiceLogprobs(WireModel):
     content: list[TokenLogprob]
 
 
+class WeightVersionSpan(WireModel):
+    """Tokens from `start` up to `end` were sampled with the weights of this version, in vLLM's form."""
+
+    version: str
+    start: int
+    end: int
+
+
 class Choice(WireModel):
     index: int = 0
     message: ChatMessage
@@ -212,6 +235,7 @@ class Choice(WireModel):
     logprobs: ChoiceLogprobs | None = None  # of `token_ids`; only if asked for
     stop_token_id: int | None = None  # that ended the answer; `token_ids` are without it
     stop_logprob: float | None = None  # of that token; only if asked for
+    weight_versions: list[WeightVersionSpan] = []  # of `token_ids`: always one, `rollout_infos.ver`
 
 
 class Usage(WireModel):
@@ -229,6 +253,22 @@ class ChatCompletionResponse(WireModel):
     usage: Usage
 
 
+class ProcessedImage(WireModel):
+    """What an image processor makes of one image, see `pixels.py`."""
+
+    digest: str  # of all values
+    grid: list[int]  # patches in time, height, width
+    values: list[float]  # some of them
+
+
+class ProcessedImages(WireModel):
+    """What the vision tower is fed of one request, before the device."""
+
+    images: list[ProcessedImage]
+    dtype: Literal["uint8", "bfloat16", "float16", "float32"]  # of the values; uint8: not normalized yet
+    settings: dict[str, str]  # of the processor, and versions of the libraries that it uses
+
+
 class RolloutInfos(WireModel):
     """Who answered, and with which weights: `ver` is unique and rises on one server, `weights` says which they are.
     `seed` is that of the first choice."""
@@ -239,6 +279,7 @@ class RolloutInfos(WireModel):
     seed: int | None
     server_id: str
     uuid: str
+    pixels: ProcessedImages | None = None  # only if asked for, and if there are images
 
 
 class RolloutOutput(WireModel):
@@ -282,6 +323,7 @@ class ScoreReply(WireModel):
     logprobs: list[list[float]]
     cached_logprobs: list[list[float]] = []
     prompt_token_ids: list[list[int]]
+    pixels: list[ProcessedImages | None] = []  # of each item, None without images; only if asked for
 
 
 class InitCommunicatorCall(WireModel):
@@ -299,6 +341,7 @@ class InitCommunicatorCall(WireModel):
     world_size: int = Field(ge=2, le=MAX_RANKS)  # of the group, learner included
     backend: Literal["nccl", "tcp"]
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
+    allow_shared_gpu: bool = False  # ranks on one GPU are connected by sockets, not refused
 
 
 class TensorSpec(WireModel):

@@ -19,14 +19,19 @@ def launch(
     world_size: int,
     *arguments: str,
     timeout_s: float = 120.0,
-    loaded: tuple[str, ...] = forked.RANK_OF_A_TEST,
+    loaded: tuple[str, ...] = forked.LEARNER,
 ) -> list[subprocess.CompletedProcess[str]]:
     """`python -m module arguments` as every rank of a group on this machine; what each printed, in rank order."""
     return forked.finish(loaded, module, arguments, envs=list(_environments(world_size)), timeout_s=timeout_s)
 
 
 def learner(
-    config: Path, *, nproc: int = 1, torchrun: bool = False, timeout_s: float = 200.0
+    config: Path,
+    *,
+    nproc: int = 1,
+    torchrun: bool = False,
+    loaded: tuple[str, ...] = forked.LEARNER,
+    timeout_s: float = 200.0,
 ) -> subprocess.CompletedProcess[str]:
     """The learner on `nproc` ranks, to its end: forked ones, or with `torchrun` as `make learn` starts them.
 
@@ -37,7 +42,7 @@ def learner(
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": timeout_s}
         return subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, **settings)
-    ended = launch("learner", nproc, "--config", str(config), timeout_s=timeout_s, loaded=forked.LEARNER)
+    ended = launch("learner", nproc, "--config", str(config), timeout_s=timeout_s, loaded=loaded)
     return subprocess.CompletedProcess(
         ended[0].args,
         max((one.returncode for one in ended), key=abs),

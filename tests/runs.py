@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from bench.runs import read_events
+
 
 def events(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """In order; none where the run has logged nothing yet."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [line for line in map(json.loads, lines) if line["event"] == event]
+    """In order; none where the run has logged nothing yet, and not a line that is being written."""
+    return [line for line in read_events(run_dir) if line["event"] == event]
 
 
 def steps(run_dir: Path) -> list[int]:

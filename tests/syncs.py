@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from learner.config.schema import VllmConfig
+from learner.config.sections.vllm import VllmConfig
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl

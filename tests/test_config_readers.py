@@ -3,7 +3,7 @@
 The readers are found in the source (AST, nothing runs). A reader is an attribute access on the section that owns the
 key, `config.training.seed` or `training.seed` where `training` is known to be that section, so that an equal name
 elsewhere does not count. `getattr(section, name)` with a name that is a variable reads all keys of the section. Two
-kinds of code are no readers: the modules that define the schemas (a property there counts when something else reads the
+kinds of code are no readers: the sections' own classes (a property there counts when something else reads the
 property), and rules, which only compare keys and yield mistakes.
 """
 
@@ -18,13 +18,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, create_model
 
-from learner.config.schema import ModelConfig, RunConfig, TrainingConfig
+from learner.config.schema import RunConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.training import TrainingConfig
 from rollout_server.config import ServerConfig
 from shared.config.model import dotted, item_of, section_of, walk_keys
 
 ROOT = Path(__file__).parents[1]
-SCHEMAS = ("learner/config/schema.py", "rollout_server/config.py")
-SCHEMA_OF: dict[type[BaseModel], str] = {RunConfig: SCHEMAS[0], ServerConfig: SCHEMAS[1]}
+LEARNER = ("learner/config/schema.py", *(str(p.relative_to(ROOT)) for p in ROOT.glob("learner/config/sections/*.py")))
+SERVER = ("rollout_server/config.py",)
+SCHEMA_OF: dict[type[BaseModel], tuple[str, ...]] = {RunConfig: LEARNER, ServerConfig: SERVER}
 
 Type = str | tuple["Type", ...] | None  # a class's name, a tuple's types, or not known; "*X": a collection of X
 Read = tuple[str, str]  # (section class, attribute)
@@ -215,10 +218,15 @@ def _only_judges(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return function.returns is not None and "Mistake" in ast.unparse(function.returns)
 
 
-def with_properties(reads: set[Read], schema: ast.Module, source: Source) -> set[Read]:
+def without_classes(tree: ast.Module) -> ast.Module:
+    return ast.Module([node for node in tree.body if not isinstance(node, ast.ClassDef)], [])
+
+
+def with_properties(reads: set[Read], schema: Sequence[ast.Module], source: Source) -> set[Read]:
     """Also what the properties that are read look at themselves."""
     inside: dict[Read, set[Read]] = {}
-    for section in (node for node in ast.walk(schema) if isinstance(node, ast.ClassDef)):
+    classes = [node for tree in schema for node in tree.body if isinstance(node, ast.ClassDef)]
+    for section in classes:
         for item in section.body:
             if isinstance(item, ast.FunctionDef):
                 inside[section.name, item.name] = set(Scope(source, item, {}, section.name).reads())
@@ -254,8 +262,10 @@ def trees() -> dict[str, ast.Module]:
 @cache
 def all_reads(model: type[BaseModel]) -> frozenset[Read]:
     source = Source(list(trees().values()), sections_of(model))
-    reads = {read for name, tree in trees().items() if name not in SCHEMAS for read in reads_of(tree, source)}
-    return frozenset(with_properties(reads, trees()[SCHEMA_OF[model]], source))
+    schemas = {*LEARNER, *SERVER}
+    readers = [without_classes(tree) if name in schemas else tree for name, tree in trees().items()]
+    reads = {read for tree in readers for read in reads_of(tree, source)}
+    return frozenset(with_properties(reads, [trees()[name] for name in SCHEMA_OF[model]], source))
 
 
 @pytest.mark.parametrize("model", [RunConfig, ServerConfig])
@@ -296,7 +306,7 @@ class Loop:
 
 def test_a_reader_is_an_access_on_the_section_itself() -> None:
     tree = ast.parse(READER)
-    source = Source([tree, trees()[SCHEMAS[0]]], sections_of(RunConfig))
+    source = Source([tree, *(trees()[name] for name in LEARNER)], sections_of(RunConfig))
     found = set(reads_of(tree, source))
     assert found >= {("TrainingConfig", "seed"), ("ServerEntry", "base_url"), ("LossConfig", "desc_weight")}
     assert not {name for _, name in found} & {"bf16", "packing"}

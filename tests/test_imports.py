@@ -8,7 +8,7 @@ and run without torch, HTTP or vLLM.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,12 +18,44 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("shared", "rollout_server", "learner", "deploy")
 
+# Rooms from the ground up. A room imports only from rooms before it, also inside functions and for types.
+FLOORS = (
+    "shared",
+    "rollout_server",
+    "learner",  # __init__ alone
+    "learner.records",
+    "learner.config",
+    "learner.extensions",
+    "learner.tasks",
+    "learner.data",
+    "learner.policy",
+    "learner.run",
+    "learner.journal",
+    "learner.rollout",
+    "learner.sync",
+    "learner.steps",
+    "learner.trainer",
+    "learner.report",
+    "learner.api",
+    "learner.detector",
+    "learner.missing",
+    "learner.wiring",
+    "learner.predict",
+    "learner.doctor",
+    "learner.__main__",
+    "deploy",
+    "examples",
+    "bench",
+    "tests",
+)
+
 VLLM_FILES = {
     "rollout_server/engine.py",  # the engine's API
     "rollout_server/openai_api.py",  # its OpenAI layer
     "rollout_server/processes.py",  # how a worker waits
     "rollout_server/service.py",  # its version, for /status/
     "learner/rollout/colocate.py",  # the engine inside the learner's job
+    "shared/engine_images.py",  # what both engines feed the vision tower
     "shared/generation.py",  # what both engines are asked, and their outputs
     "shared/sync/adapter_loading.py",  # adapters into the served model
     "shared/sync/loading.py",  # loading weights into the served model
@@ -33,7 +65,7 @@ HEAVY = {"torch", "vllm", "httpx", "transformers"}
 PURE = (
     "learner.tasks.detection.parse",
     "learner.tasks.detection.match",
-    "learner.target.target",
+    "learner.tasks.detection.target",
     "learner.steps.packing",
     "learner.rollout.distribution",
     "learner.config.schedule",
@@ -93,6 +125,54 @@ def _imports(node: ast.AST, where: Import) -> Iterator[Import]:
         yield from _imports(child, inside)
 
 
+def room_of(module: str) -> str:
+    """The room of one of this project's modules, the longest of FLOORS that it is in."""
+    found = [room for room in FLOORS if module == room or module.startswith(f"{room}.")]
+    return max(found, key=len, default="")
+
+
+@cache
+def edges(*, typing: bool = True) -> tuple[tuple[str, str], ...]:
+    """Who imports whom among this project's modules, with `typing` also for types only. Empty packages are left
+    out."""
+    found: set[tuple[str, str]] = set()
+    for path in modules("shared", "rollout_server", "learner", "deploy", "examples", "bench", "tests"):
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name in {one.module for one in imports(ROOT / path) if typing or not one.typing}:
+            target = path_of(name)
+            if target is None or name == module or (target.name == "__init__.py" and not imports(target)):
+                continue
+            found.add((module, name))
+    return tuple(sorted(found))
+
+
+def imports_up(edges: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Imports from a room that comes later in FLOORS, or is not in it."""
+    height = {room: i for i, room in enumerate(FLOORS)}
+    return [(a, b) for a, b in edges if height.get(room_of(b), len(FLOORS)) > height.get(room_of(a), -1)]
+
+
+def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """Groups of nodes that reach each other."""
+    below: dict[str, set[str]] = {}
+    for a, b in edges:
+        if a != b:
+            below.setdefault(a, set()).add(b)
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            fresh = below.get(todo.pop(), set()) - seen
+            seen |= fresh
+            todo += fresh
+        return seen
+
+    reach = {node: reached(node) for node in below}
+    groups = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in reach if a in reach[a]}
+    return sorted(sorted(group) for group in groups)
+
+
 def importers(name: str, *packages: str) -> set[str]:
     """Files that import the package `name`, in whatever way."""
     return {path for path in modules(*packages) if any(found.top == name for found in imports(ROOT / path))}
@@ -119,13 +199,33 @@ def loaded_with(module: str) -> set[str]:
         ("rollout_server", ("learner", "deploy", "tests")),
         ("learner", ("rollout_server", "deploy", "tests")),
         ("shared", ("rollout_server", "learner", "deploy", "tests")),
-        ("deploy", ("tests",)),
+        ("deploy", ("bench", "tests")),
+        ("bench", ("tests",)),
     ],
 )
 def test_the_programs_do_not_know_each_other(package: str, others: tuple[str, ...]) -> None:
     assert modules(package)
     for other in others:
         assert importers(other, package) == set()
+
+
+def test_imports_go_down() -> None:
+    """Issue 32: the order of FLOORS; nothing stands outside of it."""
+    assert imports_up(edges()) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Within a room too, except for types: the rules of a section of the configuration take the whole of it. Rooms
+    have no circle if no import goes up."""
+    assert circles(edges(typing=False)) == []
+
+
+def test_imports_up_and_circles_are_found() -> None:
+    down, up = ("learner.trainer", "learner.steps.source"), ("learner.steps.source", "learner.trainer")
+    outside = ("learner.steps.source", "learner_of_others")
+    assert imports_up([down, up, outside]) == [up, outside]
+    assert circles([down, up, outside]) == [["learner.steps.source", "learner.trainer"]]
+    assert circles([down, outside]) == []
 
 
 def test_vllm_is_imported_in_few_files_and_late() -> None:
@@ -139,7 +239,9 @@ def _early(path: Path, package: str) -> bool:
 
 
 def test_torch_in_shared_is_for_weights() -> None:
-    assert {path for path in importers("torch", "shared") if not path.startswith("shared/sync/")} == set()
+    """And for the pixels that an engine was fed."""
+    others = {path for path in importers("torch", "shared") if not path.startswith("shared/sync/")}
+    assert others == {"shared/pixels.py"}
     for other in ("transformers", "httpx", "fastapi", "peft"):
         assert importers(other, "shared") == set()
 

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from learner.config.modes import colocates, uses_servers
 from learner.config.plan import tensor_parallel_size, topology_rules
-from learner.config.rules import RULES, colocates, paired_servers, uses_servers
-from learner.config.schema import RunConfig
+from learner.config.schema import RULES, RunConfig
+from learner.config.sections.servers import paired_servers
+from shared.config.model import shown
 from shared.config.parse import load_yaml, parse, write_yaml
 
 _ROLLOUT = "custom.extra.rollout_matching"
@@ -44,6 +46,12 @@ RETIRED: dict[str, tuple[str, str]] = {
     f"{_ROLLOUT}.post_rollout_pack_scope": (
         "no packing scope",
         "remove post_rollout_pack_scope: packing is per micro-step (per step in Channel-B), there is no window scope",
+    ),
+    # D20
+    f"{_ROLLOUT}.best_of": (
+        "labels.complete",
+        "remove it: one rollout per sample was never worse. If labels leave objects out, labels.complete adds what "
+        "several answers agree on",
     ),
     "logging.tensorboard": ("logging.trackers", "remove it; TensorBoard is one of logging.trackers"),
     # D7
@@ -111,7 +119,7 @@ def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunC
 
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
     """Write every key with its value to `run_dir/config.yaml`, from which the run can be repeated. Raises OSError."""
-    values = config.model_dump(mode="json")
+    values = shown(config)
     if config.custom.trainer_variant == "stage2_ab_training":  # which refuses the key, even as null (D2)
         del values["custom"]["extra"]["rollout_matching"]["rollout_buffer"]
     path, partial = run_dir / RESOLVED_NAME, run_dir / f".{RESOLVED_NAME}.partial"

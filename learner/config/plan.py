@@ -1,8 +1,8 @@
 """What follows from a configuration and the number of ranks: `resolve` gives every derived number by its name.
 
 `resolve` is pure and cheap. `--check` prints its result, and the learner logs it at its start (R15). `topology_rules`
-are rules as in `rules.py`, for what must hold between the configuration and the number of ranks: batch arithmetic and
-device counts.
+are rules like those of the sections, for what must hold between the configuration and the number of ranks: batch
+arithmetic and device counts.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from learner.config.rules import ROLLOUT, Rule, colocates, given, needs_rollouts, overlaps, sync_mode, uses_servers
+from learner.config.modes import ROLLOUT, Rule, colocates, needs_rollouts, overlaps, sync_mode, uses_servers
 from learner.config.schedule import scheduled_channel
-from learner.config.schema import RunConfig, ServerEntry
-from shared.config.model import ConfigErrors, Mistake
+from learner.config.schema import RunConfig
+from learner.config.sections.servers import ServerEntry
+from shared.config.model import ConfigErrors, Mistake, given
 
 
 def topology_rules(world_size: int) -> tuple[Rule, ...]:
@@ -168,7 +169,7 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
     training, rollout, variant = config.training, config.rollout_matching, config.custom.trainer_variant
     gas = derived_gas(config, world_size)
     batch = training.per_device_train_batch_size * world_size * gas
-    rollouts = 0 if variant == "sft" else batch * rollout.best_of.rollouts_per_sample
+    rollouts = 0 if variant == "sft" else batch
     vllm = rollout.vllm if rollout.rollout_backend == "vllm" else None
     server, buffer = rollout.vllm.server, rollout.rollout_buffer
     colocated = vllm is not None and vllm.mode == "colocate"

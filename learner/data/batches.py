@@ -29,7 +29,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
+from learner.data.augment import Augmented
 from learner.data.encoding import EncoderPool, EncodingJob, LocalPool, PromptEncoder, WorkerPool
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError
@@ -70,7 +71,7 @@ class DistributedSampler:
         assert num_samples > 0, "load_samples refuses an empty dataset"
         assert 0 <= rank < num_ranks
         assert samples_per_rank > 0
-        assert samples_per_rank % repeats == 0, "refused by learner/config/rules.py"
+        assert samples_per_rank % repeats == 0, "refused by learner/config/sections/grpo.py"
         self.num_places, self.num_ranks, self.rank, self.repeats = num_samples * repeats, num_ranks, rank, repeats
         self.seed, self.shuffle = seed, shuffle
         self.global_batch = num_ranks * samples_per_rank
@@ -156,18 +157,43 @@ class Upcoming(NamedTuple):
     first_req_idx: int
 
 
+class _SeenShare(NamedTuple):
+    share: Share
+    given: tuple[Sample, ...]  # as annotated
+    samples: tuple[Sample, ...]  # the same, as they are seen
+
+
+def see(
+    samples: Sequence[Sample], indices: Sequence[int], epoch: int, position: int, augmented: Augmented | None
+) -> tuple[Sample, ...]:
+    """The samples as they are seen: those that are equal stay one object."""
+    if augmented is None:
+        return tuple(samples[i] for i in indices)
+    seen = {i: augmented(i, epoch, position) for i in dict.fromkeys(indices)}
+    return tuple(seen[i] for i in indices)
+
+
 class Batches(Iterator[MicroBatch]):
     """The training data of one rank. Close it: it may own processes."""
 
     def __init__(
-        self, samples: Sequence[Sample], *, config: RunConfig, plan: Plan, rank: int, encoder: PromptEncoder
+        self,
+        samples: Sequence[Sample],
+        *,
+        config: RunConfig,
+        plan: Plan,
+        rank: int,
+        encoder: PromptEncoder,
+        augmented: Augmented | None = None,
     ) -> None:
-        self._samples = samples
+        """`augmented`: how samples are seen, if not as they are."""
+        self._samples, self._augmented = samples, augmented
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._first = 0  # all micro-batches before this one were handed out
         self._taken: set[int] = set()  # and of those behind it, these
-        self._ahead: dict[int, tuple[Share, list[EncodingJob]]] = {}
+        self._seen: dict[int, _SeenShare] = {}  # by position: not handed out yet
+        self._ahead: dict[int, list[EncodingJob]] = {}
 
     @property
     def per_epoch(self) -> int:
@@ -184,13 +210,13 @@ class Batches(Iterator[MicroBatch]):
         return self._sampler.global_size(micro_batch)
 
     def shortfall(self, number: int) -> Shortfall | None:
-        """Of the step that learns the next `number` micro-batches, or those up to an epoch's end."""
+        """The shortfall of the step that learns the next `number` micro-batches, or those up to an epoch's end."""
         micro_batch = self._first % self.per_epoch
         size = sum(self.size(i) for i in range(micro_batch, min(micro_batch + number, self.per_epoch)))
         return self.shortfall_of(size, number)
 
     def shortfall_of(self, size: int, number: int) -> Shortfall | None:
-        """Of a step that learns `size` samples in at most `number` micro-batches."""
+        """The shortfall of a step that learns `size` samples in at most `number` micro-batches."""
         whole = min(number * self._sampler.global_batch, self._sampler.num_places)
         return Shortfall(size=size, whole=whole) if size < whole else None
 
@@ -203,11 +229,11 @@ class Batches(Iterator[MicroBatch]):
         to be encoded meanwhile; None: what follows in order."""
         assert position in self.left(position // self.per_epoch), f"micro-batch {position} was handed out"
         self._prefetch(position, self._coming() if then is None else then)
-        share, jobs = self._ahead[position]
-        prompts = [prompt for job in jobs for prompt in job.result()]
+        share, samples = self._share(position)
+        prompts = [prompt for job in self._ahead[position] for prompt in job.result()]
         self.skip(position)
         return MicroBatch(
-            samples=tuple(self._samples[i] for i in share.indices),
+            samples=samples,
             prompts=tuple(prompts),
             epoch=share.epoch,
             micro_batch=share.micro_batch,
@@ -218,6 +244,7 @@ class Batches(Iterator[MicroBatch]):
     def skip(self, position: int) -> None:
         """The micro-batch at `position` counts as handed out: it was read in another way."""
         self._ahead.pop(position, None)
+        self._seen.pop(position, None)
         self._taken.add(position)
         while self._first in self._taken:
             self._taken.remove(self._first)
@@ -232,8 +259,7 @@ class Batches(Iterator[MicroBatch]):
         """The next `number` micro-batches, or those up to an epoch's end. Takes and encodes nothing."""
         found = []
         for position in islice(self._coming(), number):
-            share = self._sampler.share(position)
-            samples = tuple(self._samples[i] for i in share.indices)
+            share, samples = self._share(position)
             found.append(Upcoming(samples=samples, first_req_idx=share.first_req_idx))
             if share.ends_epoch:
                 break
@@ -256,6 +282,21 @@ class Batches(Iterator[MicroBatch]):
                 )
         self._first, self._taken = int(state["position"]), set(state.get("taken", ()))
         self._ahead.clear()
+        self._seen.clear()
+
+    def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
+        """In which epoch each of these samples was handed out last, to any rank, before the next micro-batch."""
+        epoch, micro_batch = divmod(self._first, self.per_epoch)
+        order = self._sampler.order(epoch)[: micro_batch * self._sampler.global_batch]
+        now = {self._samples[i].sample_id for i in order.tolist()}
+        return [epoch if sample_id in now else max(0, epoch - 1) for sample_id in sample_ids]
+
+    def seen_in(self, epoch: int, sample_id: str) -> Sample:
+        """A sample as it is handed out in `epoch`."""
+        place = next(i for i, sample in enumerate(self._samples) if sample.sample_id == sample_id)
+        if self._augmented is None:
+            return self._samples[place]
+        return self._augmented(place, epoch, epoch * self.per_epoch)
 
     def close(self) -> None:
         self._pool.close()
@@ -274,11 +315,23 @@ class Batches(Iterator[MicroBatch]):
                 behind += _cost(self._submit(other))
 
     def _submit(self, position: int) -> Share:
+        share, samples = self._share(position)
         if position not in self._ahead:
-            share = self._sampler.share(position)
-            samples = [self._samples[i] for i in share.indices]
-            self._ahead[position] = (share, submit_all(self._pool, samples))
-        return self._ahead[position][0]
+            self._ahead[position] = submit_all(self._pool, samples)
+        return share
+
+    def _share(self, position: int) -> tuple[Share, tuple[Sample, ...]]:
+        """The share and its samples as they are seen. Labels may be completed while prompts are encoded. Then an
+        augmented picture, which its labels have a part in, is made anew."""
+        seen = self._seen.get(position)
+        share = seen.share if seen else self._sampler.share(position)
+        given = tuple(self._samples[i] for i in share.indices)
+        if seen is None or any(one is not before for one, before in zip(given, seen.given, strict=True)):
+            if self._augmented is not None:
+                self._ahead.pop(position, None)
+            seen = _SeenShare(share, given, see(self._samples, share.indices, share.epoch, position, self._augmented))
+            self._seen[position] = seen
+        return seen.share, seen.samples
 
     def _identity(self) -> dict[str, Any]:
         ids = hashlib.sha256("\0".join(sample.sample_id for sample in self._samples).encode())
@@ -292,10 +345,18 @@ class Batches(Iterator[MicroBatch]):
 
 
 class ShareReader:
-    """What `Batches` hands out on this rank, part by part, for another thread. `pool` is closed with the reader."""
+    """What `Batches` hands out on this rank, part by part, for another thread. `pool` is closed with the reader.
+    `augmented` as in `Batches`."""
 
-    def __init__(self, samples: Sequence[Sample], sampler: DistributedSampler, pool: EncoderPool) -> None:
-        self._samples, self._sampler, self._pool = samples, sampler, pool
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        sampler: DistributedSampler,
+        pool: EncoderPool,
+        *,
+        augmented: Augmented | None = None,
+    ) -> None:
+        self._samples, self._sampler, self._pool, self._augmented = samples, sampler, pool, augmented
 
     def size(self, position: int) -> int:
         """This rank's samples in the micro-batch at `position`."""
@@ -304,10 +365,11 @@ class ShareReader:
     def read(self, position: int, part: range) -> MicroBatch:
         """Samples `part` of the micro-batch. Raises DataError where a sample can't be encoded."""
         share = self._sampler.share(position)
-        samples = [self._samples[i] for i in share.indices[part.start : part.stop]]
+        indices = share.indices[part.start : part.stop]
+        samples = see(self._samples, indices, share.epoch, position, self._augmented)
         prompts = [prompt for job in submit_all(self._pool, samples) for prompt in job.result()]
         return MicroBatch(
-            samples=tuple(samples),
+            samples=samples,
             prompts=tuple(prompts),
             epoch=share.epoch,
             micro_batch=share.micro_batch,
@@ -320,8 +382,21 @@ class ShareReader:
 
 
 def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob]:
-    """Jobs of the pool's size, in order."""
-    return [pool.submit(samples[i : i + pool.job_size]) for i in range(0, len(samples), pool.job_size)]
+    """Jobs of the pool's size, in order. A sample that comes several times in a row (`grpo`) is encoded once."""
+    runs = [(first, 1 + sum(1 for _ in again)) for _, again in groupby(samples, key=id) for first in [next(again)]]
+    jobs = (runs[i : i + pool.job_size] for i in range(0, len(runs), pool.job_size))
+    return [_Repeated(pool.submit([one for one, _ in job]), [times for _, times in job]) for job in jobs]
+
+
+@dataclass(frozen=True)
+class _Repeated:
+    """A job each of whose prompts is wanted several times."""
+
+    job: EncodingJob
+    times: Sequence[int]
+
+    def result(self) -> list[EncodedPrompt]:
+        return [prompt for prompt, times in zip(self.job.result(), self.times, strict=True) for _ in range(times)]
 
 
 def sampler_of(num_samples: int, *, config: RunConfig, plan: Plan, rank: int) -> DistributedSampler:
@@ -405,6 +480,14 @@ class WindowRepeater(Iterator[MicroBatch]):
         if self._kept:
             return [Upcoming(samples=batch.samples, first_req_idx=batch.first_req_idx) for batch in self._kept]
         return self._batches.upcoming(number)
+
+    def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
+        """See `Batches`, for what was handed out before the window."""
+        return self._batches.last_epochs(sample_ids)
+
+    def seen_in(self, epoch: int, sample_id: str) -> Sample:
+        """See `Batches`."""
+        return self._batches.seen_in(epoch, sample_id)
 
     def state(self) -> dict[str, Any]:
         """The data's own state at the window's beginning, and how many passes over the window are done; as JSON."""

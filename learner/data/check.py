@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
 from learner.data.raw import Validates
-from learner.data.readers import load_split, read_split
+from learner.data.splits import Split, load_split, read_split
 from learner.extensions import reader_of, task_class
 from learner.records import Sample
 from shared.config.model import Mistake
@@ -47,6 +48,7 @@ class CheckedSplit:
     num_samples: int = 0
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    split: Split | None = None  # what was read, if it could be
 
 
 def splits(config: RunConfig) -> dict[str, str]:
@@ -54,6 +56,14 @@ def splits(config: RunConfig) -> dict[str, str]:
     data = config.data
     files = {"train": data.train, "val": data.val, "test": data.test}
     return {split: path for split, path in files.items() if path is not None}
+
+
+def check_retained(config: RunConfig) -> dict[str, CheckedSplit]:
+    """What is in the annotations of `data.retain`, by name."""
+    return {
+        f"retain {name}": check_split(own, f"retain ({name})", own.data.train)
+        for name, own in retained_configs(config).items()
+    }
 
 
 def check_split(config: RunConfig, split: str, path: str) -> CheckedSplit:
@@ -72,7 +82,7 @@ def check_split(config: RunConfig, split: str, path: str) -> CheckedSplit:
         mistakes.append(
             Mistake(path=key, found=f"{more} more records that cannot be used", wanted="none", remedy=remedy)
         )
-    return CheckedSplit(num_samples=len(found.samples), dropped=found.bad.summary(), mistakes=mistakes)
+    return CheckedSplit(num_samples=len(found.samples), dropped=found.bad.summary(), mistakes=mistakes, split=found)
 
 
 def load_unchecked(config: RunConfig, path: str) -> list[Sample]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learner.config.schema import LossConfig
+from learner.config.sections.loss import LossConfig
 from learner.data.batches import DistributedSampler
 from learner.data.prompt import PromptEncoder
 from learner.extensions import Task
@@ -29,7 +29,7 @@ _ESCAPED_BYTES = 6  # of one byte of a description, as `\u0001`
 
 @dataclass(frozen=True, kw_only=True)
 class RowLimit:
-    """For rows of `max_tokens`. `max_new_tokens`: of a rollout; 0 where none is learned."""
+    """Whether samples fit rows of `max_tokens`. `max_new_tokens`: of a rollout; 0 where none is learned."""
 
     encoder: PromptEncoder
     task: Task

@@ -1,5 +1,5 @@
-"""A sample's prompt as the model sees it, on the learner's side, and the check that the server's prompt is the same
-(R03).
+"""A sample's prompt as the model sees it, on the learner's side, and the check that an engine's prompt is the same
+(R03, R45).
 
 In: a `Sample`, whose images are strings (`shared/images.py`). Out: an `EncodedPrompt`: token ids with image
 placeholders expanded, and pixels. Chat template and processor are the checkpoint's own, so ids equal the server's.
@@ -9,18 +9,26 @@ placeholders expanded, and pixels. Chat template and processor are the checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-from learner.records import EncodedPrompt, Sample, VisionInputs
+from learner.data.views import open_images
+from learner.records import EncodedPrompt, Rollout, Sample, VisionInputs
 from shared.errors import ConfigError, DataError, MediaError, PromptMismatchError, RequestError
 from shared.generation import Prompt, limit_pixels, render_messages
 from shared.images import ImageRules, Images
 from shared.packages import missing_package
+from shared.pixels import ImageProcessing, check_pixels
+from shared.wire import ProcessedImages
+
+log = logging.getLogger(__name__)
 
 CONTEXT = 8  # tokens shown around a difference
 
@@ -57,7 +65,8 @@ class PromptEncoder:
         if self.processor is None:
             return EncodedPrompt(token_ids=tuple(self._token_ids(text)), vision=None)
         images = self._open_images(sample)
-        inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
+        with _shape_errors(sample, [image.size for image in images]):
+            inputs = self.processor(text=[text], images=images or None, return_tensors="pt")
         vision = None
         if images:
             vision = VisionInputs(pixel_values=inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"])
@@ -72,6 +81,11 @@ class PromptEncoder:
             pixels=self.pixels,
         )
 
+    @property
+    def image_processing(self) -> ImageProcessing | None:
+        """How images are resized and scaled; None for text."""
+        return None if self.processor is None else ImageProcessing.of(self.processor.image_processor)
+
     def num_tokens(self, sample: Sample) -> int:
         """`len(encode(sample).token_ids)`, computed from the sizes of its images only. Raises like `encode`."""
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
@@ -82,12 +96,13 @@ class PromptEncoder:
             return text
         one = len(sample.images) == 1  # its size is checked by the reader
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
-        tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
+        with _shape_errors(sample, sizes):
+            tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
         return text - len(sizes) + sum(tokens)
 
     def _open_images(self, sample: Sample) -> list[Image.Image]:
         try:
-            return [self.images.load(image) for image in sample.images]
+            return open_images(sample, self.images)
         except MediaError as error:
             raise _data_error(sample, error.what, error.found, error.wanted, error.remedy) from error
 
@@ -105,6 +120,47 @@ class PromptEncoder:
     def _token_ids(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
+
+
+class PromptCheck:
+    """Has a rollout's engine read the learner's prompt: the same token ids (R03), and the same pixels (R45)?
+
+    `decode`: the tokenizer's. `image_processing`: the encoder's; without it images are not compared. Several threads
+    may call. The digest of
+    a prompt's images is made once, for all rollouts of its sample.
+    """
+
+    def __init__(
+        self, *, decode: Callable[[list[int]], str] | None = None, image_processing: ImageProcessing | None = None
+    ) -> None:
+        self._decode, self._processing = decode, image_processing
+        self._processed: WeakKeyDictionary[VisionInputs, ProcessedImages] = WeakKeyDictionary()
+        self._has_told = False
+
+    def __call__(self, prompt: EncodedPrompt, rollout: Rollout) -> None:
+        """Raises PromptMismatchError, ServerMismatchError."""
+        sample_id = rollout.sample.sample_id
+        check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._decode)
+        if prompt.vision is not None and rollout.pixels is not None:
+            self.pixels(prompt.vision, rollout.pixels, sample_id=sample_id, name=rollout.server_id)
+
+    def pixels(self, mine: VisionInputs, theirs: ProcessedImages, *, sample_id: str, name: str) -> None:
+        """`name`: of the other side. Raises ServerMismatchError."""
+        if self._processing is None:
+            return
+        seen = self._processed.get(mine)
+        if seen is None or seen.dtype != theirs.dtype:
+            seen = self._processing.processed(mine.pixel_values, mine.image_grid_thw, theirs.dtype)
+            self._processed[mine] = seen
+        gap = check_pixels(seen, theirs, sample_id=sample_id, name=name)
+        if gap and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "%s: pixels of sample %s differ from the learner's by up to %.4f, as another library's rounding does",
+                name,
+                sample_id,
+                gap,
+            )
 
 
 def check_prompt_prefix(
@@ -139,6 +195,17 @@ def check_prompt_prefix(
 
 def _has_vision(path: str) -> bool:
     return hasattr(AutoConfig.from_pretrained(path), "vision_config")
+
+
+@contextmanager
+def _shape_errors(sample: Sample, sizes: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Raises DataError for images of a shape that the processor does not take."""
+    try:
+        yield
+    except ValueError as error:
+        shown = ", ".join(f"{width} x {height}" for width, height in sizes)
+        found, wanted = f"{shown} pixels: {error}", "a shape that the model's processor takes"
+        raise _data_error(sample, "the model cannot see the image", found, wanted, "crop the image") from error
 
 
 def _data_error(sample: Sample, what: str, found: str, wanted: str, remedy: str = "") -> DataError:

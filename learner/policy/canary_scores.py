@@ -3,7 +3,8 @@
 In: a policy and fixed answers. Out: a `CanaryScorer`, to be called at every sync. It scores the answers with the values
 that are sent: merged, and rounded to the type that travels. A server with exactly these values gives the same
 log-probabilities, except for differences between kernels. What merging and rounding changed is reported separately, as
-`merge_gap`.
+`merge_gap`. It needs a second pass, with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th
+sync makes it, and the others report the last gap.
 
 On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
 of 4B; launching every kernel from Python takes several times as long. Two cases cannot be captured: a vision tower
@@ -15,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 
 from learner.policy.load import Policy
-from learner.policy.weights import Checksums, as_sent, changes_when_sent, checksum, unreplaced
+from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
@@ -37,36 +39,54 @@ class CanaryScores:
     checksums: Checksums = field(default_factory=dict)  # of the weights that were used, as far as they are known
 
 
+MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
+
+
 class CanaryScorer:
     def __init__(self, policy: Policy, answers: Answers) -> None:
         self._policy, self._answers = policy, answers
         self._trained = RepeatedLogprobs(policy, answers)
-        self._sent: dict[tuple[torch.dtype | None, bool], RepeatedLogprobs] = {}
-        self._unreplaced: dict[tuple[torch.dtype | None, bool], dict[str, torch.Tensor]] = {}
+        self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
     def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
         """Under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one weight per layer;
         otherwise the adapter travels by itself."""
-        model = self._policy.model
-        trained = self._trained()
-        if not changes_when_sent(model, dtype, merged=merged):
-            return CanaryScores(logprobs=trained, merge_gap=0.0, checksums=self._checksums(dtype, merged))
         if (dtype, merged) not in self._sent:
-            within = lambda: as_sent(model, dtype, merged=merged)  # noqa: E731
-            self._sent[dtype, merged] = RepeatedLogprobs(self._policy, self._answers, within)
-        sent = self._sent[dtype, merged]()
-        gaps = np.abs(np.concatenate(sent) - np.concatenate(trained)) if sent else np.zeros(1)
-        checksums = self._checksums(dtype, merged) | self._sent[dtype, merged].checksums
-        return CanaryScores(logprobs=sent, merge_gap=float(gaps.mean()), checksums=checksums)
+            self._sent[dtype, merged] = _Sent(self._policy, self._answers, dtype, merged=merged)
+        way = self._sent[dtype, merged]
+        if way.scorer is None:
+            return CanaryScores(logprobs=self._trained(), merge_gap=0.0, checksums=self._checksums(way))
+        sent = way.scorer()
+        if self._trained.is_captured or way.number % MERGE_GAP_EVERY == 0:
+            trained = self._trained()
+            gaps = np.abs(np.concatenate(sent) - np.concatenate(trained)) if sent else np.zeros(1)
+            way.merge_gap = float(gaps.mean())
+        way.number += 1
+        checksums = self._checksums(way) | way.scorer.checksums
+        return CanaryScores(logprobs=sent, merge_gap=way.merge_gap, checksums=checksums)
 
     @torch.no_grad()
-    def _checksums(self, dtype: torch.dtype | None, merged: bool) -> Checksums:
-        """Of the weights that are used as they are trained. A sharded model's parts have none."""
-        if self._policy.is_sharded or not merged:
+    def _checksums(self, way: _Sent) -> Checksums:
+        """Checksums of the weights that are used as they are trained. A sharded model's parts have none."""
+        if self._policy.is_sharded or not way.merged:
             return {}
-        if (dtype, merged) not in self._unreplaced:
-            self._unreplaced[dtype, merged] = unreplaced(self._policy.model, dtype, merged=merged)
-        return {name: checksum(tensor) for name, tensor in self._unreplaced[dtype, merged].items()}
+        return {name: checksum(tensor) for name, tensor in way.unreplaced.items()}
+
+
+class _Sent:
+    """One way in which weights travel. `scorer`: None if they travel as they are trained; `number`: of its calls."""
+
+    def __init__(self, policy: Policy, answers: Answers, dtype: torch.dtype | None, *, merged: bool) -> None:
+        self._policy, self._dtype, self.merged = policy, dtype, merged
+        self.number, self.merge_gap = 0, 0.0
+        model = policy.model
+        replaced = list(replaced_modules(model, dtype, merged=merged))  # to find them takes longer than a pass
+        within = partial(as_sent, model, dtype, merged=merged, replaced=replaced)
+        self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
+
+    @cached_property
+    def unreplaced(self) -> dict[str, torch.Tensor]:
+        return unreplaced(self._policy.model, self._dtype, merged=self.merged)
 
 
 class RepeatedLogprobs:
@@ -76,15 +96,15 @@ class RepeatedLogprobs:
     def __init__(self, policy: Policy, answers: Answers, within: Within = nullcontext) -> None:
         self._policy, self._answers, self._within = policy, answers, within
         can = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
-        self._captures = can and len(answers) > 0 and not policy.is_sharded
+        self.is_captured = can and len(answers) > 0 and not policy.is_sharded
         self._addresses: tuple[int, ...] = ()
         self.checksums: Checksums = {}
-        if self._captures:
+        if self.is_captured:
             self._capture()
 
     def __call__(self) -> list[list[float]]:
         """Natural log-probabilities per answer, under the weights as they are now."""
-        if not self._captures:
+        if not self.is_captured:
             with self._within() as checksums:
                 logprobs = self._policy.logprobs(self._answers)
             self.checksums = checksums or {}

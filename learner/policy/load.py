@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,29 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from learner.config.schema import GrpoConfig, ModelConfig
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.model import ModelConfig
 from learner.data.prompt import PromptEncoder
 from learner.extensions import LossFunction
 from learner.policy import lora
 from learner.policy.attention import use_segment_attention
 from learner.policy.compiled import compile_layers, compiling, uncompiled
 from learner.policy.lora import AdapterWeights
-from learner.policy.loss import RowLoss, check_finite, logprobs_and_entropy, token_logprobs, weighted_loss
+from learner.policy.loss import (
+    RowLoss,
+    SmoothCoordinates,
+    check_finite,
+    logprobs_and_entropy,
+    token_logprobs,
+    weighted_loss,
+)
 from learner.policy.packed import PackedInputs, hidden_states, pack_inputs
 from learner.policy.parallel import Ranks, broadcast_parameters, reduce_gradients
 from learner.policy.policy_gradient import PREFIX, SUMS, policy_loss, write_first_logprobs
 from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.records import EncodedPrompt, PackedRow, Segment
+from learner.tasks.detection.task import coordinate_token_ids
 from shared.errors import ConfigError
 from shared.families import check_family
 from shared.images import ImageRules
@@ -83,10 +93,12 @@ class Policy:
         sharded: ShardedForward | None = None,
         loss: LossFunction | None = None,
         grpo: GrpoConfig | None = None,
+        smoothing: SmoothCoordinates | None = None,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
-        self._sharded, self._loss, self._grpo = sharded, loss, grpo
+        self._sharded, self._loss, self._grpo, self._smoothing = sharded, loss, grpo, smoothing
+        self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @property
     def is_sharded(self) -> bool:
@@ -99,21 +111,31 @@ class Policy:
 
     @property
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Trained parameters by name, in an order that all ranks share."""
-        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        """Trained parameters by name, in an order that all ranks share. Decided once, when the policy is made: ranks
+        reduce the gradients of exactly these."""
+        return list(self._trainable)
+
+    def set_training(self, training: bool) -> None:
+        """`model.train(training)`. torch sets the attribute of each of thousands of modules by a slow way: 0.1 s for a
+        model of 4B with adapters, at every row and every sync."""
+        if self.model.training == training:
+            return
+        for module in self._modules:
+            module.__dict__["training"] = training
+
+    @cached_property
+    def _modules(self) -> list[torch.nn.Module]:
+        return list(self.model.modules())
 
     # ---- learning --------------------------------------------------------------------------------------------------
 
-    def forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs]:
-        """The row's summed weighted loss (float32 scalar, with gradient), and its inputs.
+    def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
+        """The row's summed weighted loss (float32 scalar, with gradient), its inputs, and a policy gradient's sums.
 
         Raises LossError if a supervised token is outside the assistant span.
         """
-        loss, inputs, _ = self._forward_row(row)
-        return loss, inputs
-
-    def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
-        """Loss, inputs, and the sums of a policy gradient."""
+        if not row.segments and self._grpo is not None:  # so that it runs the program of the other rows
+            row = replace(row, share_prompts=self._grpo.share_prompts)
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
         sums: list[torch.Tensor] = []
 
@@ -131,6 +153,7 @@ class Policy:
                 inputs.weights,
                 compiled=not self.why_not_compiled,
                 function=self._loss,
+                smoothing=self._smoothing,
             )
 
         return self._forward(row_loss), inputs, sums[0] if sums else None
@@ -140,7 +163,9 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert inputs.policy is not None
         assert self._grpo is not None, "a segment has advantages, but the policy has no section grpo"
-        now, entropy = logprobs_and_entropy(hidden[inputs.predict_at], self._head, inputs.targets)
+        now, entropy = logprobs_and_entropy(
+            hidden[inputs.predict_at], self._head, inputs.targets, compiled=not self.why_not_compiled
+        )
         write_first_logprobs(row.segments, inputs.supervised, now)
         reference = self._reference_logprobs(inputs) if self._grpo.kl_weight else None
         return policy_loss(now, inputs.weights, inputs.policy, self._grpo, entropy=entropy, reference=reference)
@@ -148,8 +173,8 @@ class Policy:
     @torch.no_grad()
     def _reference_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
         """[N] by the model without its adapter."""
-        assert self.adapter is not None, "refused by learner/config/rules.py"
-        with uncompiled(), self.adapter.disable_adapter():
+        assert self.adapter is not None, "refused by learner/config/sections/grpo.py"
+        with uncompiled(), lora.without_adapter(self.adapter):
             return token_logprobs(hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets)
 
     def backward(self, row: PackedRow) -> RowLoss:
@@ -158,7 +183,7 @@ class Policy:
         Raises LossError if the loss is not finite, before the gradients change, and ConfigError if compiling fails at
         the first row.
         """
-        self.model.train()
+        self.set_training(True)
         with compiling():
             loss, inputs, sums = self._forward_row(row)
             loss_sum = loss.item()
@@ -174,6 +199,8 @@ class Policy:
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
         """Once per step, on every rank: turn summed gradients into those of the step's weighted mean loss."""
+        now = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"
         summed_by = Ranks() if self.is_sharded else ranks  # each backward pass has summed the parts over ranks
         reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
@@ -199,7 +226,7 @@ class Policy:
     def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
         """`logprobs` of all answers, one after the other `[N]`, on the device."""
         was_training = self.model.training
-        self.model.eval()
+        self.set_training(False)
         try:
             with uncompiled():
                 return self._forward(
@@ -208,7 +235,7 @@ class Policy:
                     )
                 )
         finally:
-            self.model.train(was_training)
+            self.set_training(was_training)
 
     @staticmethod
     def split(logprobs: torch.Tensor, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
@@ -250,10 +277,11 @@ def load_policy(
     image_rules: ImageRules | None = None,
     loss: LossFunction | None = None,
     grpo: GrpoConfig | None = None,
+    coordinate_smoothing: float = 0.0,
 ) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
     `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own,
-    `grpo` the settings of a policy gradient.
+    `grpo` the settings of a policy gradient, `coordinate_smoothing` the key of `loss`.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
     Raises ConfigError if the path holds no model, if its family does not work or is not tested, if packed rows or
@@ -271,18 +299,23 @@ def load_policy(
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:
         model.to(device)
+    encoder = PromptEncoder.load(
+        base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
+    )
+    smoothing = None
+    if coordinate_smoothing:
+        smoothing = SmoothCoordinates(coordinate_token_ids(encoder.tokenizer), coordinate_smoothing)
     return Policy(
         model=model,
         adapter=adapter,
-        encoder=PromptEncoder.load(
-            base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
-        ),
+        encoder=encoder,
         device=device,
         bf16=bf16,
         why_not_compiled=compile_layers(model, config.compile, device, sharded=sharded is not None),
         sharded=sharded,
         loss=loss,
         grpo=grpo,
+        smoothing=smoothing,
     )
 
 

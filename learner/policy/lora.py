@@ -12,6 +12,7 @@ float32, so no number besides the tensors has to travel; the trained weights do 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import peft
@@ -20,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from learner.config.schema import LoraConfig, ModelConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy.sharding import whole
 from learner.policy.weights import CheckpointWeights
 from shared.errors import ConfigError
@@ -70,6 +71,19 @@ def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
             wanted="names of linear layers of the model",
             remedy='use "all-linear", or names such as q_proj',
         ) from error
+
+
+@contextmanager
+def without_adapter(adapter: peft.PeftModel) -> Iterator[None]:
+    """The model as it is without its adapter. What is trainable afterwards is what was trainable before."""
+    trained = [(p, p.requires_grad) for p in adapter.parameters()]
+    try:
+        with adapter.disable_adapter():
+            yield
+    finally:
+        # peft makes every adapter parameter trainable as it switches the adapter on again, frozen ones too.
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
 
 
 def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:

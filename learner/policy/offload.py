@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
-from learner.config.rules import ROLLOUT
-from learner.config.schema import OffloadConfig
+from learner.config.modes import ROLLOUT
+from learner.config.sections.rollout_matching import OffloadConfig
 from learner.policy.load import Policy
 from learner.policy.optim import Optimizer
 from learner.policy.sharding import is_part
@@ -72,6 +72,11 @@ class Offload:
         self._tensors, self._device = tensors, device
         self._memory = HostMemory(page_locked=device.type == "cuda")
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything is moved."""
+        return any(True for _ in self._tensors())
+
     @contextmanager
     def away(self) -> Iterator[None]:
         """Inside, the tensors are in host memory, and may only be read as weights. Raises ConfigError before anything
@@ -98,7 +103,7 @@ class Offload:
             torch.cuda.synchronize(self._device)
 
 
-def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer) -> Offload:
+def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer | None) -> Offload:
     """The offload that the configuration asks for. Raises ConfigError if the state cannot be moved safely."""
     moves = config.enabled and policy.device != HOST
     moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
@@ -108,7 +113,7 @@ def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer) ->
             yield from policy.model.parameters()
             yield from (p.grad for p in policy.model.parameters() if p.grad is not None)
             yield from policy.model.buffers()
-        if moves_optimizer:
+        if moves_optimizer and optimizer is not None:
             yield from optimizer.state().values()
 
     if config.enabled and (config.offload_model or config.offload_optimizer):

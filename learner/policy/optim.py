@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from learner.config.schema import TrainingConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.sharding import is_part, part_of, whole, whole_on_host
 from shared.errors import CheckpointError, LossError
 

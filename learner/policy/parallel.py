@@ -207,9 +207,7 @@ def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, 
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if ranks.world_size == 1:
-            for p in bucket:
-                assert p.grad is not None
-                p.grad.mul_(scale)
+            torch._foreach_mul_([p.grad for p in bucket if p.grad is not None], scale)
             continue
         flat = torch.cat([p.grad.flatten().float() for p in bucket if p.grad is not None])
         ranks.all_reduce_tensor(flat)

@@ -12,13 +12,13 @@ The list of a model's tensors is made once, because making it takes longer than 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -109,17 +109,23 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def as_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> Iterator[Checksums]:
+def as_sent(
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
+    *,
+    merged: bool,
+    replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
+) -> Iterator[Checksums]:
     """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
     `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
     holds one more layer, never one more model. A sharded model's weights are whole at that time. Yields the checksums
-    of the weights that were replaced, which a forward pass fills in.
+    of the weights that were replaced, which a forward pass fills in. `replaced`: `replaced_modules`, if they are known.
     """
     used: Checksums = {}
     with ExitStack() as hooks:
-        for name, module in _replaced(model, dtype, merged=merged):
+        for name, module in replaced_modules(model, dtype, merged=merged) if replaced is None else replaced:
             if merged and isinstance(module, LoraLayer):
                 swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), name, used, adapted=module)
             else:
@@ -133,22 +139,18 @@ def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: boo
     """The weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not replace."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
-        for module_name, module in _replaced(model, dtype, merged=merged)
+        for module_name, module in replaced_modules(model, dtype, merged=merged)
         for name in (module.get_base_layer() if isinstance(module, LoraLayer) else module)._parameters
     }
     own = ((name.replace(_BASE, "."), tensor) for name, tensor in _own_state(model).items())
     return {name: tensor for name, tensor in own if name not in replaced}
 
 
-def changes_when_sent(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> bool:
-    """Whether the values that travel can differ from those that are trained."""
-    return any(True for _ in _replaced(model, dtype, merged=merged))
-
-
-def _replaced(
+def replaced_modules(
     model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules whose own weights travel with other values, by name: an adapted layer as a whole, without its parts."""
+    """Modules whose own weights can travel with other values than are trained, by name: an adapted layer as a whole,
+    without its parts."""
     adapted = {module.get_base_layer() for module in model.modules() if merged and isinstance(module, LoraLayer)}
     for name, module in model.named_modules():
         if (merged and isinstance(module, LoraLayer)) or (module not in adapted and _is_rounded(module, dtype)):
@@ -210,6 +212,10 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 def merged_weight(layer: LoraLayer) -> torch.Tensor:
     """An adapted layer's weight with its adapter merged: a new, whole float32 tensor, also under autocast."""
+    with torch.autocast(layer.get_base_layer().weight.device.type, enabled=False):
+        plain = _merged_plain(layer)
+    if plain is not None:
+        return plain
     scratch = whole_copy(layer)
     base = copy.copy(scratch.get_base_layer())
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
@@ -219,6 +225,21 @@ def merged_weight(layer: LoraLayer) -> torch.Tensor:
     with torch.autocast(weight.device.type, enabled=False):
         scratch.merge()
     return weight.data
+
+
+def _merged_plain(layer: LoraLayer) -> torch.Tensor | None:
+    """One plain LoRA on a linear layer, in peft's own order of operations and so bit for bit as peft merges it, in a
+    tenth of the time. None for any other layer: peft merges that one."""
+    if type(layer) is not Linear or len(layer.active_adapters) != 1:
+        return None
+    name, base = layer.active_adapters[0], layer.get_base_layer().weight
+    if name not in layer.lora_A or name in layer.lora_variant or layer.lora_bias[name] or layer.fan_in_fan_out:
+        return None
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    if any(is_part(weight) or weight.dtype != torch.float32 for weight in (a, b)) or is_part(base):
+        return None
+    delta = (b.detach() @ a.detach()).mul_(layer.scaling[name])
+    return delta.add_(base.detach())
 
 
 def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -72,7 +72,7 @@ def _curve(run: Run) -> Chart | None:
 
 
 def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
-    """Of all rollouts of rank 0 in the first and in the last quarter of the steps."""
+    """A histogram of all rollouts of rank 0 in the first and in the last quarter of the steps."""
     quarter = math.ceil(len(groups) / 4)
     if not quarter:
         return None

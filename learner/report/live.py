@@ -10,7 +10,6 @@ address or this host as `Host`, so no web page can reach it under a name of its 
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -27,6 +26,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
 from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number
 from learner.report.page import TEMPLATES
@@ -36,9 +36,10 @@ from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
 from learner.report.training import AHEAD, training
 from learner.rollout.control import read_state
-from learner.run.answers import NAME as ANSWERS
 from shared.addresses import is_loopback
 from shared.errors import ConfigError, DataError, ServerError
+from shared.reading import json_in
+from shared.tokens import read_token
 from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0
@@ -99,10 +100,10 @@ class LiveView:
 
     def _answers(self, run: Run) -> tuple[int, list[Answer]]:
         try:
-            told = json.loads((self._run_dir / ANSWERS).read_text(encoding="utf-8"))
+            told = json_in(self._run_dir / ANSWERS)
             roots = tuple(image_roots(run))
             return int(told["global_step"]), [self._answer(line, roots) for line in told["answers"]]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return 0, []  # not there, or not what a learner writes
 
     def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> Answer:
@@ -136,7 +137,7 @@ class LiveView:
             with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host), timeout=ASK_S) as client:
                 answer = client.get(f"{url}/status/", headers=headers)
             if answer.status_code == httpx.codes.UNAUTHORIZED:
-                return [f"unknown: {TOKEN_VARIABLE} is not set here", "–", "–", "–"]
+                return [f"unknown: needs --send-token and {TOKEN_VARIABLE}", "–", "–", "–"]
             status = ServerStatus.model_validate_json(answer.content)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return [f"no answer ({type(error).__name__})", "–", "–", "–"]
@@ -281,8 +282,9 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
-def serve(run_dir: Path, *, host: str, port: int) -> int:
-    """Serve until Ctrl-C. Raises DataError if there is no run, ServerError if the port is taken."""
+def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> int:
+    """Serve until Ctrl-C. `send_token`: to the servers that the folder names. Whoever wrote the folder chose them.
+    Raises DataError if there is no run, ServerError if the port is taken."""
 
     if not is_run(run_dir):
         raise DataError("the directory is no run", found=str(run_dir), remedy="give training.output_dir of a run")
@@ -296,6 +298,6 @@ def serve(run_dir: Path, *, host: str, port: int) -> int:
     listener.listen()
     shown = f"[{host}]" if ":" in host else host
     print(f"live view of {run_dir}: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
-    app = create_app(run_dir, host=host, token=os.environ.get(TOKEN_VARIABLE) or None)
+    app = create_app(run_dir, host=host, token=read_token(os.environ) if send_token else None)
     uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).run(sockets=[listener])
     return 0

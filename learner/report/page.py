@@ -45,7 +45,8 @@ def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None
         others = read_runs(compare)
         runs = RunSet(title=runs.title, runs=(*runs.runs, *others.runs), summary=runs.summary)
     target = out or run_dir / "report.html"
-    write_atomically(target, render(runs))
+    page = render(runs).encode(errors="replace").decode()  # a lone surrogate in a scene cannot be written
+    write_atomically(target, page)
     return target
 
 
@@ -66,6 +67,7 @@ def render(runs: RunSet) -> str:
         main_metrics=results.metrics_table(progress, only=results.SHOWN),
         iou_charts=results.iou_charts(progress),
         comparison=results.comparison_table(progress),
+        retained=[table for one in progress if (table := results.retained_table(one, named=several))],
         classes=results.class_table(progress),
         confusion=results.confusion_matrix(progress[0]),
         metrics=results.metrics_table(progress),

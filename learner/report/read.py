@@ -8,7 +8,6 @@ counts.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +21,12 @@ from learner.config.load import RESOLVED_NAME
 from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
 from learner.tasks.detection.bins import arity_is_right
 from shared.errors import DataError
+from shared.reading import json_of
 
 METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_(\d+)\.jsonl")
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt)
+_LARGEST_BIN = 1 << 20  # far outside every image, and small enough for areas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +210,8 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
     evals, eval_damage = _evals(path if with_scenes else None, named.get("eval", ()), config)
     groups, group_damage = _groups(path / GROUPS) if with_scenes else ((), "")
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
-    notes = [config_note, _damage(METRICS, damaged), *eval_damage, group_damage]
+    warnings = [_warning(event) for event in named.get("warning", ())]
+    notes = [config_note, *warnings, _damage(METRICS, damaged), *eval_damage, group_damage]
     return Run(
         name=_title(path),
         path=path,
@@ -258,8 +260,8 @@ def _objects(lines: Iterable[str]) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
     for line in lines:
         try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
+            value = json_of(line)
+        except ValueError:
             continue  # counted: the caller says how many lines are damaged
         if isinstance(value, dict):
             found.append(value)
@@ -272,7 +274,7 @@ def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
         return {}, f"There is no {path.name}."
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
         return {}, f"{path.name} can't be read."
     return (value, "") if isinstance(value, dict) else ({}, f"{path.name} holds no mapping.")
 
@@ -287,7 +289,12 @@ def _damage(name: str, lines: int) -> str:
 def _number(fields: Mapping[str, Any], key: str) -> float:
     """A number, or NaN if it is null, missing or something else."""
     value = fields.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an integer of a thousand digits
+        return math.nan
 
 
 def _count(fields: Mapping[str, Any], key: str) -> int:
@@ -312,6 +319,11 @@ def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
 def _step(event: Mapping[str, Any]) -> StepResult:
     channel = "A" if event.get("channel") == "A" else "B"
     return _record(StepResult, event, channel=channel, metrics=_numbers(event.get("metrics")))
+
+
+def _warning(event: Mapping[str, Any]) -> str:
+    what, steps = str(event.get("what", "")), _count(event, "steps")
+    return f"At step {_count(event, 'global_step')}: {what}, in {steps} steps in a row; {event.get('remedy', '')}"
 
 
 def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:
@@ -370,7 +382,7 @@ def _evals(
 
 
 def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
-    """By step; of a step that a resumed run repeated, the last line."""
+    """Groups by step; of a step that a resumed run repeated, the last line."""
     lines, damaged = _read_jsonl(path)
     found = {step.global_step: step for step in map(_group_step, lines) if step is not None}
     unread = sum(_group_step(line) is None for line in lines)
@@ -384,7 +396,7 @@ def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
         group = line.get("group", {})
         answers = [_scored_scene(group, one) for one in group.get("answers", ())]
         step = int(line["global_step"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if not rewards or not all(map(math.isfinite, rewards)):
         return None
@@ -411,15 +423,15 @@ def read_scene(line: Mapping[str, Any]) -> Scene | None:
         scene = Scene(
             scene_id=str(line["id"]),
             images=tuple(map(str, line["images"])),
-            width=int(line["width"]),
-            height=int(line["height"]),
+            width=min(int(line["width"]), _LARGEST_BIN),
+            height=min(int(line["height"]), _LARGEST_BIN),
             truth=tuple(map(read_object, line["truth"])),
             ignored=tuple(map(read_object, line.get("ignored", ()))),
             predictions=tuple(map(read_object, line["predictions"])),
             num_dropped=sum(int(count) for count in line.get("drops", {}).values()),
             truncated=bool(line.get("truncated")),
         )
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
     return scene if scene.width > 0 and scene.height > 0 else None
 
@@ -430,4 +442,6 @@ def read_object(fields: Mapping[str, Any]) -> DetectionObject:
     bins = tuple(int(b) for b in fields[kind])
     if not arity_is_right(kind, bins):
         raise ValueError(f"{kind} of {len(bins)} numbers")
+    if max(map(abs, bins)) > _LARGEST_BIN:
+        raise ValueError(f"{kind} far outside the image")
     return DetectionObject(desc=str(fields["desc"]), kind=kind, bins=bins)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from learner.journal.retained import changes
 from learner.report.charts import Bar, Chart, Series, Table, interval_chart, line_chart, number
 from learner.report.read import EvalPoint, Run, RunSet, Scene
 from learner.report.scores import (
@@ -89,7 +90,7 @@ def verdict(runs: Sequence[Progress]) -> str | None:
 
 
 def _against(main: Progress, other: Progress) -> str:
-    """By how much `other` ended ahead or behind, where the interval leaves zero out."""
+    """The difference by which `other` ended ahead or behind, where the interval leaves zero out."""
     lead = gain_between(main.after, other.after)
     if lead is None or not _tone(lead):
         return ""
@@ -245,6 +246,20 @@ def comparison_table(runs: Sequence[Progress]) -> Table | None:
         cells += [_estimate_cell(e, sign=True) for e in (progress.gain, against)]
         rows.append([progress.run.name, str(len(progress.run.steps)), *cells, duration(progress.run.wall_s)])
     return Table(["Run", "Steps", "F1@0.5 before", "after", "gain", f"{main.run.name} ahead by", "Wall time"], rows)
+
+
+def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
+    """The main metric on the run's own data and on `data.retain`, from the first evaluation to the last; None if
+    nothing was retained. `named`: several runs are shown."""
+    points = [point for point in progress.run.evals if point.metrics]
+    found = changes(points[0].metrics, points[-1].metrics) if len(points) > 1 else []
+    rows = [[one.data, f"{one.before:.3f}", f"{one.after:.3f}", f"{one.after - one.before:+.3f}"] for one in found]
+    head = f"{progress.run.name}: {found[0].metric}" if found and named else found[0].metric if found else ""
+    return (
+        Table([head, f"Step {points[0].global_step}", f"Step {points[-1].global_step}", "Change"], rows)
+        if rows
+        else None
+    )
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:

@@ -151,7 +151,7 @@ def _row(scene_id: str, evaluations: Sequence[tuple[str, Mapping[str, Scene]]], 
 
 
 def _file_name(images: Sequence[str]) -> str:
-    """Of the first image. An image inside the annotations has none."""
+    """The file name of the first image. An image inside the annotations has none."""
     if not images:
         return "no image named"
     first = images[0]

@@ -62,7 +62,7 @@ class SceneOutcome:
 
     @property
     def f1(self) -> float:
-        """Of this scene alone; 1 if there was nothing to find and nothing was predicted."""
+        """F1 of this scene alone; 1 if there was nothing to find and nothing was predicted."""
         total = self.num_judged + self.num_truth
         return 2 * len(self.found) / total if total else 1.0
 

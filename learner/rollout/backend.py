@@ -11,12 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
-
-from learner.records import Rollout, Sample
+from learner.config.sections.decoding import DecodingConfig
+from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
 
@@ -63,9 +62,17 @@ class RolloutBackend(Protocol):
     """
 
     def generate_window(
-        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+        self,
+        window: Sequence[MicroStep],
+        *,
+        global_step: int,
+        greedy: bool = False,
+        temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """The rollouts of several micro-steps with the same weights: a list for each."""
+        """The rollouts of several micro-steps with the same weights: a list for each.
+
+        They are decoded as the run's configuration says. `greedy`: greedily. `temperature`: drawn from all tokens.
+        """
         ...
 
     def generate(
@@ -105,51 +112,16 @@ class StreamingBackend(RolloutBackend, Protocol):
         ...
 
 
+def drawn_at(temperature: float, decoding: DecodingConfig) -> DecodingConfig:
+    """`decoding` with samples from all tokens at a temperature."""
+    plain = {"top_p": 1.0, "top_k": -1, "decode_mode": "sample", "num_beams": 1}
+    return decoding.model_copy(update={"temperature": temperature, **plain})
+
+
 def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     """Rollouts in one line, as a list for each micro-step."""
     line = iter(rollouts)
     return [[next(line) for _ in step.samples] for step in window]
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was too small. On CPU torch has no error type for it, only words."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallRecord:
-    """One call after its end; `error` is empty if it was answered."""
-
-    base_url: str
-    seed: int  # of its first request
-    micro_step_idx: int  # of its first request
-    first_req_idx: int  # its first request, counted over all ranks
-    num_requests: int
-    seconds: float
-    error: str = ""
-    began_at: float = 0.0  # Unix seconds; 0: the call ran in the learner's own process, whose phases say when
-
-
-@dataclass(kw_only=True, slots=True)
-class RolloutCallLog:
-    """What one `generate_window` did, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are those
-    of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent again.
-
-    A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, its `global_step` is the
-    number of the rank's call.
-    """
-
-    global_step: int
-    micro_step_idx: int
-    first_req_idx: int
-    num_requests: int
-    num_micro_steps: int
-    chunk: int  # requests that this rank may have in flight
-    ver: int | None = None
-    seconds: float = 0.0
-    began_at: float = 0.0  # as in `CallRecord`
-    calls: list[CallRecord] = field(default_factory=list)
-    splits: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 def begin_record(

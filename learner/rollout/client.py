@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from learner.config.rules import SERVER, WAY_OUT
+from learner.config.sections.servers import SERVER, WAY_OUT
 from shared.addresses import is_loopback
 from shared.errors import (
     DeadlineError,
@@ -153,7 +153,7 @@ class Timeouts:
         )
 
     def patience(self, *, has_others: bool) -> Patience:
-        """With a server that fails: short if others can do its work, else as long as `timeout_s`."""
+        """How long to wait for a server that fails: short if others can do its work, else as long as `timeout_s`."""
         if not has_others:
             return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
         silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)
@@ -196,11 +196,23 @@ class ServerClient:
         self.timeouts = timeouts
         self._pace = Pace()
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
+            # Nothing is unpacked: a packed answer could grow without bound.
+            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})},
+            event_hooks={"response": [self._check_packing]},
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # a rank's quota bounds them
             # A proxy named in the environment must not catch calls to this machine.
             trust_env=not is_loopback(self.host),
         )
+
+    async def _check_packing(self, response: httpx.Response) -> None:
+        packing = response.headers.get("content-encoding", "identity")
+        if packing.strip().lower() not in ("", "identity"):
+            raise RolloutError(
+                f"{self.base_url}: the answer is packed",
+                found=f"Content-Encoding: {packing:.80}",
+                wanted="an answer as it is",
+                remedy="check base_url, and switch compression off in proxies before the server",
+            )
 
     async def health(self) -> None:
         """One look at `/health/`; raises unless it answers 200."""

@@ -4,7 +4,8 @@
 vLLM's API. One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order.
 Invariants:
 - whatever vLLM does, it does inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and
-  after (vLLM for CPU has no sleep mode, and shares no device memory with training);
+  after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it was
+  seen to have room beside training, because to sleep and wake moves its weights to host memory and back;
 - the random generators of training are left as they were;
 - `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
 - the adapter that was loaded last answers, until all weights are loaded.
@@ -24,32 +25,33 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from learner.config.rules import ROLLOUT
-from learner.config.schema import RolloutMatchingConfig
+from learner.config.modes import ROLLOUT
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.data.prompt import PromptEncoder
+from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.records import Rollout, Sample
+from learner.records import Rollout, RolloutCallLog, Sample
 from learner.rollout.backend import (
     MicroStep,
     Requests,
     RolloutBackend,
-    RolloutCallLog,
     begin_record,
-    is_out_of_memory,
     local_call,
     recorded,
     split_window,
 )
-from learner.rollout.requests import request_config
+from learner.rollout.requests import Decodings, asks_pixels
 from shared.checkpoint import model_folder
+from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
 from shared.generation import (
     CPU_ENGINE_ARGS,
@@ -70,6 +72,7 @@ from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20
+ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
 log = logging.getLogger("learner.rollout")
 ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
@@ -78,7 +81,8 @@ NAME = "colocate"  # in call records, in place of a server's URL
 
 class ColocatedEngine:
     """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. `lora_rank`
-    is the rank of the adapters that will be loaded; 0: none, which decodes a little faster."""
+    is the rank of the adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else
+    needs the device, so the engine never sleeps."""
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class ColocatedEngine:
         tensor_parallel_size: int,
         offload: Offload,
         lora_rank: int = 0,
+        keeps_awake: bool = False,
     ) -> None:
         """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
         self.ver: int | None = None
@@ -97,7 +102,9 @@ class ColocatedEngine:
         self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
         self._config, self._ranks, self._offload = config, ranks, offload
         self._copies = CopyMemory()
-        self._sleeps = ranks.device.type == "cuda"
+        self._sleeps = ranks.device.type == "cuda" and not keeps_awake
+        self._asleep = self._stays_awake = False
+        self._num_loads = 0
         folder = model_folder(model, "model.path")
         with offload.away(), _keeping_random_state(ranks.device):
             self._llm = self._start(folder)
@@ -107,11 +114,13 @@ class ColocatedEngine:
         self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
         self._adapter: Any = None  # what requests are answered with: a LoRARequest
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pixels")
+        self._images = EngineImages(self._llm.llm_engine.renderer, self._threads)
         self._adapter_numbers = itertools.count(1)
 
     @property
     def model(self) -> torch.nn.Module:
-        """As vLLM serves it."""
+        """The model as vLLM serves it."""
         model: torch.nn.Module = self._runner.model
         return model
 
@@ -124,35 +133,56 @@ class ColocatedEngine:
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """Ready to load, generate and score."""
+    def awake(self, *, after_update: bool = False) -> Iterator[None]:
+        """Ready to load, generate and score. `after_update`: training may have computed since the last time."""
         with self._offload.away(), _keeping_random_state(self._ranks.device):
-            if self._sleeps:
-                self._llm.wake_up()
+            if self._asleep:
+                measures = after_update and self._num_loads > 0 and self._may_stay_awake()
+                held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
+                self._wake_up()
+                if measures:  # vLLM makes training's allocator give back what it will need again
+                    self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
             try:
                 yield
             finally:
-                self._sleep()
+                self._rest()
 
-    def generate(self, prompts: Sequence[Prompt], config: RequestConfig, seeds: Sequence[int]) -> list[Generation]:
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        config: RequestConfig,
+        seeds: Sequence[int],
+        *,
+        looks: Sequence[bool] | None = None,
+    ) -> list[Generation]:
         """One response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at once.
-        Raises PromptTooLongError, RolloutError."""
+        `looks`: at which prompts' pixels. Raises PromptTooLongError, RolloutError."""
         num_new = config.max_tokens or 1
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), num_new)
-        outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
+        looks = looks or [False] * len(prompts)
+        with self._images.looking(looks) as seen:
+            outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
         for output in outputs:  # only vLLM expands the images
             self._check_length(len(output.prompt_token_ids), num_new)
-        return [read_generation(output, self._stop_token_ids) for output in outputs]
+        return [
+            replace(read_generation(output, self._stop_token_ids), pixels=self._images.result(prompt, images))
+            for output, prompt, images in zip(outputs, prompts, seen, strict=True)
+        ]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
-        """Natural log-probabilities of each response after its prompt, those through the prefix cache too. Raises as
-        `generate` does."""
+        """Natural log-probabilities of each response after its prompt, those through the prefix cache too, and the
+        prompts' pixels. Raises as `generate` does."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
-        outputs = iter(self._run([whole for whole, _ in asked], [params for _, params in asked]))
-        scores = [read_scores(next(outputs), len(ids)) for _, ids in pairs]
+        looks = [i < len(pairs) and bool(prompt.images) for i, (prompt, _) in enumerate(asked)]
+        with self._images.looking(looks) as seen:
+            outputs = iter(self._run([whole for whole, _ in asked], [params for _, params in asked]))
+        scores = [
+            replace(read_scores(next(outputs), len(ids)), pixels=self._images.result(prompt, images))
+            for (prompt, ids), images in zip(pairs, seen, strict=False)
+        ]
         return [
             replace(score, cached_logprobs=[read_cached_score(next(outputs)) for _ in several])
             for score, several in zip(scores, reads, strict=True)
@@ -165,6 +195,7 @@ class ColocatedEngine:
         Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
         """
         self.ver = self._adapter = None
+        self._num_loads += 1
         model = self.model, self._llm.llm_engine.vllm_config, self._ranks.device, self._copies
         if self.max_lora_rank:
             self._take(weights, BaseWeightLoad(*model, self._runner.lora_manager))
@@ -174,6 +205,7 @@ class ColocatedEngine:
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the last adapter; the served weights stay. Raises as `load` does."""
         self.ver = None
+        self._num_loads += 1
         self._take(weights, AdapterLoad(self._runner.lora_manager))
         self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
 
@@ -193,15 +225,17 @@ class ColocatedEngine:
         engine = self._llm.llm_engine
         if not engine.reset_prefix_cache():
             raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
-        engine.reset_mm_cache()
-        engine.reset_encoder_cache()
+        engine.reset_encoder_cache()  # the cache of processed images can stay: pixels do not depend on weights
 
     def close(self) -> None:
         """Free the engine's memory, and leave the process group that it made if the job has none."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
+        if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
+            self._wake_up()
+        self._threads.shutdown()
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm
+        del self._llm, self._images
         if self._ranks.world_size == 1:
             destroy_model_parallel()
             destroy_distributed_environment()
@@ -246,11 +280,30 @@ class ColocatedEngine:
             args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": vllm.cpu_kv_cache_gib * 2**30}
         return args
 
+    def _wake_up(self) -> None:
+        self._llm.wake_up()
+        self._asleep = False
+
+    def _may_stay_awake(self) -> bool:
+        return self._config.vllm.sleep == "auto" and not self._offload.moves
+
+    def _has_room(self, needed_bytes: int = 0) -> bool:
+        """Whether the device has room beside the engine for `needed_bytes`, and for larger rows than those seen."""
+        free, total = torch.cuda.mem_get_info(self._ranks.device)
+        return free - needed_bytes >= ROOM * total
+
+    def _rest(self) -> None:
+        """Sleep, unless there is room beside training."""
+        self._stays_awake = self._stays_awake and self._has_room()
+        if not self._stays_awake:
+            self._sleep()
+
     def _sleep(self) -> None:
         """Move the weights to host memory and free the KV cache."""
-        if self._sleeps:
+        if self._sleeps and not self._asleep:
             with _beside_other_programs(self._worker):
                 self._llm.sleep(level=1)
+            self._asleep = True
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
         """vLLM's outputs in order, its errors as ours."""
@@ -338,6 +391,14 @@ def _keeping_random_state(device: torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+class _Asked(NamedTuple):
+    """One rank's requests."""
+
+    samples: Sequence[Sample]
+    seeds: Sequence[int]
+    looks: Sequence[bool]  # at their pixels
+
+
 class ColocateBackend(RolloutBackend):
     """`on_call` gets the record of every `generate_window`, also of one that failed."""
 
@@ -350,14 +411,13 @@ class ColocateBackend(RolloutBackend):
         run_seed: int,
         ranks: Ranks,
         logprobs: bool = False,
+        pixel_share: float = 0.0,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         """Raises ConfigError if the engine has no room for a prompt, or does not have the decode mode."""
         self.engine, self.chunk = engine, config.decode_batch_size
         self._encoder, self._run_seed, self._ranks, self._on_call = encoder, run_seed, ranks, on_call
-        self._decoding = {
-            greedy: request_config(config.decoding, greedy=greedy, logprobs=logprobs) for greedy in (False, True)
-        }
+        self._decoding, self._pixel_share = Decodings(config.decoding, logprobs=logprobs), pixel_share
         if config.decoding.max_new_tokens >= engine.max_model_len:
             raise ConfigError(
                 f"{ROLLOUT}.decoding.max_new_tokens: no room for a prompt",
@@ -367,7 +427,12 @@ class ColocateBackend(RolloutBackend):
             )
 
     def generate_window(
-        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+        self,
+        window: Sequence[MicroStep],
+        *,
+        global_step: int,
+        greedy: bool = False,
+        temperature: float | None = None,
     ) -> list[list[Rollout]]:
         """See `RolloutBackend`. Raises SyncError before the first sync, and after a failed one."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
@@ -375,12 +440,15 @@ class ColocateBackend(RolloutBackend):
             return [[] for _ in window]
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)
         with recorded(record, self._on_call), local_call(record, asked, name=NAME):
-            return split_window(window, self._generate(asked.samples, asked.seeds, greedy))
+            how = self._decoding.of(greedy=greedy, temperature=temperature)
+            share = self._pixel_share if not greedy and temperature is None else 0.0  # others are not learned
+            looks = [share > 0 and asks_pixels(share, one, global_step=global_step) for one in asked.samples]
+            return split_window(window, self._generate(_Asked(asked.samples, asked.seeds, looks), how))
 
     def close(self) -> None:
         self.engine.close()
 
-    def _generate(self, samples: Sequence[Sample], seeds: Sequence[int], greedy: bool) -> list[Rollout]:
+    def _generate(self, asked: _Asked, how: RequestConfig) -> list[Rollout]:
         ver = self.engine.ver
         if ver is None:
             raise SyncError(
@@ -389,7 +457,7 @@ class ColocateBackend(RolloutBackend):
                 wanted="a sync before the rollouts",
                 remedy="look in the log why the last sync failed",
             )
-        generations = self._generate_together(samples, seeds, greedy)
+        generations = self._generate_together(asked, how)
         return [
             Rollout(
                 sample=sample,
@@ -401,21 +469,29 @@ class ColocateBackend(RolloutBackend):
                 server_id=NAME,
                 stop_token_id=generation.stop_token_id,
                 logprobs=generation.sampled_logprobs,
+                pixels=generation.pixels,
             )
-            for sample, seed, generation in zip(samples, seeds, generations, strict=True)
+            for sample, seed, generation in zip(asked.samples, asked.seeds, generations, strict=True)
         ]
 
-    def _generate_together(self, samples: Sequence[Sample], seeds: Sequence[int], greedy: bool) -> list[Generation]:
+    def _generate_together(self, asked: _Asked, how: RequestConfig) -> list[Generation]:
         """This rank's generations, made together with those of all ranks that share its engine."""
-        shares, mine = [(samples, seeds)], 0
+        shares, mine = [asked], 0
         size = self.engine.tensor_parallel_size
         if size > 1:
             mine = self._ranks.rank % size
             first = self._ranks.rank - mine
-            shares = self._ranks.all_gather_object((samples, seeds))[first : first + size]
-        prompts = [self._encoder.for_engine(sample) for share, _ in shares for sample in share]
-        all_seeds = [seed for _, share in shares for seed in share]
+            shares = self._ranks.all_gather_object(asked)[first : first + size]
+        prompts = self._prompts([sample for share in shares for sample in share.samples])
+        seeds = [seed for share in shares for seed in share.seeds]
+        looks = [look for share in shares for look in share.looks]
         with self.engine.awake():
-            generations = self.engine.generate(prompts, self._decoding[greedy], all_seeds)
-        start = sum(len(share) for share, _ in shares[:mine])
-        return generations[start : start + len(samples)]
+            generations = self.engine.generate(prompts, how, seeds, looks=looks)
+        start = sum(len(share.samples) for share in shares[:mine])
+        return generations[start : start + len(asked.samples)]
+
+    def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
+        """A sample that comes several times in a row (`grpo`) is read and rendered once. Two samples of one name are
+        two: only data files are sure to have each name once."""
+        groups = [list(group) for _, group in itertools.groupby(samples, key=id)]
+        return [prompt for group in groups for prompt in [self._encoder.for_engine(group[0])] for _ in group]

@@ -20,9 +20,13 @@ from typing import Any, Literal
 
 from learner.rollout.membership import Membership
 from learner.run.files import write_atomically
+from learner.run.lock import is_running
 from shared.errors import ConfigError, OutputError
+from shared.reading import json_in
 
 FOLDER, STATE, REQUESTS = "servers", "state.json", "requests"
+_MAX_REQUEST_BYTES = 1 << 16
+_LAST_PORT = 65535
 log = logging.getLogger("learner.rollout")
 
 
@@ -39,6 +43,13 @@ def ask(run_dir: Path, request: ServerRequest) -> Path:
     """Leave a request for the run in `run_dir`. Raises ConfigError if there is none that could read it,
     OutputError if it can't be written."""
     read_state(run_dir)
+    if not is_running(run_dir):
+        raise ConfigError(
+            f"{run_dir}: its run has ended",
+            found="no process that holds the folder's lock",
+            wanted="a run that goes on: the next one in this folder would not take the request",
+            remedy="name the servers in that run's configuration",
+        )
     path = run_dir / FOLDER / REQUESTS / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
     write_atomically(path, json.dumps(asdict(request)))
     return path
@@ -48,9 +59,8 @@ def read_state(run_dir: Path) -> dict[str, Any]:
     """What `ServerControl.show` wrote last. Raises ConfigError where no run has written it."""
     path = run_dir / FOLDER / STATE
     try:
-        state = json.loads(path.read_text())
-        if not isinstance(state, dict) or not isinstance(state.get("servers"), list):
-            raise ValueError("not a list of servers")
+        state = json_in(path)
+        _check_state(state)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{run_dir} has no list of rollout servers",
@@ -67,20 +77,25 @@ class ServerControl:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._shown: Membership | None = None
+        for old in self._requests():  # asked of an earlier run, by whoever could write here then
+            log.warning("%s was asked of an earlier run and is removed", old)
+            _remove(old)
 
     def take(self) -> list[ServerRequest]:
         """What was asked since the last time, in order."""
-        folder = self._folder / REQUESTS
-        if not folder.is_dir():
-            return []
         found = []
-        for path in sorted(folder.glob("*.json")):
+        for path in self._requests():
             try:
-                found.append(_request(json.loads(path.read_text())))
-            except (OSError, ValueError, TypeError) as error:
+                with path.open("rb") as file:
+                    found.append(_request(json.loads(file.read(_MAX_REQUEST_BYTES))))
+            except (OSError, ValueError, TypeError, RecursionError) as error:
                 log.warning("%s is not a request for servers and is removed: %s", path, error)
-            path.unlink(missing_ok=True)
+            _remove(path)
         return found
+
+    def _requests(self) -> list[Path]:
+        folder = self._folder / REQUESTS
+        return sorted(folder.glob("*.json")) if folder.is_dir() else []
 
     def show(self, membership: Membership) -> None:
         """Write the state, if it has changed."""
@@ -101,19 +116,53 @@ class ServerControl:
 
 
 def state_lines(state: dict[str, Any]) -> list[str]:
-    """For a terminal: one line per server."""
+    """One line per server, for a terminal."""
     lines = []
     for server in state["servers"]:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(server["since_s"])) if server["since_s"] else "start"
-        because = f"  {server['because']}" if server["because"] else ""
-        lines.append(f"{server['base_url']}  {server['state']}  since {since}{because}")
+        since = _local_time(server["since_s"]) if server.get("since_s") else "start"
+        because = f"  {server['because']}" if server.get("because") else ""
+        lines.append(f"{server.get('base_url', '?')}  {server.get('state', '?')}  since {since}{because}")
     served = state["served"]
     lines.append(f"weights: ver {served['ver']}" if served else "weights: none synced yet")
     return lines
 
 
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # a folder, or a disk that is read-only now: it is met again
+        log.warning("%s can't be removed: %s", path, error)
+
+
 def _request(value: Any) -> ServerRequest:
+    """Raises ValueError or TypeError."""
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
+    if type(request.group_port) is not int or not 0 <= request.group_port <= _LAST_PORT:
+        raise ValueError(f"unknown request {value!r:.200}")
+    request.base_url.encode()  # a lone surrogate is no text, and a ValueError
     return request
+
+
+def _check_state(state: Any) -> None:
+    """Raises ValueError if it is not what `ServerControl.show` writes."""
+    if not isinstance(state, dict) or not isinstance(state.get("servers"), list):
+        raise ValueError("not a list of servers")
+    for server in state["servers"]:
+        texts = [server.get(name, "") for name in ("base_url", "state")] if isinstance(server, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"not a server: {server!r:.100}")
+        if server.get("since_s") is not None:
+            _local_time(server["since_s"])
+    served = state.setdefault("served", None)
+    if served is not None and not (isinstance(served, dict) and isinstance(served.get("ver"), int)):
+        raise ValueError(f"not a weight version: {served!r:.100}")
+
+
+def _local_time(unix_s: Any) -> str:
+    """Raises ValueError."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+    except (OverflowError, TypeError, OSError) as error:
+        raise ValueError(f"not a time: {unix_s!r:.100}") from error

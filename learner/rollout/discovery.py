@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from learner.config.rules import entry_mistakes
-from learner.config.schema import DiscoveryConfig
+from learner.config.sections.servers import DiscoveryConfig, entry_mistakes
 from learner.rollout.control import ServerRequest
 from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
@@ -109,7 +108,7 @@ def _content(path: Path) -> bytes:
 
 
 def _output(config: DiscoveryConfig) -> bytes:
-    """Of the command, which is ended with all that it started."""
+    """The output of the command, which is ended with all that it started."""
     argv = list(config.command or ())
     try:
         process = subprocess.Popen(

@@ -33,19 +33,20 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from learner.config.rules import ROLLOUT
-from learner.config.schema import DecodingConfig, RolloutMatchingConfig
+from learner.config.modes import ROLLOUT
+from learner.config.sections.decoding import DecodingConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.compiled import uncompiled
 from learner.policy.load import Policy
+from learner.policy.loss import is_out_of_memory
 from learner.policy.packed import image_token_id
-from learner.records import EncodedPrompt, Rollout, Sample
+from learner.records import EncodedPrompt, Rollout, RolloutCallLog, Sample
 from learner.rollout.backend import (
     MicroStep,
     Requests,
     RolloutBackend,
-    RolloutCallLog,
     begin_record,
-    is_out_of_memory,
+    drawn_at,
     local_call,
     recorded,
     split_window,
@@ -115,6 +116,30 @@ class SeededChoice(LogitsProcessor):
             )
         chosen = torch.searchsorted(cumulative, draw * total, right=True)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+class ChosenLogprobs:
+    """Log-probabilities of the tokens that a search chooses, by the model's own logits. `raw` goes before all other
+    processors, `chosen` after them: greedy search takes the largest of the scores that it sees."""
+
+    def __init__(self) -> None:
+        self._now = torch.empty(0)
+        self._steps: list[torch.Tensor] = []  # [B] each
+
+    def raw(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._now = scores.float().log_softmax(-1)
+        return scores
+
+    def chosen(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._steps.append(self._now.gather(1, scores.argmax(-1, keepdim=True))[:, 0])
+        return scores
+
+    def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
+        return LogitsProcessorList([self.raw, *processors, self.chosen])
+
+    def of(self, row: int, length: int) -> tuple[float, ...]:
+        """The log-probabilities of the first `length` tokens of a sequence."""
+        return tuple(float(step[row]) for step in self._steps[:length])
 
 
 def pad_left(
@@ -197,18 +222,25 @@ class HfBackend(RolloutBackend):
         policy: Policy,
         *,
         run_seed: int,
+        logprobs: bool = False,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
-        """Raises ConfigError if the model cannot generate, or has no room for a prompt."""
+        """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have them,
+        except those of a beam search."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
-        self._policy, self._run_seed, self._on_call = policy, run_seed, on_call
+        self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
         self._stop_ids = stop_token_ids(policy.model, policy.tokenizer)
         self._max_length = int(policy.model.config.get_text_config().max_position_embeddings)
         self._check_model()
         log.info("rollouts by the training model: at most %d samples at once", self.chunk)
 
     def generate_window(
-        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+        self,
+        window: Sequence[MicroStep],
+        *,
+        global_step: int,
+        greedy: bool = False,
+        temperature: float | None = None,
     ) -> list[list[Rollout]]:
         """See `RolloutBackend`. Raises PromptTooLongError before anything is generated, RolloutError if memory is too
         small."""
@@ -216,7 +248,8 @@ class HfBackend(RolloutBackend):
         if not asked.samples:
             return [[] for _ in window]
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=global_step)
-        mode = "greedy" if greedy else self.config.decoding.mode
+        decoding = self.config.decoding if temperature is None else drawn_at(temperature, self.config.decoding)
+        mode = "greedy" if greedy else decoding.mode
         with recorded(record, self._on_call):
             prompts = [self._encode(sample) for sample in asked.samples]
             rollouts: list[Rollout] = []
@@ -225,18 +258,23 @@ class HfBackend(RolloutBackend):
                 for start in range(0, len(prompts), size):
                     here = slice(start, start + size)
                     batch = Requests(samples=asked.samples[here], indices=asked.indices[here], seeds=asked.seeds[here])
-                    rollouts += self._generate(batch, prompts[here], mode, record)
+                    rollouts += self._generate(batch, prompts[here], decoding, mode, record)
             return split_window(window, rollouts)
 
     def close(self) -> None:
         """There is nothing to free."""
 
     def _generate(
-        self, batch: Requests, prompts: Sequence[EncodedPrompt], mode: str, record: RolloutCallLog
+        self,
+        batch: Requests,
+        prompts: Sequence[EncodedPrompt],
+        decoding: DecodingConfig,
+        mode: str,
+        record: RolloutCallLog,
     ) -> list[Rollout]:
         """The rollouts of one batch."""
         with local_call(record, batch, name=NAME):
-            answers = self._decode(prompts, batch.seeds, mode)
+            answers = self._decode(prompts, batch.seeds, decoding, mode)
         return [
             Rollout(
                 sample=sample,
@@ -246,17 +284,18 @@ class HfBackend(RolloutBackend):
                 ver=record.global_step,
                 seed=own_seed,
                 stop_token_id=stop_token_id,
+                logprobs=logprobs,
             )
-            for sample, prompt, own_seed, (response, stop_token_id) in zip(
+            for sample, prompt, own_seed, (response, stop_token_id, logprobs) in zip(
                 batch.samples, prompts, batch.seeds, answers, strict=True
             )
         ]
 
     def _decode(
-        self, prompts: Sequence[EncodedPrompt], seeds: Sequence[int], mode: str
-    ) -> list[tuple[tuple[int, ...], int | None]]:
-        """Responses and stop tokens of one batch. Raises RolloutError if memory is too small."""
-        policy, decoding = self._policy, self.config.decoding
+        self, prompts: Sequence[EncodedPrompt], seeds: Sequence[int], decoding: DecodingConfig, mode: str
+    ) -> list[tuple[tuple[int, ...], int | None, tuple[float, ...] | None]]:
+        """Responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too small."""
+        policy = self._policy
         pad_token_id = self._stop_ids[0]  # after an answer's end, where nothing is read
         try:
             inputs = pad_left(
@@ -274,6 +313,9 @@ class HfBackend(RolloutBackend):
                 pad_token_id=pad_token_id,
             )
             processors = logits_processors(decoding, mode=mode, attention_mask=inputs["attention_mask"], seeds=seeds)
+            chosen = ChosenLogprobs() if self._logprobs and mode != "beam" else None
+            if chosen is not None:
+                processors = chosen.around(processors)
             with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.bf16):
                 output = policy.model.generate(**inputs, generation_config=settings, logits_processor=processors)
         except RuntimeError as error:
@@ -281,7 +323,11 @@ class HfBackend(RolloutBackend):
                 raise
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
-        return [read_answer(token_ids, self._stop_ids) for token_ids in new]
+        answers = [read_answer(token_ids, self._stop_ids) for token_ids in new]
+        return [
+            (response, stop, chosen.of(row, len(response) + (stop is not None)) if chosen else None)
+            for row, (response, stop) in enumerate(answers)
+        ]
 
     def _encode(self, sample: Sample) -> EncodedPrompt:
         prompt = self._policy.encoder.encode(sample)

@@ -1,7 +1,7 @@
 """Which rollout servers a run has, which of them serve, and with which weights (D15, R40). Pure.
 
 A `Membership` never changes: each method gives the next one. Rank 0 alone makes the next one, and all ranks take it
-over at the end of each step and of each sync (`learner.sync.servers`). Distribution, sync and records read it. Between
+over at the end of each step and of each sync (`learner.sync.members`). Distribution, sync and records read it. Between
 two agreements a rank stops using a server that failed it, and says so at the next one.
 
     added --> out --> serving --> out        out: left out, waits until it is ready again
@@ -17,17 +17,17 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from learner.records import ServerChange, ServerEvent
 from shared.errors import ServerError
 
 State = Literal["serving", "out", "draining"]
-What = Literal["lost", "joined", "added", "removed"]
 MinServers = int | Literal["all"]
 MIN_SERVERS = "custom.extra.rollout_matching.vllm.server.min_servers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedWeights:
-    """What the last sync brought to every serving server; each answer must name the same."""
+    """ServerEvent the last sync brought to every serving server; each answer must name the same."""
 
     ver: int
     incarnation: str  # of the group that brought them
@@ -46,16 +46,6 @@ class Member:
     because: str = ""
     failures: int = 0  # in a row, without a completed sync between them
     is_new: bool = False  # added while the run goes on, and has not served yet
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerChange:
-    """What happened to one server, for the log, the console and the report."""
-
-    base_url: str
-    what: What
-    because: str
-    serving: int  # servers that serve after it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +100,7 @@ class Membership:
         return self._with(replace(member, because=because, failures=member.failures + 1))
 
     def sized(self, sizes: Iterable[tuple[str, int]]) -> Membership:
-        """With the world sizes that servers gave."""
+        """The membership with the world sizes that servers gave."""
         known = dict(sizes)
         members = (replace(m, world_size=known.get(m.base_url, m.world_size)) for m in self.members)
         return replace(self, members=tuple(members))
@@ -156,7 +146,7 @@ class Membership:
         return self._with(replace(member, state="draining", because="removed", since_s=now_s))
 
     def too_few(self) -> ServerError:
-        """What to raise when not enough serve."""
+        """ServerEvent to raise when not enough serve."""
         lost = "; ".join(f"{m.base_url}: {m.because}" for m in self.out)
         return ServerError(
             "too few rollout servers are left",
@@ -166,7 +156,7 @@ class Membership:
         )
 
     def changes_since(self, before: Membership) -> list[ServerChange]:
-        """What happened between two agreements."""
+        """ServerEvent happened between two agreements."""
         old = {member.base_url: member.state for member in before.members}
         found = [
             self._change(member.base_url, what, member.because)
@@ -176,7 +166,7 @@ class Membership:
         gone = [url for url, state in old.items() if state == "out" and self.get(url) is None]
         return found + [self._change(url, "removed", "") for url in gone]
 
-    def _change(self, base_url: str, what: What, because: str) -> ServerChange:
+    def _change(self, base_url: str, what: ServerEvent, because: str) -> ServerChange:
         return ServerChange(base_url=base_url, what=what, because=because, serving=len(self.serving))
 
     def _in(self, state: State) -> tuple[Member, ...]:
@@ -187,7 +177,7 @@ class Membership:
         return replace(self, members=members, number=self.number + 1)
 
 
-_WHAT: dict[tuple[State | None, State], What] = {
+_WHAT: dict[tuple[State | None, State], ServerEvent] = {
     (None, "out"): "added",
     (None, "serving"): "joined",
     ("draining", "out"): "added",

@@ -1,29 +1,57 @@
 """Samples as the server's requests, and its answers as rollouts (R03, R10, R11, R13).
 
-Pure, except that every request gets a random uuid when it is built. It keeps the uuid through retries: a server that
+Every request gets a random uuid when it is built. It keeps the uuid through retries: a server that
 has answered it once gives the same answer again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import ValidationError
 
-from learner.config.schema import DecodingConfig
+from learner.config.sections.decoding import DecodingConfig
+from learner.data.views import sent_images
 from learner.records import Rollout, Sample
+from learner.rollout.backend import drawn_at
 from learner.rollout.membership import ServedWeights
-from shared.errors import ConfigError, DataError, RolloutError, ServerMismatchError
+from shared.errors import ConfigError, DataError, MediaError, RolloutError, ServerMismatchError
+from shared.images import Images
 from shared.wire import Choice, Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput
 
+_THREADS = 8  # that make augmented pictures
 DECODING = "custom.extra.rollout_matching.decoding"
 
 
-def infer_request(sample: Sample) -> RolloutInferRequest:
-    """The sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
+def sent_pictures(samples: Sequence[Sample], images: Images) -> dict[int, list[str]]:
+    """What servers get instead of the images of augmented samples, by `id(sample)`. Pictures are made side by side,
+    each once however often it is asked. Raises DataError for a photograph that can't be read."""
+    augmented = {id(sample): sample for sample in samples if sample.view is not None}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip(augmented, pool.map(lambda one: _sent(one, images), augmented.values()), strict=True))
+
+
+def _sent(sample: Sample, images: Images) -> list[str]:
+    try:
+        return sent_images(sample, images)
+    except MediaError as error:
+        remedy = f"{error.remedy}, or remove sample {sample.sample_id!r} from the dataset"
+        what = f"sample {sample.sample_id!r}: {error.what}"
+        raise DataError(what, found=error.found, wanted=error.wanted, remedy=remedy) from error
+
+
+def infer_request(
+    sample: Sample, images: Sequence[str] | None = None, *, seed: int | None = None, pixels: bool = False
+) -> RolloutInferRequest:
+    """The sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings. `images`: of
+    `sent_pictures`; None: the sample's own. `pixels`: asks what the vision tower is fed of them.
 
     Raises DataError if a message has another form.
     """
+    assert images is not None or sample.view is None, "sent_pictures makes them"
     try:
         messages = [Message.model_validate(dict(message)) for message in sample.messages]
     except ValidationError as error:
@@ -34,11 +62,20 @@ def infer_request(sample: Sample) -> RolloutInferRequest:
             wanted=first["msg"],
             remedy="correct the dataset row",
         ) from error
-    return RolloutInferRequest(messages=messages, images=list(sample.images), uuid=uuid.uuid4().hex)
+    sent = sample.images if images is None else images
+    return RolloutInferRequest(messages=messages, images=list(sent), uuid=uuid.uuid4().hex, seed=seed, pixels=pixels)
+
+
+def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
+    """Whether the rollouts of a sample in a step ask for their pixels. All of them do or none, because their digest is
+    made once; another share of the samples in every step."""
+    digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
+    return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 
 
 def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: bool = False) -> RequestConfig:
-    """How to decode, without a seed; `greedy` overrides the configuration (evaluation). `logprobs`: of sampled tokens.
+    """How to decode, without a seed; `greedy` overrides the configuration (evaluation). `logprobs`: of the answer's
+    tokens.
 
     Raises ConfigError if vLLM does not have the mode.
     """
@@ -52,7 +89,10 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
         )
     if greedy or mode == "greedy":
         return RequestConfig(
-            max_tokens=decoding.max_new_tokens, temperature=0.0, repetition_penalty=decoding.repetition_penalty
+            max_tokens=decoding.max_new_tokens,
+            temperature=0.0,
+            repetition_penalty=decoding.repetition_penalty,
+            logprobs=logprobs,
         )
     return RequestConfig(
         max_tokens=decoding.max_new_tokens,
@@ -62,6 +102,26 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
         repetition_penalty=decoding.repetition_penalty,
         logprobs=logprobs,
     )
+
+
+class Decodings:
+    """How a run's requests are decoded: as configured, greedily, or drawn at another temperature. `logprobs` is for the
+    first; the others always have them, because boxes are scored with them.
+
+    Raises ConfigError if vLLM does not have the configured mode."""
+
+    def __init__(self, decoding: DecodingConfig, *, logprobs: bool = False) -> None:
+        self._decoding = decoding
+        self._known = {
+            False: request_config(decoding, logprobs=logprobs),
+            True: request_config(decoding, greedy=True, logprobs=True),
+        }
+
+    def of(self, *, greedy: bool = False, temperature: float | None = None) -> RequestConfig:
+        """See `RolloutBackend.generate_window`."""
+        if temperature is None:
+            return self._known[greedy]
+        return request_config(drawn_at(temperature, self._decoding), logprobs=True)
 
 
 def read_rollout(
@@ -104,11 +164,12 @@ def read_rollout(
         server_id=infos.server_id,
         stop_token_id=choice.stop_token_id,
         logprobs=_logprobs(output, choice, base_url) if logprobs else None,
+        pixels=infos.pixels,
     )
 
 
 def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...]:
-    """Of the response's tokens and of the stop token. Raises RolloutError."""
+    """The log-probabilities of the response's tokens and of the stop token. Raises RolloutError."""
     stop = () if choice.stop_logprob is None else (choice.stop_logprob,)
     logprobs = (*(output.rollout_logprobs or [[]])[0], *stop)
     wanted = len(output.response_token_ids) + (choice.stop_token_id is not None)

@@ -20,19 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from learner.config.schema import RolloutMatchingConfig, ServerEntry
-from learner.records import Rollout
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.config.sections.servers import ServerEntry
+from learner.records import CallRecord, Rollout, RolloutCallLog
 from learner.rollout.backend import (
-    CallRecord,
     MicroStep,
-    RequestIndex,
     Requests,
-    RolloutCallLog,
     RolloutStream,
     StreamingBackend,
     begin_record,
@@ -44,16 +41,15 @@ from learner.rollout.distribution import (
     Answered,
     Batch,
     Dispatcher,
-    ServerSpan,
     chunk_size,
     distribute,
     quotas_of,
 )
 from learner.rollout.membership import Member, Membership, ServedWeights
-from learner.rollout.requests import infer_request, read_rollout, request_config
+from learner.rollout.requests import Decodings, asks_pixels, infer_request, read_rollout, sent_pictures
 from shared.aio import gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
-from shared.seeds import offset_seed
+from shared.images import ImageRules, Images
 from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, RolloutOutput, ServerStatus
 
 T = TypeVar("T")
@@ -141,9 +137,10 @@ class _Rollouts(RolloutStream):
 
 
 class ServerBackend(StreamingBackend):
-    """`token`: the bearer token. `vocab_size`: that of the learner's model, compared with the servers'. `on_call` gets
-    the record of every `stream`, in the thread that iterated it. `membership` is what the ranks agreed on; the weight
-    sync sets it, with the weights that answers must come from."""
+    """`token`: the bearer token. `vocab_size`: that of the learner's model, compared with the servers'. `pixel_share`:
+    of the samples whose pixels are asked for, where rollouts are learned. `images` reads the photographs of augmented
+    pictures. `on_call` gets the record of every `stream`, in the thread that iterated it. `membership` is what the
+    ranks agreed on; the weight sync sets it, with the weights that answers must come from."""
 
     def __init__(
         self,
@@ -155,8 +152,11 @@ class ServerBackend(StreamingBackend):
         token: str | None = None,
         vocab_size: int | None = None,
         logprobs: bool = False,
+        pixel_share: float = 0.0,
+        images: Images | None = None,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
+        self._images = images or Images(ImageRules())
         server = config.vllm.server
         entries: tuple[ServerEntry, ...] = tuple(server.servers or ())
         if not entries:
@@ -179,9 +179,8 @@ class ServerBackend(StreamingBackend):
         self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
         self._clients: dict[str, ServerClient] = {}
         self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
-        self._decoding = {
-            greedy: request_config(config.decoding, greedy=greedy, logprobs=logprobs) for greedy in (False, True)
-        }
+        self._pixel_share = pixel_share
+        self._decoding = Decodings(config.decoding, logprobs=logprobs)
 
     def connect(self) -> tuple[ServerStatus, ...]:
         """Wait until every server is healthy (at most `timeout_s`), check it, and ask its world size.
@@ -214,12 +213,12 @@ class ServerBackend(StreamingBackend):
 
     @property
     def clients(self) -> tuple[ServerClient, ...]:
-        """Of the serving servers."""
+        """Those of the serving servers."""
         return tuple(self.client(member.base_url) for member in self.membership.serving)
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Of the serving servers."""
+        """Those of the serving servers."""
         return tuple(member.world_size for member in self.membership.serving)
 
     def client(self, base_url: str) -> ServerClient:
@@ -275,12 +274,19 @@ class ServerBackend(StreamingBackend):
         return tuple(self.loop.run(gather(self.look(client) for client in self.clients)))
 
     def generate_window(
-        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+        self,
+        window: Sequence[MicroStep],
+        *,
+        global_step: int,
+        greedy: bool = False,
+        temperature: float | None = None,
     ) -> list[list[Rollout]]:
         """See `RolloutBackend`: all of `stream`, in order. Without samples nothing is sent."""
         if not any(step.samples for step in window):
             return [[] for _ in window]
-        rollouts = self.stream(window, global_step=global_step, greedy=greedy)
+        how = self._decoding.of(greedy=greedy, temperature=temperature)
+        share = self._pixel_share if not greedy and temperature is None else 0.0  # others are not learned
+        rollouts = self._stream(window, how, global_step=global_step, share=share)
         try:
             ended = dict(rollouts)
         finally:
@@ -289,13 +295,29 @@ class ServerBackend(StreamingBackend):
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
         """See `StreamingBackend`. Ranks may bring different numbers of samples, at different times."""
+        share = 0.0 if greedy else self._pixel_share
+        return self._stream(window, self._decoding.of(greedy=greedy), global_step=global_step, share=share)
+
+    def _stream(
+        self, window: Sequence[MicroStep], how: RequestConfig, *, global_step: int, share: float
+    ) -> RolloutStream:
+        """`share`: of the samples, whose requests ask for their pixels."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
+        pictures = sent_pictures(asked.samples, self._images)
         job = _Job(
             asked=asked,
-            requests=[infer_request(sample) for sample in asked.samples],
-            config=self._decoding[greedy],
+            requests=[
+                infer_request(
+                    sample,
+                    pictures.get(id(sample)),
+                    seed=seed,
+                    pixels=share > 0 and asks_pixels(share, sample, global_step=global_step),
+                )
+                for sample, seed in zip(asked.samples, asked.seeds, strict=True)
+            ],
+            config=how,
             record=record,
             members=self.usable().serving,
             served=self.membership.served,
@@ -364,7 +386,7 @@ class ServerBackend(StreamingBackend):
             return quotas_of(server_world_sizes=sizes, **place)
 
         dispatcher = Dispatcher(
-            replace(plan, spans=_within_micro_steps(plan.spans, job.asked.indices)),
+            plan,
             send=lambda server, batch, answered: self._send(job, job.members[server].base_url, batch, answered),
             on_answer=on_rollout,
             on_split=on_split,
@@ -385,7 +407,7 @@ class ServerBackend(StreamingBackend):
                 output,
                 sample=job.asked.samples[batch.start + i],
                 request_uuid=requests[i].uuid,
-                seed=offset_seed(seed, i),
+                seed=job.asked.seeds[batch.start + i],
                 served=job.served,
                 base_url=client.base_url,
                 logprobs=job.config.logprobs,
@@ -423,13 +445,3 @@ def _check_version(record: RolloutCallLog, rollout: Rollout) -> None:
             wanted="one version for all rollouts of a call",
             remedy="sync weights before generating, and let no other learner use these servers",
         )
-
-
-def _within_micro_steps(spans: Sequence[ServerSpan], indices: Sequence[RequestIndex]) -> tuple[ServerSpan, ...]:
-    """The same spans, cut where a micro-step begins: the seeds of one call are consecutive."""
-    edges = [i for i in range(1, len(indices)) if indices[i].micro_step_idx != indices[i - 1].micro_step_idx]
-    cut = []
-    for span in spans:
-        inside = [span.start, *(edge for edge in edges if span.start < edge < span.stop), span.stop]
-        cut += [replace(span, start=start, stop=stop) for start, stop in pairwise(inside)]
-    return tuple(cut)

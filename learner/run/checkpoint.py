@@ -3,10 +3,14 @@
     OUTPUT_DIR/checkpoint-STEP/
         model.safetensors, config.json, ...        `save_pretrained` (with LoRA/DoRA: peft's adapter files instead)
         tokenizer and processor files
-        optimizer.safetensors                       moments by parameter name
-        rng.safetensors                             torch's generators, one per rank
+        inference.json                              what `predict` needs besides them: prompt, task, classes
+        training_state/optimizer.safetensors        moments by parameter name
+        training_state/rng.safetensors              torch's generators, one per rank
         trainer_state.json                          `TrainerState`
         manifest.json                               size and SHA-256 of every file above; written last
+
+Programs that serve a model load every `*.safetensors` beside its configuration, so ours are in a folder of their own.
+In checkpoints of earlier versions they lie beside the weights, and are found there.
 
 Invariants: a folder of that name is complete (written elsewhere, synced to disk, renamed); rotation never removes the
 newest; rank 0 writes while the others wait, and its failure reaches them (`save_alone` waits for no one). Resuming from
@@ -38,11 +42,14 @@ from learner.policy.files import contiguous, gathered_weights, load_weights, sav
 from learner.policy.load import Policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
+from learner.run.best import kept
 from shared.errors import CheckpointError
+from shared.reading import json_in
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, STATE, OPTIMIZER, RNG = "manifest.json", "trainer_state.json", "optimizer.safetensors", "rng.safetensors"
+MANIFEST, STATE = "manifest.json", "trainer_state.json"
+OPTIMIZER, RNG = "training_state/optimizer.safetensors", "training_state/rng.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"  # a folder being written or removed
 
@@ -107,6 +114,7 @@ class CheckpointStore:
     ranks: Ranks
     save_total_limit: int | None = None
     config_digest: str = ""  # told to the user where a resumed run has another one
+    notes: Mapping[str, str] = field(default_factory=dict)  # text files of every checkpoint, by name
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
@@ -147,7 +155,7 @@ class CheckpointStore:
         """Write on rank 0; what went wrong, or nothing."""
         if self.ranks.is_main:
             try:
-                self._write(self._path(content.state), policy, content)
+                self._write(self.path_of(content.state), policy, content)
             except Exception as error:
                 # The tokenizers library raises a bare Exception if it cannot write.
                 if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
@@ -155,11 +163,12 @@ class CheckpointStore:
                 return f"{type(error).__name__}: {error}"
         return ""
 
-    def _path(self, state: TrainerState) -> Path:
+    def path_of(self, state: TrainerState) -> Path:
+        """Where `save` writes it."""
         return self.root / f"checkpoint-{state.global_step}"
 
     def _finish(self, state: TrainerState, failure: str) -> Path:
-        path = self._path(state)
+        path = self.path_of(state)
         if failure:
             raise CheckpointError(
                 "the checkpoint can't be written",
@@ -184,7 +193,7 @@ class CheckpointStore:
                 remedy="put training.output_dir on a file system that all nodes share, or copy rank 0's folder",
             )
         state, config_digest = _read_state(path)  # all that can be damaged is read before anything is changed
-        moments, generators = _read_tensors(path / OPTIMIZER), _read_tensors(path / RNG)
+        moments, generators = (_read_tensors(path, _place(path, name)) for name in (OPTIMIZER, RNG))
         if config_digest != self.config_digest:
             logger.warning("%s was written under another configuration; going on under the present one", path)
         load_weights(path, policy)
@@ -224,7 +233,8 @@ class CheckpointStore:
         return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
-        """By step; a folder without a manifest was not written by `save`, and is neither loaded nor removed."""
+        """Complete checkpoints by step; a folder without a manifest was not written by `save`, and is neither loaded
+        nor removed."""
         found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
 
@@ -242,12 +252,16 @@ class CheckpointStore:
             shutil.rmtree(work, ignore_errors=True)  # on a full disk others need its space
             raise
         _sync_to_disk(self.root)
+        best = kept(self.root)
         for old in self._complete()[: -self.save_total_limit] if self.save_total_limit else ():
-            self._remove(old)
+            if old.resolve() != best:
+                self._remove(old)
 
     def _fill(self, work: Path, policy: Policy, content: Content) -> None:
-        work.mkdir()
+        (work / OPTIMIZER).parent.mkdir(parents=True)
         save_model(policy, work, content.weights)
+        for name, text in self.notes.items():
+            (work / name).write_text(text)
         save_file(contiguous(content.moments), work / OPTIMIZER)
         generators = {f"{rank}.{key}": t for rank, own in enumerate(content.generators) for key, t in own.items()}
         save_file(generators, work / RNG)
@@ -255,6 +269,11 @@ class CheckpointStore:
         (work / STATE).write_text(json.dumps(stored, indent=2))
         (work / MANIFEST).write_text(json.dumps(_manifest(work), indent=2))
         _sync_to_disk(work)
+
+    def remove(self, path: Path) -> None:
+        """Rank 0 removes a checkpoint that is not needed any more, if it is still there."""
+        if self.ranks.is_main and path.is_dir():
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
@@ -278,16 +297,17 @@ def verify(path: Path) -> None:
     """Raises CheckpointError where a file of the checkpoint is missing, shorter or different from what was written, or
     is not in the manifest."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json_in(path / MANIFEST)
         if not isinstance(manifest, dict):
             raise ValueError(f"a {type(manifest).__name__}, no mapping of files")
-        weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - {OPTIMIZER, RNG}
+        ours = {_place(path, OPTIMIZER), _place(path, RNG)}
+        weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - ours
         if not weights:  # what other programs call weights may be pickled
             raise ValueError("no weights beside it")
         wrong = {n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry}
     except (OSError, ValueError) as error:
         raise damaged(path, f"{MANIFEST}: {error}") from error
-    if unlisted := sorted({STATE, OPTIMIZER, RNG, *weights} - manifest.keys()):
+    if unlisted := sorted({STATE, *ours, *weights} - manifest.keys()):
         raise damaged(path, f"{', '.join(unlisted)} not in {MANIFEST}")
     if wrong:
         raise damaged(path, f"{', '.join(sorted(wrong))} missing or not as written")
@@ -296,7 +316,7 @@ def verify(path: Path) -> None:
 def _read_state(path: Path) -> tuple[TrainerState, str]:
     """And the digest of the configuration that it was written under. Raises CheckpointError."""
     try:
-        stored = json.loads((path / STATE).read_text())
+        stored = json_in(path / STATE)
         step, ver = operator.index(stored["global_step"]), operator.index(stored["ver"])
         if step < 0 or ver < 0 or not isinstance(stored["cursor"], dict):
             raise ValueError(f"global_step {step}, ver {ver}, cursor {stored['cursor']!r:.60}")
@@ -305,12 +325,18 @@ def _read_state(path: Path) -> tuple[TrainerState, str]:
         raise damaged(path, f"{STATE}: {type(error).__name__}: {error}") from error
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _place(path: Path, name: str) -> str:
+    """Where this checkpoint has one of our own files of tensors."""
+    beside = Path(name).name
+    return beside if (path / beside).is_file() else name
+
+
+def _read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
     """Raises CheckpointError."""
     try:
-        return load_file(path)
+        return load_file(path / name)
     except (OSError, SafetensorError, ValueError) as error:
-        raise damaged(path.parent, f"{path.name}: {error}") from error
+        raise damaged(path, f"{name}: {error}") from error
 
 
 def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -330,7 +356,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _sync_to_disk(folder: Path) -> None:
-    for path in [*(p for p in folder.rglob("*") if p.is_file() and folder.name.startswith(_UNFINISHED)), folder]:
+    for path in [*(folder.rglob("*") if folder.name.startswith(_UNFINISHED) else ()), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -11,13 +11,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Set
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from learner.config.load import RESOLVED_NAME
 from learner.config.schema import RunConfig
+from learner.run.best import BEST_FILE, BEST_LINK
 from learner.run.files import write_atomically, writing
-from shared.errors import ConfigError, OutputError
+from learner.run.lock import locked
+from shared.errors import ConfigError, ProjectError
+from shared.wire import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
@@ -37,7 +41,11 @@ OWN = (
     "trackers.json",
     "trackers",
     "eval/step_*.jsonl",
+    "labels/step_*.json",
+    "eval/test.jsonl",
     "checkpoint-*",
+    BEST_LINK,
+    BEST_FILE,
     ".unfinished-*",
 )
 
@@ -61,10 +69,14 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     """The name of the torchrun process that this one is a rank of. No other start of torchrun has it, and the ranks
     that it starts again have the same. None without torchrun.
 
+    A scheduler that starts a whole job again names the job in ROLLOUT_JOB: all starts of the job are one run.
+
     The run id alone is not enough: `--rdzv-id` may give the same one to every run. Nor is the restart count: it stays 0
     when a rank of another node failed, and a run that was refused is started again too. Ticks count from boot, so it
     does not matter if somebody sets the clock.
     """
+    if job := " ".join(environment.get(JOB_VARIABLE, "").split()):
+        return f"job {job}"
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
@@ -73,26 +85,32 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     return f"{run_id} {boot_id} {pid} {ticks}"
 
 
-def claim_output_dir(config: RunConfig, ranks: Ranks, agent: str | None = None) -> RunConfig:
+def claim_output_dir(
+    config: RunConfig, ranks: Ranks, agent: str | None = None, *, stack: ExitStack | None = None
+) -> RunConfig:
     """Check and clear the folder, before any rank writes: rank 0 looks and removes, and all ranks fail alike.
-    Collective. Returns the configuration to go on with.
+    Collective. Returns the configuration to go on with. No other run gets the folder before `stack` is closed.
 
     `agent` is the torchrun of this rank. If one of the ranks' agents has claimed the folder before, it has started its
     ranks again after one failed: the run goes on from its newest checkpoint, or from its beginning if it has none.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()
-    outcome: tuple[RunConfig, list[str], ConfigError | OutputError | None] = (config, [], None)
+    outcome: tuple[RunConfig, list[str], ProjectError | None] = (config, [], None)
     if ranks.is_main:
         try:
+            if stack is not None:
+                with writing(run_dir):
+                    stack.enter_context(locked(run_dir))
             if _claimed_by(agents, run_dir):
                 config = _restarted(config)
             check_output_dir(config)
+            check_annotations(config)
             with writing(run_dir):
                 outcome = (config, clear_output_dir(config), None)
             if agents:
                 write_atomically(run_dir / JOB, "\n".join(sorted(agents)))
-        except (ConfigError, OutputError) as error:
+        except ProjectError as error:
             outcome = (config, [], error)
     config, removed, failure = ranks.broadcast_object(outcome)
     if failure is not None:
@@ -129,8 +147,38 @@ def check_output_dir(config: RunConfig) -> None:
         )
 
 
+def check_annotations(config: RunConfig) -> None:
+    """Raises OutputError if something is at `labels.complete.write` that the run did not write, DataError if the
+    format can't be written."""
+    from learner.run.additions import run_annotations  # imported here: a check of keys needs no reader of annotations
+
+    annotations = run_annotations(config)
+    if annotations is not None:
+        annotations.check()
+
+
+def check_start(config: RunConfig) -> None:
+    """What a start would find out later. Raises ConfigError if the folder cannot be written, or if there is nothing to
+    resume from."""
+    training, run_dir = config.training, Path(config.training.output_dir)
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        found = f"{there}, which {'cannot be written' if there.is_dir() else 'is a file'}"
+        remedy = "name another folder, or change its permissions"
+        raise ConfigError(f"{KEY}: no run can be written there", found=found, wanted="a folder", remedy=remedy)
+    where = training.resume_from_checkpoint
+    at = run_dir if where == "latest" else Path(where or "")
+    if where is not None and not any(at.glob("checkpoint-*/manifest.json" if where == "latest" else "manifest.json")):
+        raise ConfigError(
+            "training.resume_from_checkpoint: there is no checkpoint to resume from",
+            found=f"{where}: none at {at}",
+            wanted="a complete checkpoint",
+            remedy="unset training.resume_from_checkpoint to start at the beginning, or name a checkpoint's folder",
+        )
+
+
 def clear_output_dir(config: RunConfig) -> list[str]:
-    """With `training.overwrite`, remove the old run's own files, and nothing else. A run that resumes removes nothing.
+    """Remove, with `training.overwrite`, the old run's own files, and nothing else. A run that resumes removes nothing.
     Returns the names of what was removed."""
     run_dir = Path(config.training.output_dir)
     if not config.training.overwrite or _resumes(config) or not traces_of_run(run_dir):

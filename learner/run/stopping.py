@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from learner.policy.parallel import Ranks
@@ -27,6 +28,48 @@ class Stopped(Exception):  # noqa: N818 - a request that was followed, not an er
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.agreed = agreed
         self.exit_code = 128 + signum  # as in shells: 130, 143
+
+
+@contextmanager
+def told_before_the_first_step() -> Iterator[None]:
+    """SIGTERM ends the process at once inside this block, and says so. Nothing has been learned that could be saved.
+    A thread does it: the main one may be in a long call, such as loading the model."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def watch() -> None:
+        while data := reading.recv(1):
+            if data[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is _too_early:
+                _too_early(signal.SIGTERM, None)
+
+    handler = signal.signal(signal.SIGTERM, _too_early)
+    wakeup = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="early-stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        if signal.getsignal(signal.SIGTERM) is _too_early:
+            signal.signal(signal.SIGTERM, handler)
+        writing.close()
+
+
+def _too_early(signum: int, frame: FrameType | None) -> None:
+    _end(signum, f"{signal.Signals(signum).name} before the first step: nothing to save")
+
+
+def _forget_in_child() -> None:
+    """A forked process that somebody ends must not write to its parent's thread."""
+    if signal.getsignal(signal.SIGTERM) is _too_early:
+        with suppress(ValueError):  # a thread has forked it: it has no handlers
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequest:

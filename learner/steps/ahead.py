@@ -29,8 +29,8 @@ from typing import Any
 
 from learner.config.schedule import ChannelDecision, decide_channel
 from learner.data.batches import MicroBatch, ShareReader, Shortfall
+from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
-from learner.run.log import PhaseClock
 from learner.steps.producer import CallStages, Producer
 from learner.steps.shares import Bounds, Call, Counts, Served, ShareQueue, Shares
 from learner.steps.source import Fence
@@ -157,7 +157,7 @@ class Stage2Ahead(Stage2Steps):
 
     def shortfall(self) -> Shortfall | None:
         batches = self._parts.batches
-        return batches.shortfall_of(batches.size(self._share_of_step), 1)
+        return self._in_segments(batches.shortfall_of(batches.size(self._share_of_step), 1))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         assert self._producer is None, "restored after the producer had started"
@@ -179,7 +179,7 @@ class Stage2Ahead(Stage2Steps):
 
     @property
     def _epoch(self) -> int:
-        """Of the share that comes next."""
+        """The epoch of the share that comes next."""
         return self._parts.batches.num_taken // self._parts.batches.per_epoch
 
     def _too_far(self, step: int, updates: int) -> bool:
@@ -208,7 +208,7 @@ class Stage2Ahead(Stage2Steps):
         return {share: syncs for share, syncs in complete.items() if share in left}
 
     def _choose(self, global_step: int, ready: Sequence[Mapping[int, int]]) -> StepChoice:
-        """Of the shares that are ready on all ranks the one with the oldest packs, else ground truth."""
+        """Choose, of the shares that are ready on all ranks, the one with the oldest packs, else ground truth."""
         common = set(ready[0]).intersection(*ready[1:])
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(common))
         if decision.channel == "A":
@@ -259,7 +259,7 @@ class Stage2Ahead(Stage2Steps):
         yield from rows
 
     def _rows(self, packs: Sequence[Sequence[Segment]]) -> list[PackedRow]:
-        """As few rows as the packs of each version need (R25: no row mixes versions)."""
+        """Rows, as few as the packs of each version need (R25: no row mixes versions)."""
         by_ver = sorted(packs, key=lambda pack: pack[0].ver or 0)
         versions = groupby(by_ver, key=lambda pack: pack[0].ver)
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]

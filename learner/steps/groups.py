@@ -8,30 +8,33 @@ rollout's own tokens, the stop token included. Its labels are those tokens, and 
 (`target.advantages`) and the log-probability with which it was drawn. The loss is `policy.policy_gradient`.
 
 Invariants: one segment per place, in order. A group is scored when all of its rollouts are there, so a stream hands on
-its segments together.
+its segments together. Advantages do not depend on micro-batches or ranks (D21): what `advantage: batch` compares with
+is the mean over the whole step on all ranks, agreed on before the first segment is made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.config.schema import GrpoConfig, LossConfig
-from learner.data.prompt import check_prompt_prefix
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.loss import LossConfig
 from learner.extensions import PrefixRewards, Task
+from learner.journal.groups import ScoredAnswer
+from learner.journal.log import PhaseClock
+from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Sample, Segment, Target
-from learner.rollout.backend import RolloutBackend, RolloutStream
-from learner.run.groups import ScoredAnswer
-from learner.run.log import PhaseClock
+from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
+from learner.steps.advantages import object_advantages, overlong_penalty, sequence_advantages
 from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
-from learner.target.advantages import object_advantages, overlong_penalty, sequence_advantages
-from learner.target.target import build_segment, own_target
 from learner.tasks.rewards import Rewards
+from learner.tasks.supervision import build_segment, own_target
 from shared.errors import ConfigError
+from shared.pixels import ImageProcessing
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
 TAUGHT = "grpo/taught"  # segments besides those of the rollouts (`sft_weight`, `matching_weight`)
@@ -41,12 +44,9 @@ _ROUNDING = 1e-9  # of advantages: the mean of equal rewards may differ from the
 class _Scored:
     """One rollout with its rewards."""
 
-    def __init__(self, rollout: Rollout, prompt: EncodedPrompt, source: GroupSource) -> None:
-        tokenizer, settings = source.rewards.tokenizer, source.grpo
-        check_prompt_prefix(
-            prompt.token_ids, rollout.prompt_token_ids, rollout.sample.sample_id, decode=tokenizer.decode
-        )
-        self.rollout, self.prompt = rollout, prompt
+    def __init__(self, rollout: Rollout, source: GroupSource) -> None:
+        settings = source.grpo
+        self.rollout = rollout
         self.assignment = source.task.match(source.task.parse(rollout))
         self.parts = source.rewards.parts(rollout, self.assignment)
         self.num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
@@ -69,8 +69,16 @@ class _Scored:
                 )
 
 
+class _StepStandard(NamedTuple):
+    """What all rewards of a step, on all ranks, are compared with (`advantage: batch`)."""
+
+    mean: float
+    deviation: float
+
+
 class GroupSource(RolloutSource):
-    """`max_new_tokens` is the longest answer that is asked for."""
+    """`max_new_tokens` is the longest answer that is asked for. With `advantage: batch`, making segments is collective:
+    it must happen on the thread of the trainer."""
 
     def __init__(
         self,
@@ -81,35 +89,50 @@ class GroupSource(RolloutSource):
         grpo: GrpoConfig,
         max_new_tokens: int,
         loss: LossConfig,
+        ranks: Ranks,
         on_answer: Callable[[Any, Target], None] | None = None,
         on_group: Callable[[Sequence[ScoredAnswer]], None] | None = None,
+        image_processing: ImageProcessing | None = None,
     ) -> None:
-        super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer)
-        self._on_group = on_group
+        super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer, image_processing=image_processing)
+        self._ranks, self._on_group = ranks, on_group
         self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
+        # Of the window, with `advantage: batch`: its groups by global_step and micro_step_idx, and their standard.
+        self._scored: dict[tuple[int, int], list[list[_Scored]]] = {}
+        self._standard: _StepStandard | None = None
 
-    def _groups(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[list[_Scored]]:
-        scored = [_Scored(rollout, prompt, self) for rollout, prompt in zip(rollouts, prompts, strict=True)]
+    def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
+        super().begin_window(window, global_step=global_step, clock=clock)
+        if self.grpo.advantage == "batch":
+            with clock.phase("target"):
+                self._scored = {key: self._groups(rollouts) for key, rollouts in self._made.items()}
+                self._standard = self._step_standard([group for part in self._scored.values() for group in part])
+
+    def _groups(self, rollouts: Sequence[Rollout]) -> list[list[_Scored]]:
+        scored = [_Scored(rollout, self) for rollout in rollouts]
         size = self.grpo.num_generations
         groups = [scored[i : i + size] for i in range(0, len(scored), size)]
         assert all(len({one.rollout.sample.sample_id for one in group}) == 1 for group in groups), "a group is torn"
         return groups
 
     def reinforced(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
-        """Of whole groups: the segment of each rollout, in order."""
-        return self._reinforced(self._groups(rollouts, prompts))
+        """The segment of each rollout of whole groups, in order."""
+        return self._reinforced(self._groups(rollouts), prompts, None)
 
-    def _reinforced(self, groups: Sequence[Sequence[_Scored]]) -> list[Segment]:
-        """Of each rollout, in order."""
-        if not groups:
-            return []
-        rewards = np.array([[one.reward for one in group] for group in groups])
-        advantages = self._advantages(groups, rewards)
+    def _reinforced(
+        self,
+        groups: Sequence[Sequence[_Scored]],
+        prompts: Sequence[EncodedPrompt],
+        standard: _StepStandard | None,
+    ) -> list[Segment]:
+        """The segment of each rollout, in order. `prompts` are those of the rollouts."""
         found: list[Segment] = []
-        for group, own, per_token in zip(groups, rewards, advantages, strict=True):
-            segments = [self._segment(one, tokens) for one, tokens in zip(group, per_token, strict=True)]
+        prompt = iter(prompts)
+        for group, per_token in zip(groups, self._advantages(groups, standard), strict=True):
+            segments = [self._segment(one, next(prompt), tokens) for one, tokens in zip(group, per_token, strict=True)]
             has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
-            counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: float(own.std())}
+            deviation = float(np.std([one.reward for one in group]))
+            counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: deviation}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
             found += segments if has_signal or not self.grpo.skip_no_signal else map(silent, segments)
             if self._on_group is not None:
@@ -117,38 +140,49 @@ class GroupSource(RolloutSource):
         return found
 
     def _advantages(
-        self, groups: Sequence[Sequence[_Scored]], rewards: NDArray[np.float64]
+        self, groups: Sequence[Sequence[_Scored]], standard: _StepStandard | None
     ) -> list[list[NDArray[np.float64]]]:
         """Per group, per rollout: of each token [T]."""
-        settings = self.grpo
-        objects = [[one.by_object for one in group] for group in groups]
-        # What objects earn one by one is compared object by object, and only the rest rollout by rollout.
-        rest = rewards - np.array([[one.values[-1] if one else 0.0 for one in group] for group in objects])
-        whole = sequence_advantages(rest, settings.advantage)
-        steps = [[np.array([advantage]) for advantage in base] for base in whole]
-        if settings.credit == "object":
-            earned = [object_advantages([one.values for one in group if one is not None]) for group in objects]
-            steps = [[a + b for a, b in zip(*both, strict=True)] for both in zip(steps, earned, strict=True)]
-        if settings.normalize_std:
-            deviations = self._deviations(steps, rewards)
-            steps = [[step / by for step in group] for group, by in zip(steps, deviations, strict=True)]
+        steps = self._steps(groups, standard.mean if standard is not None else 0.0)
+        if self.grpo.normalize_std:
+            by = [standard.deviation] * len(groups) if standard is not None else map(_deviation, self._compared(groups))
+            steps = [[step / (each + 1e-6) for step in group] for group, each in zip(steps, by, strict=True)]
         return [
             [_of_tokens(step, one) for step, one in zip(own, group, strict=True)]
             for own, group in zip(steps, groups, strict=True)
         ]
 
-    def _deviations(
-        self, steps: Sequence[Sequence[NDArray[np.float64]]], rewards: NDArray[np.float64]
-    ) -> Sequence[float]:
-        """What the advantages of each group are divided by. Objects differ also where rewards are equal, so by objects
-        it is the deviation of what each of them gained."""
-        compared = [np.concatenate(group) for group in steps] if self.grpo.credit == "object" else list(rewards)
-        if self.grpo.advantage == "batch":
-            compared = [np.concatenate(compared)] * len(compared)
-        return [float(one.std()) + 1e-6 for one in compared]
+    def _steps(self, groups: Sequence[Sequence[_Scored]], step_mean: float) -> list[list[NDArray[np.float64]]]:
+        """Per group, per rollout: the advantage of each object and of closing [n + 1], or of the whole answer [1]."""
+        whole = [sequence_advantages(one[None], self.grpo.advantage, step_mean=step_mean)[0] for one in _rest(groups)]
+        steps = [[np.array([advantage]) for advantage in base] for base in whole]
+        if self.grpo.credit == "object":
+            earned = [
+                object_advantages([one.by_object.values for one in group if one.by_object is not None])
+                for group in groups
+            ]
+            steps = [[a + b for a, b in zip(*both, strict=True)] for both in zip(steps, earned, strict=True)]
+        return steps
 
-    def _segment(self, one: _Scored, advantages: NDArray[np.float64]) -> Segment:
+    def _compared(self, groups: Sequence[Sequence[_Scored]], step_mean: float = 0.0) -> list[NDArray[np.float64]]:
+        """Per group: the values whose deviation divides its advantages. Objects differ also where rewards are equal, so
+        by objects it is what each of them gained."""
+        if self.grpo.credit == "object":
+            return [np.concatenate(group) for group in self._steps(groups, step_mean)]
+        return [np.array([one.reward for one in group]) for group in groups]
+
+    def _step_standard(self, groups: Sequence[Sequence[_Scored]]) -> _StepStandard:
+        """Over `groups`, this rank's part of the step, and those of all other ranks. Collective."""
+        mean = float(self._of_all_ranks(_rest(groups)).mean())
+        return _StepStandard(mean=mean, deviation=_deviation(self._of_all_ranks(self._compared(groups, mean))))
+
+    def _of_all_ranks(self, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        parts = [part for own in self._ranks.all_gather_object(list(values)) for part in own]
+        return np.concatenate(parts) if parts else np.zeros(1)
+
+    def _segment(self, one: _Scored, prompt: EncodedPrompt, advantages: NDArray[np.float64]) -> Segment:
         rollout = one.rollout
+        self._check(prompt, rollout)
         weight, extra = self._weights(one.num_tokens)
         target = own_target(rollout, weight)
         if self._on_answer is not None:
@@ -158,7 +192,7 @@ class GroupSource(RolloutSource):
             "rollout_tokens": float(len(rollout.response_token_ids)),
             **self.rewards.counts(one.parts),
         }
-        segment = build_segment(one.prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
+        segment = build_segment(prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
         return replace(segment, policy=_policy_tokens(segment, advantages, rollout.logprobs), extra_weight=extra)
 
     def _weights(self, length: int) -> tuple[float, float]:
@@ -182,58 +216,76 @@ class GroupSource(RolloutSource):
         first_req_idx: int,
         clock: PhaseClock,
     ) -> list[Segment]:
-        """Of each rollout, in order. Behind them, of each group, what is taught besides: the ground truth with
+        """Segments of each rollout, in order. Behind them, of each group, what is taught besides: the ground truth with
         `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
         rollouts = self._rollouts(
             samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
         )
         with clock.phase("target"):
-            groups = self._groups(rollouts, prompts)
-            segments = self._reinforced(groups)
+            groups = self._scored.pop((global_step, micro_step_idx), None)
+            standard = self._standard
+            if groups is None:  # of no window: all that the step learns
+                groups = self._groups(rollouts)
+                standard = self._step_standard(groups) if self.grpo.advantage == "batch" else None
+            segments = self._reinforced(groups, prompts, standard)
+            whole = list(zip(groups, prompts[:: self.grpo.num_generations], strict=True))
             if self.grpo.sft_weight:
-                segments += [one for group in groups for one in self._ground_truth(group)]
+                segments += [one for group, prompt in whole for one in self._ground_truth(group, prompt)]
             if self.grpo.matching_weight:
-                segments += [one for group in groups for one in self._matched(group)]
+                segments += [one for group, prompt in whole for one in self._matched(group, prompt)]
             return segments
 
-    def _ground_truth(self, group: Sequence[_Scored]) -> list[Segment]:
+    def _ground_truth(self, group: Sequence[_Scored], prompt: EncodedPrompt) -> list[Segment]:
         target = self.task.ground_truth(group[0].rollout.sample, self._loss)
-        return self._taught(group, group[0], target, self.grpo.sft_weight)
+        return self._taught(group, prompt, target, self.grpo.sft_weight)
 
-    def _matched(self, group: Sequence[_Scored]) -> list[Segment]:
+    def _matched(self, group: Sequence[_Scored], prompt: EncodedPrompt) -> list[Segment]:
         best = max(group, key=lambda one: one.reward)  # of equal ones the first
-        return self._taught(group, best, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
+        return self._taught(group, prompt, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
 
-    def _taught(self, group: Sequence[_Scored], one: _Scored, target: Target, factor: float) -> list[Segment]:
+    def _taught(self, group: Sequence[_Scored], prompt: EncodedPrompt, target: Target, factor: float) -> list[Segment]:
         """A segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if nothing
         of it has a weight."""
         lengths = [rollout.num_tokens for rollout in group]
         weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
-        segment = build_segment(one.prompt, target, sample_id=one.rollout.sample.sample_id, stats={TAUGHT: 1.0})
+        sample_id = group[0].rollout.sample.sample_id
+        segment = build_segment(prompt, target, sample_id=sample_id, stats={TAUGHT: 1.0})
         scale = factor * weight / max(float(segment.loss_weights.sum()), 1e-6)
         if not scale or not segment.loss_weights.any():
             return []
         return [replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32))]
 
     def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
-        together = len(prompts) if self.grpo.advantage == "batch" else self.grpo.num_generations
-        return _GroupStream(self, rollouts, prompts, together)
+        assert self.grpo.advantage != "batch", "a step's mean is known when its last rollout has ended"
+        return _GroupStream(self, rollouts, prompts)
 
 
 class _GroupStream(SegmentStream):
-    """The segments of `together` places in a row, when the last rollout of them has ended."""
+    """The segments of a group, when its last rollout has ended."""
 
-    def __init__(
-        self, source: GroupSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt], together: int
-    ) -> None:
-        self._source, self._rollouts, self._prompts, self._together = source, rollouts, prompts, together
+    def __init__(self, source: GroupSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> None:
+        self._source, self._rollouts, self._prompts = source, rollouts, prompts
 
     def __iter__(self) -> Iterator[tuple[int, Segment]]:
-        for places, group in in_groups(self._rollouts, size=self._together, number=len(self._prompts)):
+        for places, group in in_groups(
+            self._rollouts, size=self._source.grpo.num_generations, number=len(self._prompts)
+        ):
             yield from zip(places, self._source.reinforced(group, [self._prompts[i] for i in places]), strict=True)
 
     def close(self) -> None:
         self._rollouts.close()
+
+
+def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
+    """Per group [K]: what is compared rollout by rollout, the rewards without what objects earn one by one."""
+    return [
+        np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
+        for group in groups
+    ]
+
+
+def _deviation(values: NDArray[np.float64]) -> float:
+    return float(values.std())
 
 
 def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:

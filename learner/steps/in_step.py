@@ -35,11 +35,13 @@ log = logging.getLogger("learner.stage2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """How rows are learned while others roll out. `capacity` of a row is in tokens; `in_order`: see `ArrivingRows`."""
+    """How rows are learned while others roll out. `capacity` of a row is in tokens; `in_order` and `share_prompts`: see
+    `ArrivingRows`."""
 
     rollouts: StreamingSource
     capacity: int
     in_order: bool
+    share_prompts: bool = False
 
 
 class Stage2InStep(Stage2Steps):
@@ -77,7 +79,12 @@ class Stage2InStep(Stage2Steps):
             micro_step_idx=0,
             first_req_idx=batch.first_req_idx,
         )
-        rows = ArrivingRows(overlap.capacity, number=len(batch.samples), in_order=overlap.in_order)
+        rows = ArrivingRows(
+            overlap.capacity,
+            number=len(batch.samples),
+            in_order=overlap.in_order,
+            share_prompts=overlap.share_prompts,
+        )
         with StepRollouts(segments, rows, check=self._checked(batch)) as rollouts:
             while True:
                 with self._clock.phase("wait"):

@@ -12,14 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from learner.config.schema import LossConfig
-from learner.data.prompt import check_prompt_prefix
+from learner.config.sections.loss import LossConfig
+from learner.data.prompt import PromptCheck
 from learner.extensions import Task
+from learner.journal.log import PhaseClock
 from learner.records import Channel, EncodedPrompt, Rollout, Sample, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
-from learner.run.log import PhaseClock
-from learner.target.target import IGNORED, build_segment
 from learner.tasks.rewards import Rewards
+from learner.tasks.supervision import IGNORED, build_segment
+from shared.pixels import ImageProcessing
 
 
 class SegmentSource(Protocol):
@@ -113,9 +114,12 @@ class RolloutSource(SegmentSource, StreamingSource):
         *,
         loss: LossConfig,
         on_answer: Callable[[Any, Target], None] | None = None,
+        image_processing: ImageProcessing | None = None,
     ) -> None:
-        """`on_answer` is told of every assignment and its target, on the thread that makes the segment."""
+        """`on_answer` is told of every assignment and its target, on the thread that makes the segment.
+        `image_processing`: the learner's own, for models that take images."""
         self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
+        self._check = PromptCheck(decode=rewards.tokenizer.decode, image_processing=image_processing)
         self._on_answer = on_answer
         self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
 
@@ -171,10 +175,9 @@ class RolloutSource(SegmentSource, StreamingSource):
         return _Segments(self, rollouts, prompts)
 
     def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
-        """Of one rollout. Raises PromptMismatchError if the server's prompt is another one, RewardError if a reward
-        function fails."""
-        sample_id, decode = rollout.sample.sample_id, self._rewards.tokenizer.decode
-        check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=decode)
+        """The segment of one rollout. Raises PromptMismatchError or ServerMismatchError if the engine's prompt or
+        images are others, RewardError if a reward function fails."""
+        self._check(prompt, rollout)
         assignment = self._task.match(self._task.parse(rollout))
         stats = {
             **self._task.stats(assignment),
@@ -184,7 +187,7 @@ class RolloutSource(SegmentSource, StreamingSource):
         target = self._task.target(assignment, self._loss)
         if self._on_answer is not None:
             self._on_answer(assignment, target)
-        return build_segment(prompt, target, sample_id=sample_id, ver=rollout.ver, stats=stats)
+        return build_segment(prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
 
 
 class _Segments(SegmentStream):

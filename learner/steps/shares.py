@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from learner.config.schedule import exact_ratio, scheduled_channel
-from learner.config.schema import AsyncActorLearnerConfig
+from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
 from shared.errors import ConfigError, ProjectError, SyncError
 
 DropReason = Literal["oldest", "stale", "unwanted"]
@@ -204,7 +204,7 @@ class ShareQueue:
 
     def start_call(self) -> Call:
         """Up to `call_size` neighbours of the most urgent share that lacks some."""
-        run = self._next_run()
+        run = self._next_run() if self.in_flight is None else None
         assert run is not None, f"a call was started in phase {self.phase}"
         share, start, stop = run
         self.in_flight = Call(share=share, start=start, stop=stop, by=self.served)
@@ -255,8 +255,6 @@ class ShareQueue:
 
     def _missing(self, share: int) -> list[int]:
         there = {place for pack in self.queue if pack.share == share for place in pack.places}
-        if self.in_flight is not None and self.in_flight.share == share:
-            there.update(self.in_flight.places)
         return [place for place in range(self._size(share)) if place not in there]
 
     def _least_useful(self) -> Pack:

@@ -22,16 +22,16 @@ from typing import Any, Protocol
 
 from learner.data.batches import Batches, MicroBatch, Shortfall, Upcoming, WindowRepeater
 from learner.data.prompt import PromptEncoder
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
 from learner.rollout.backend import MicroStep
-from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
 
 
 class Fence:
-    """In the hands of whoever holds a closed fence, to say what happened behind it."""
+    """A closed fence. Whoever holds it says what happened behind it."""
 
     ver: int | None = None
     updates = 0  # optimizer updates in the weights that were synced
@@ -57,7 +57,7 @@ class StepSource(Protocol):
         ...
 
     def shortfall(self) -> Shortfall | None:
-        """Of the step that began, before its micro-steps: None if it learns as many samples as others."""
+        """The shortfall of the step that began, before its micro-steps: None if it learns as many samples as others."""
         return None
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
@@ -66,7 +66,7 @@ class StepSource(Protocol):
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Of the step that was learned, equal on all ranks. Collective."""
+        """Metrics of the step that was learned, equal on all ranks. Collective."""
         return {}
 
     def waiting(self) -> list[str]:
@@ -97,8 +97,8 @@ class StepSource(Protocol):
 class FreshSteps(StepSource):
     """One micro-step per micro-batch, its rows made for it (`sft`, `rollout_matching_sft`).
 
-    `gradient_accumulation_steps` micro-batches are a step; the last one of an epoch may have fewer. `samples` (all) and
-    `encoder` bring back what a resume owes. After the micro-batches of step `drains_at` comes one more micro-step with
+    `gradient_accumulation_steps` micro-batches are a step; the last one of an epoch may have fewer. `encoder` brings
+    back what a resume owes. After the micro-batches of step `drains_at` comes one more micro-step with
     all segments that still wait for a row (`training.packing_drop_last: false`); None: they are not learned.
     """
 
@@ -110,16 +110,14 @@ class FreshSteps(StepSource):
         *,
         gradient_accumulation_steps: int,
         ranks: Ranks,
-        samples: Sequence[Sample],
         encoder: PromptEncoder,
         clock: PhaseClock,
         drains_at: int | None = None,
     ) -> None:
         self._batches, self._source, self._row_maker = batches, source, row_maker
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
-        self._samples_by_id = {sample.sample_id: sample for sample in samples}
         self._encoder, self._clock = encoder, clock
-        self._owed: list[str] = []  # what a resume owes: joins the first micro-batch
+        self._owed: list[tuple[int, str]] = []  # what a resume owes: joins the first micro-batch. Epoch and sample id
         self._first_owed = 0  # place of the first of them among all ranks' owed samples
         self._global_step = 0  # of the step that began last
         self._num_batches = 0  # micro-batches of that step
@@ -145,7 +143,7 @@ class FreshSteps(StepSource):
             yield self._drained()
 
     def waiting(self) -> list[str]:
-        return [*self._owed, *self._row_maker.carried()]
+        return [*(sample_id for _, sample_id in self._owed), *self._row_maker.carried()]
 
     def state(self) -> dict[str, Any]:
         carried = self._ranks.all_gather_object(self._due_on_resume())
@@ -155,7 +153,8 @@ class FreshSteps(StepSource):
         """See `StepSource`. What was carried is shared out anew, so that the number of ranks may have changed."""
         self._batches.restore(state["batches"])
         carried, ranks = [sample_id for part in state["carried"] for sample_id in part], self._ranks
-        self._owed = own_share(carried, ranks)
+        owed = own_share(carried, ranks)
+        self._owed = list(zip(self._batches.last_epochs(owed), owed, strict=True))
         self._first_owed = sum(len(carried[rank :: ranks.world_size]) for rank in range(ranks.rank))
 
     # ---- a step's parts, which `BufferedSteps` does in its own way -------------------------------------------------
@@ -166,7 +165,7 @@ class FreshSteps(StepSource):
             for micro_step_idx, (samples, first_req_idx) in enumerate(window)
         ]
         if self._owed:
-            owed = tuple(self._samples_by_id[i] for i in self._owed)
+            owed = self._owed_samples()
             place = {"micro_step_idx": self._gradient_accumulation_steps, "first_req_idx": self._first_owed}
             steps.append(MicroStep(samples=owed, **place))
         self._source.begin_window(steps, global_step=self._global_step, clock=self._clock)
@@ -181,10 +180,14 @@ class FreshSteps(StepSource):
 
     def _owed_segments(self) -> list[Segment]:
         """Their requests have a micro-step of their own, so that no two of all ranks' requests share a seed (R11)."""
-        samples, self._owed = [self._samples_by_id[i] for i in self._owed], []
+        samples, self._owed = self._owed_samples(), []
         with self._clock.phase("data"):
             prompts = [self._encoder.encode(sample) for sample in samples]
         return self._segments(samples, prompts, self._gradient_accumulation_steps, self._first_owed)
+
+    def _owed_samples(self) -> tuple[Sample, ...]:
+        """As they were seen when they were handed out."""
+        return tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed)
 
     def _segments(
         self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], micro_step_idx: int, first_req_idx: int

@@ -17,9 +17,9 @@ from typing import Any
 
 from learner.config.schedule import ChannelDecision, decide_channel, scheduled_channel
 from learner.data.batches import Batches, MicroBatch, Shortfall
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow
-from learner.run.log import PhaseClock
 from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
 from learner.steps.source import StepSource, own_share
@@ -49,9 +49,11 @@ class RankMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Parts:
-    """What both ways are made of. `batches` gives the rank's share of a whole step at a time."""
+    """What both ways are made of. `batches` gives the rank's share of a whole step at a time, in which a sample has
+    `places_per_sample` places in a row, one for each of its rollouts (`grpo`)."""
 
     b_ratio: float
+    places_per_sample: int = 1
     packs_per_step: int  # gradient_accumulation_steps: what a Channel-B step takes of a queue that was filled ahead
     ranks: Ranks
     batches: Batches
@@ -97,11 +99,14 @@ class Stage2Steps(StepSource):
         return self._decision.channel
 
     def shortfall(self) -> Shortfall | None:
-        return self._parts.batches.shortfall(1)
+        return self._in_segments(self._parts.batches.shortfall(1))
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
         assert self._decision is not None, "micro_steps() before begin()"
-        yield self._channel_b() if self._decision.channel == "B" else self._share(self._parts.ground_truth)
+        if self._decision.channel == "B":
+            yield self._channel_b()
+        else:  # a sample's ground truth is learned once, however many rollouts it would have had
+            yield self._share(self._parts.ground_truth, every=self._parts.places_per_sample)
 
     def metrics(self) -> Mapping[str, float]:
         assert self._decision is not None, "metrics() before begin()"
@@ -126,13 +131,22 @@ class Stage2Steps(StepSource):
     def _wanted(self, global_step: int) -> Channel:
         return scheduled_channel(global_step, self._parts.b_ratio)
 
-    def _share(self, source: SegmentSource) -> Generator[PackedRow]:
-        """The rank's whole share at once: read, made into segments, packed to completion, then learned row by row."""
+    def _in_segments(self, shortfall: Shortfall | None) -> Shortfall | None:
+        """A step's shortfall, counted in places, in segments of its channel."""
+        assert self._decision is not None, "shortfall() before begin()"
+        if shortfall is None or self._decision.channel == "B":
+            return shortfall
+        each = self._parts.places_per_sample
+        return Shortfall(size=shortfall.size // each, whole=shortfall.whole // each)
+
+    def _share(self, source: SegmentSource, *, every: int = 1) -> Generator[PackedRow]:
+        """The rank's whole share at once: read, made into segments of `every` n-th place, packed to completion, then
+        learned row by row."""
         with self._clock.phase("data"):
             batch = self._next_batch()
         segments = source.segments(
-            batch.samples,
-            batch.prompts,
+            batch.samples[::every],
+            batch.prompts[::every],
             global_step=self._global_step,
             micro_step_idx=0,  # requests are numbered over the whole step, so that seeds do not depend on the ranks
             first_req_idx=batch.first_req_idx,

@@ -49,7 +49,7 @@ class Canary:
         assert self.items, "a sync without a canary is not checked"
 
     def tolerance_with(self, served: torch.dtype | None) -> float:
-        """Of generators that compute in `served` (None: not known)."""
+        """The tolerance with generators that compute in `served` (None: not known)."""
         if self.tolerance is not None:
             return self.tolerance
         return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
@@ -94,13 +94,13 @@ class Canary:
 
 
 def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
-    """Of several generators."""
+    """The worst gap of several generators."""
     return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 
 
-def score_items(items: Sequence[CanaryItem]) -> list[ScoreItem]:
-    """The items for the wire."""
+def score_items(items: Sequence[CanaryItem], *, pixels: bool = False) -> list[ScoreItem]:
+    """The items for the wire. `pixels`: asks what the vision tower is fed of their images."""
     return [
-        ScoreItem(request=infer_request(item.sample), response_token_ids=list(item.response_token_ids))
+        ScoreItem(request=infer_request(item.sample, pixels=pixels), response_token_ids=list(item.response_token_ids))
         for item in items
     ]

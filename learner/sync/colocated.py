@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import torch
 
-from learner.data.prompt import PromptEncoder
+from learner.data.prompt import PromptCheck, PromptEncoder
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
+from learner.records import ServerChange
 from learner.rollout.colocate import ColocatedEngine
-from learner.rollout.membership import ServerChange
 from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode
@@ -50,6 +50,7 @@ class EngineDelivery:
     def __init__(self, engine: ColocatedEngine, encoder: PromptEncoder, *, canary: Canary, ranks: Ranks) -> None:
         self._engine, self._canary, self._ranks = engine, canary, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
+        self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: Mapping[Mode, CanaryScores] = {}
 
     def together(self, work: Callable[[], T]) -> T:
@@ -80,7 +81,7 @@ class EngineDelivery:
     def updating(self, modes: Sequence[Mode]) -> Iterator[None]:
         # Before the engine wakes: scoring needs the policy on its device.
         self._learner = {mode: self._canary.scorer(self._engine.dtype, mode == "full") for mode in modes}
-        with self._engine.awake():
+        with self._engine.awake(after_update=True):
             yield
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
@@ -125,6 +126,9 @@ class EngineDelivery:
 
     def _gap(self, learner: Logprobs, ver: int) -> CanaryGap:
         scores = self._engine.score(self._prompts, [item.response_token_ids for item in self._canary.items])
+        for item, score in zip(self._canary.items, scores, strict=True):
+            if item.prompt.vision is not None and score.pixels is not None:
+                self._same.pixels(item.prompt.vision, score.pixels, sample_id=item.sample.sample_id, name=NAME)
         reply = ScoreReply(
             ver=ver,
             logprobs=[score.logprobs for score in scores],

@@ -60,8 +60,8 @@ class ServerGroup:
 
     communicator: Communicator  # once it is joined
 
-    def __init__(self, links: Sequence[ServerLink]) -> None:
-        self.links = tuple(links)
+    def __init__(self, links: Sequence[ServerLink], *, allow_shared_gpu: bool = False) -> None:
+        self.links, self.allow_shared_gpu = tuple(links), allow_shared_gpu
         self.rank = sum(link.world_size for link in links)  # the learner's
         self.name = ", ".join(link.base_url for link in links)
 
@@ -69,7 +69,7 @@ class ServerGroup:
         """Join from this side."""
         host, port, backend = self.links[0].client.host, self.links[0].group_port, _backend(device)
         place = (backend, host, port, self.rank, self.rank + 1, timeout_s, device)
-        return start_join(*place, secret=bytes.fromhex(secret))
+        return start_join(*place, secret=bytes.fromhex(secret), allow_shared_gpu=self.allow_shared_gpu)
 
     def post_inits(self, incarnation: str, secret: str, device: torch.device, timeout_s: float) -> Posts:
         """Ask every server to join; done when all have, this side included."""
@@ -84,6 +84,7 @@ class ServerGroup:
                 world_size=self.rank + 1,
                 backend=_backend(device),
                 timeout_s=timeout_s,
+                allow_shared_gpu=self.allow_shared_gpu,
             )
             posts.append((link, link.post(link.client.init_communicator(call, link.patience))))
             first_rank += link.world_size
@@ -127,6 +128,7 @@ def open_groups(
     *,
     device: torch.device,
     timeout_s: float,
+    allow_shared_gpu: bool = False,
     start_join: StartJoin = start_join,
     asked: list[Post] | None = None,
 ) -> ServerGroups:
@@ -137,7 +139,7 @@ def open_groups(
     """
     # One secret for all: a bucket is sealed once, whichever groups it goes to.
     incarnation, secret = uuid.uuid4().hex, secrets.token_hex(32)
-    groups = [ServerGroup(members) for members in of_one_machine(links, statuses)]
+    groups = [ServerGroup(members, allow_shared_gpu=allow_shared_gpu) for members in of_one_machine(links, statuses)]
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
     if asked is not None:
         asked += posts

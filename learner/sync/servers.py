@@ -1,4 +1,4 @@
-"""Delivery to rollout servers: one update sent to all of them, and what is asked of them before the first one.
+"""Delivery to rollout servers: one update sent to all of them, by the groups that `groups.py` opens.
 
 In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
 with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier -> update ->
@@ -7,9 +7,8 @@ tolerance. The server judges that too, by the learner's scores, and serves nothi
 and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
 below an adapter are an update of their own version, which also heals a poisoned server.
 
-Rank 0 decides who is a member (D15, R40): `agree` hears every rank, takes the user's requests, and gives all ranks the
-next `Membership`. A sync goes to the servers that serve and to those that are ready to; only who has completed it
-serves. What failed is left out of the next try; a failure that is nobody's is repeated once.
+`members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. A failure that
+is no single server's is repeated once.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
-from learner.config.schema import VllmConfig
-from learner.data.prompt import check_prompt_prefix
+from learner.config.sections.vllm import VllmConfig
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import Checksums, checksum
-from learner.rollout.client import LAST_LOOK_S, REPLY_GRACE_S, ServerClient
-from learner.rollout.control import ServerControl, ServerRequest
+from learner.records import ServerChange
+from learner.rollout.client import REPLY_GRACE_S
+from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
-from learner.rollout.membership import Member, Membership, ServedWeights, ServerChange
+from learner.rollout.membership import Member, ServedWeights
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
+from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, look
 from learner.sync.groups import (
     Post,
     Posts,
@@ -45,30 +45,23 @@ from learner.sync.groups import (
     accused,
     await_all,
     cancel,
-    named,
     open_groups,
 )
-from learner.sync.returning import ReturnWatch
+from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
-from shared.aio import gather
 from shared.canary import CanaryGap
-from shared.checkpoint import differences
 from shared.errors import (
     NotFiniteError,
     ProjectError,
-    PromptMismatchError,
-    ServerMismatchError,
     ServerUnreachableError,
     SyncError,
 )
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
-from shared.waits import within
-from shared.wire import Bucket, ScoreCall, ScoreReply, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
+from shared.wire import Bucket, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
-CheckServer = Callable[[ServerClient, ServerStatus], None]  # raises what makes a server unfit
 GOODBYE_S = 3.0  # for servers to hear that a failed sync is over
 SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
@@ -94,98 +87,30 @@ class ServerDelivery:
         control: ServerControl | None = None,
         discovery: Discovery | None = None,
     ) -> None:
-        self._backend, self._config, self._canary, self._ranks = backend, config, canary, ranks
+        self._backend, self._config, self._canary = backend, config, canary
         self._device, self._start_join = device, start_join
-        self._check, self._control, self._discovery = check, control, discovery
+        self._check = check
+        self.members = Members(backend, ranks, control=control, discovery=discovery)
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # by URL, when they were joined
         self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
-        self._returning = ReturnWatch(backend)
-        self._changes: list[ServerChange] = []  # that `agree` has not told yet
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
         self._asked: list[Post] = []  # calls of the try under way
         self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
         self._repeated = self._accused_one = False  # in this sync
 
     def together(self, work: Callable[[], T]) -> T:
-        self._agree()
-        result, membership = on_rank_0(self._ranks, lambda: (work(), self._backend.membership))
-        self._backend.adopt(membership)
-        return result
-
-    # ---- who is a member -------------------------------------------------------------------------------------------
+        return self.members.together(work)
 
     def agree(self) -> Sequence[ServerChange]:
-        self._agree()
-        told, self._changes = self._changes, []
-        return told
-
-    def _agree(self) -> None:
-        lost = self._backend.lost()
-        reports = self._ranks.all_gather_object(lost)
-        membership = self._decided(reports) if self._ranks.is_main else self._backend.membership
-        agreed = self._ranks.broadcast_object(membership)
-        self._backend.adopt(agreed, told=lost)
-        if not agreed.enough:
-            raise agreed.too_few()
-
-    def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
-        """On rank 0: what follows from what the ranks found, and from what the user asks for."""
-        membership, now_s = self._backend.membership, time.time()
-        for report in reports:
-            for base_url, because in report.items():
-                membership = membership.leave_out(base_url, because, now_s=now_s)
-        for request in self._requests(membership):
-            if request.action == "add":
-                membership = membership.add(request.base_url, request.group_port, now_s=now_s)
-            else:
-                smaller = membership.remove(request.base_url, now_s=now_s)
-                if not smaller.serving or not smaller.enough:
-                    log.warning("%s is not removed: too few others serve", request.base_url)
-                    continue
-                membership = smaller
-        self._change_to(membership)
-        return membership
-
-    def _requests(self, membership: Membership) -> list[ServerRequest]:
-        asked = self._control.take() if self._control else []
-        return asked + (self._discovery.take(membership) if self._discovery else [])
-
-    def _change_to(self, membership: Membership) -> None:
-        """On rank 0."""
-        changes = membership.changes_since(self._backend.membership)
-        for change in changes:
-            log.warning("server %s %s, %d serve %s", change.base_url, change.what, change.serving, change.because)
-        self._changes += changes
-        self._backend.adopt(membership)
-        self._returning.follow(membership.out)
-        if self._control is not None:
-            self._control.show(membership)
-
-    def _leave_out(self, base_url: str, error: ProjectError) -> None:
-        """On rank 0: a server failed the sync. Raises ServerError if too few are left."""
-        membership, now_s = self._backend.membership, time.time()
-        member = membership.get(base_url)
-        if member is not None and member.state == "out":
-            membership = membership.refuse(base_url, str(error), now_s=now_s)
-        else:
-            membership = membership.leave_out(base_url, str(error), now_s=now_s)
-        self._change_to(membership)
-        if (member := membership.get(base_url)) is not None:
-            self._returning.refused(member)
-        if not membership.enough:
-            raise membership.too_few() from error
-
-    def _members(self) -> list[Member]:
-        """Whom a sync is to reach: who serves, and who is ready to."""
-        membership = self._backend.membership
-        ready = self._returning.ready()
-        return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
+        return self.members.changes()
 
     def is_current(self) -> bool:
-        return {member.base_url for member in self._members()} == {link.base_url for link in self._groups.links}
+        return {member.base_url for member in self.members.to_reach()} == {link.base_url for link in self._groups.links}
+
+    # ---- after a failure -------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError) -> bool:
         if self._backend.membership.min_servers == "all" or isinstance(error, NotFiniteError):
@@ -193,11 +118,11 @@ class ServerDelivery:
         gone, accused_by = self._gone(), self._accused
         self._accused = {}
         for base_url, found in gone.items():
-            self._leave_out(base_url, found)
+            self.members.leave_out(base_url, found)
         out = {member.base_url for member in self._backend.membership.out}
         newcomers = {url: found for url, found in accused_by.items() if url in out and url not in gone}
         for base_url, found in newcomers.items():
-            self._leave_out(base_url, found)
+            self.members.leave_out(base_url, found)
         if gone or newcomers:
             return True
         if not self._repeated:
@@ -207,7 +132,7 @@ class ServerDelivery:
             # Twice the same server. A second one that fails would say that it is not the servers.
             self._accused_one = True
             for base_url, found in accused_by.items():
-                self._leave_out(base_url, found)
+                self.members.leave_out(base_url, found)
             return True
         return False
 
@@ -215,7 +140,7 @@ class ServerDelivery:
         """Servers of the last try that do not answer now, and why."""
         backend, gone = self._backend, self._unreachable()
         tried = [base_url for base_url in self._statuses if base_url not in gone]
-        outcomes = backend.loop.run(_all_outcomes([_look(backend, backend.client(url)) for url in tried]))
+        outcomes = backend.loop.run(all_outcomes([look(backend, backend.client(url)) for url in tried]))
         return gone | {url: f for url, f in zip(tried, outcomes, strict=True) if isinstance(f, ProjectError)}
 
     def _unreachable(self) -> dict[str, ProjectError]:
@@ -229,7 +154,7 @@ class ServerDelivery:
         server's own error."""
         backend = self._backend
         is_first = not self._known  # everything must be there at the start, and was checked just now
-        statuses = self._reach(self._members(), is_first=is_first)
+        statuses = self._reach(self.members.to_reach(), is_first=is_first)
         self._statuses = {member.base_url: status for member, status in statuses}
         self._known |= {status.server_id for _, status in statuses}
         least = backend.membership.min_servers
@@ -249,6 +174,7 @@ class ServerDelivery:
                 [status for _, status in statuses],
                 device=self._device,
                 timeout_s=self._config.server.timeout_s,
+                allow_shared_gpu=self._config.server.allow_shared_gpu,
                 start_join=self._start_join,
                 asked=self._asked,
             )
@@ -265,17 +191,17 @@ class ServerDelivery:
         if is_first:
             statuses = backend.statuses()
             return list(zip(members, statuses, strict=True))
-        looks = [_look(backend, backend.client(member.base_url)) for member in members]
+        looks = [look(backend, backend.client(member.base_url)) for member in members]
         reached: list[tuple[Member, ServerStatus]] = []
-        for member, found in zip(members, backend.loop.run(_all_outcomes(looks)), strict=True):
+        for member, found in zip(members, backend.loop.run(all_outcomes(looks)), strict=True):
             try:
                 if isinstance(found, ProjectError):
                     raise found
-                _check_new(member, found, reached)
+                check_new(member, found, reached)
                 if self._check is not None and found.server_id not in self._known:
                     self._check(backend.client(member.base_url), found)
             except ProjectError as error:
-                self._leave_out(member.base_url, error)
+                self.members.leave_out(member.base_url, error)
             else:
                 reached.append((member, found))
         return reached
@@ -304,7 +230,7 @@ class ServerDelivery:
         )
         served = ServedWeights(ver=ver, incarnation=self._groups.incarnation, weights=weights)
         membership = self._backend.membership.sized((url, status.world_size) for url, status in self._statuses.items())
-        self._change_to(membership.synced(replies, served, now_s=time.time()))
+        self.members.change_to(membership.synced(replies, served, now_s=time.time()))
         return delivered
 
     def accept(self, ver: int) -> None:
@@ -364,7 +290,7 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """As the server makes it: of the seals; an adapter's together with that of the weights below it."""
+        """The digest as the server makes it: of the seals; an adapter's together with that of the weights below it."""
         digest = hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
@@ -392,59 +318,6 @@ class ServerDelivery:
             parts = plan_buckets(source.weight_specs(self._dtype), self._config.sync.bucket_bytes)
             self._plans[source] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
         return self._plans[source]
-
-
-def _check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Member, ServerStatus]]) -> None:
-    """Raises ServerMismatchError if an added server is one of the others, under another URL."""
-    for other, known in others:
-        if member.is_new and known.server_id == status.server_id:
-            raise ServerMismatchError(
-                f"{member.base_url}: this server is in the run already",
-                found=f"the server of {other.base_url}, {status.server_id!r}",
-                wanted="each server once",
-                remedy="name it by one URL only",
-            )
-
-
-async def _look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
-    """A server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
-    try:
-        return await within(LAST_LOOK_S, backend.look(client, 0.0))
-    except TimeoutError:
-        raise ServerUnreachableError(
-            f"{client.base_url}: the rollout server does not answer",
-            found=f"silence for {LAST_LOOK_S:g} s",
-            wanted="an answer at /health/ and /status/",
-            remedy="look at the server's log",
-        ) from None
-
-
-async def _all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> list[ServerStatus | ProjectError]:
-    """What each gave, or its error."""
-
-    async def outcome(call: Coroutine[Any, Any, ServerStatus]) -> ServerStatus | ProjectError:
-        try:
-            return await call
-        except ProjectError as error:
-            return error
-
-    return await gather(outcome(call) for call in calls)
-
-
-def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
-    """`work()`, run by rank 0 alone; its result, or its ProjectError, on every rank."""
-    ranks.barrier()
-    outcome: tuple[T | None, ProjectError | None] = (None, None)
-    if ranks.is_main:
-        try:
-            outcome = (work(), None)
-        except ProjectError as error:  # raised below, on every rank
-            outcome = (None, error)
-    result, failure = ranks.broadcast_object(outcome)
-    ranks.barrier()
-    if failure is not None:
-        raise outcome[1] or failure  # rank 0's own has its traceback
-    return result
 
 
 def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: Checksums) -> None:
@@ -482,68 +355,3 @@ def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: s
             wanted=str(wanted),
             remedy="run the same version of this project on both sides",
         )
-
-
-# ---- before the first sync -------------------------------------------------------------------------------------------
-
-
-def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
-    """Are all servers fit (R16)? A first sync would find most of it too, but after it has overwritten the servers'
-    weights. Rank 0 asks every server; collective. Raises what `check` raises."""
-
-    def ask_all() -> None:
-        for client, status in zip(backend.clients, backend.statuses(), strict=True):
-            check(client, status)
-
-    on_rank_0(ranks, ask_all)
-
-
-def server_check(
-    backend: ServerBackend, *, architecture: Mapping[str, str], prompts: Sequence[CanaryItem]
-) -> CheckServer:
-    """Does a server have the learner's model, and read its prompts alike (R03, R16)?
-
-    What it gives raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
-    """
-
-    def check(client: ServerClient, status: ServerStatus) -> None:
-        check_architecture(client.base_url, status, architecture)
-        for item in prompts:
-            if status.gate == "poisoned":
-                return  # it scores nothing before the first sync, whose own check then covers the prompt
-            reply = backend.loop.run(client.score(ScoreCall(items=score_items([item]))))
-            check_prompt(client.base_url, item, reply)
-
-    return check
-
-
-def check_architecture(base_url: str, status: ServerStatus, architecture: Mapping[str, str]) -> None:
-    """Raises ServerMismatchError if a size of the model differs."""
-    found = differences(architecture, status.architecture)
-    if found:
-        raise ServerMismatchError(
-            f"{base_url}: the server's model has other tensors than the learner's",
-            found=f"{'; '.join(found[:5])} ({status.model})",
-            wanted="the architecture of model.path",
-            remedy="start the server with the model that the learner starts from",
-        )
-
-
-def check_adapter(base_url: str, status: ServerStatus, *, rank: int) -> None:
-    """Raises ServerMismatchError if the server does not take adapters of this rank (R08)."""
-    if status.max_lora_rank < rank:
-        raise ServerMismatchError(
-            f"{base_url}: the server does not take the adapter",
-            found=f"max_lora_rank: {status.max_lora_rank}" if status.max_lora_rank else "enable_lora: false",
-            wanted=f"adapters of rank {rank}",
-            remedy="set enable_lora and max_lora_rank in the server's configuration and restart it, or set "
-            "sync.mode: full",
-        )
-
-
-def check_prompt(base_url: str, item: CanaryItem, reply: ScoreReply) -> None:
-    """Raises PromptMismatchError, with the server named, if its prompt token ids are not the learner's."""
-    try:
-        check_prompt_prefix(item.prompt.token_ids, reply.prompt_token_ids[0], item.sample.sample_id)
-    except PromptMismatchError as error:
-        raise named(error, base_url) from error

@@ -22,8 +22,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
-from learner.records import SyncReceipt
-from learner.rollout.membership import ServerChange
+from learner.records import ServerChange, SyncReceipt
 from learner.sync.source import AdapterSource, WeightSource, check_specs
 from shared.canary import CanaryGap
 from shared.errors import ProjectError, SyncError

@@ -33,15 +33,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from learner.config.schema import DataConfig, LossConfig, TaskConfig
-from learner.extensions import Task
+from learner.config.sections.data import DataConfig
+from learner.config.sections.loss import LossConfig
+from learner.config.sections.task import TaskConfig
+from learner.extensions import Task, Tokenizer
 from learner.records import Rollout, Sample, Target
-from learner.target.target import continued, tokens_of
-from learner.tasks.task import Tokenizer, text_fault
+from learner.tasks.supervision import continued, tokens_of
+from learner.tasks.task import text_fault
 from learner.tasks.tokens import TokenPieces, TokenText, pieces_of
 from shared.errors import DataError
+from shared.reading import json_of, lines_in
 
 __all__ = ["Field", "FieldAssignment", "KeyValueTask", "ParsedFields", "read_fields"]
 
@@ -112,10 +116,12 @@ def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
 
     Without `id` the line number stands in. Raises DataError for a line that is something else.
     """
-    with open(path, encoding="utf-8") as lines:  # noqa: PTH123  (a text stream, line by line)
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _sample(line, number, path)
+    try:
+        for number, line in lines_in(Path(path)):
+            yield _sample(line, number, path)
+    except OSError as error:
+        what, wanted = f"{path}: the file cannot be read", "one record a line"
+        raise DataError(what, found=str(error), wanted=wanted, remedy="correct the path") from error
 
 
 class KeyValueTask(Task):
@@ -303,10 +309,10 @@ def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
 
 
-def _sample(line: str, number: int, path: str) -> Sample:
+def _sample(line: bytes, number: int, path: str) -> Sample:
     wanted = "an object with messages, images, and fields: texts by name"
     try:
-        row = json.loads(line)
+        row = json_of(line)
         fields = row["fields"].items()
         if not all(isinstance(value, str) for _, value in fields):
             raise TypeError("a value of `fields` is not a text")
@@ -319,8 +325,8 @@ def _sample(line: str, number: int, path: str) -> Sample:
             width=int(row.get("width", 0)),
             height=int(row.get("height", 0)),
         )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}, in {line.strip()!r:.200}"
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        found = f"{type(error).__name__}: {error}, in {line.decode(errors='replace')!r:.200}"
         what = f"{path}, line {number}: not a row of the key-value task"
         raise DataError(what, found=found, wanted=wanted, remedy="correct the record") from error
 

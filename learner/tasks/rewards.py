@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from learner.extensions import Answer, PrefixRewards, Reward, Task, where_raised
+from learner.extensions import Answer, PrefixRewards, Reward, Task, Tokenizer, where_raised
 from learner.records import Rollout
-from learner.tasks.task import Tokenizer
 from shared.errors import RewardError
 
 SCORED = "scored"  # how many rollouts have rewards: the count that sums of rewards are divided by
@@ -34,6 +33,13 @@ class Rewards:
         """Each reward of one rollout, by name. Raises RewardError."""
         own = [name for name in self.weights if name not in self.functions]
         found = dict(self.task.rewards(assignment, own)) if self.task is not None and own else {}
+        if unknown := sorted(set(own) - found.keys()):
+            raise RewardError(
+                "reward.weights names a reward that does not exist",
+                found=", ".join(unknown),
+                wanted="functions of reward.functions, and rewards that the task returns for every answer",
+                remedy="correct the name, or remove it from reward.weights",
+            )
         if self.functions:
             text = self.tokenizer.decode(list(rollout.response_token_ids), skip_special_tokens=True)
             answer = Answer(sample=rollout.sample, rollout=rollout, text=text, assignment=assignment)

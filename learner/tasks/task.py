@@ -1,7 +1,6 @@
-"""What tasks share: the part of a tokenizer that they need, and what text can be taught.
+"""What text can be taught, and what a target needs of a task whose answers are lists of objects (`ObjectTask`).
 
-`ObjectTask` is what `learner.target` needs of a task whose answers are lists of objects. The protocol of all tasks is
-`learner.extensions.Task`.
+The protocol of all tasks is `learner.extensions.Task`.
 """
 
 from __future__ import annotations
@@ -12,20 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads numpy, which `check` does not need
     from learner.tasks.tokens import TokenPieces
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that tasks and targets need."""
-
-    eos_token_id: int
-
-    def __hash__(self) -> int: ...  # by identity: tables are cached per tokenizer
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

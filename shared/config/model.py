@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from shared.errors import ConfigError, ProjectError
@@ -111,6 +111,32 @@ class Section(BaseModel):
     not accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    _secrets: dict[str, str] = PrivateAttr(default_factory=dict)
+
+
+class Hidden(str):
+    """A text of the configuration as it was written: `${NAME}` instead of a secret."""
+
+
+def hide(config: BaseModel, secrets: Mapping[str, str]) -> None:
+    """From now on `shown` writes these texts as they were written."""
+    if isinstance(config, Section):
+        config._secrets.update(secrets)
+
+
+def shown(config: Section) -> dict[str, Any]:
+    """All values as JSON takes them, without secrets."""
+    values: dict[str, Any] = without_secrets(config.model_dump(mode="json"), config._secrets)
+    return values
+
+
+def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
+    """The value with these texts as they were written."""
+    if isinstance(value, dict):
+        return {name: without_secrets(one, secrets) for name, one in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(one, secrets) for one in value]
+    return Hidden(secrets[value]) if isinstance(value, str) and value in secrets else value
 
 
 def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
@@ -120,6 +146,13 @@ def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bo
     """
     extra: dict[str, Any] = {name: text for name, text in (("unit", unit), ("requirement", req)) if text}
     return Field(default, description=meaning, json_schema_extra=extra, **bounds)
+
+
+def given(section: Section, name: str) -> str:
+    """The value of a number for a message, marked as the default if the user did not write it."""
+    number = getattr(section, name)
+    value = f"{number:g}" if isinstance(number, float) else str(number)
+    return value if name in section.model_fields_set else f"the default {value}"
 
 
 Model = TypeVar("Model", bound=BaseModel)

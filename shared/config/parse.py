@@ -23,7 +23,17 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shared.config.model import ROOT, ConfigErrors, KeyPath, Mistake, UntrustedValueError, mistake_of, trusted_view
+from shared.config.model import (
+    ROOT,
+    ConfigErrors,
+    Hidden,
+    KeyPath,
+    Mistake,
+    UntrustedValueError,
+    hide,
+    mistake_of,
+    trusted_view,
+)
 from shared.config.yaml import Parsed, add_numbers, read_composed
 
 __all__ = ["ConfigErrors", "Document", "Mistake", "dump_yaml", "load_yaml", "parse", "write_yaml"]
@@ -40,6 +50,7 @@ class Document(dict[str, Any]):
         self.lines = parsed.lines
         self.mistakes = tuple(parsed.mistakes)
         self.bad = frozenset(parsed.bad)
+        self.secrets = dict(parsed.secrets)
         self.source = source
 
 
@@ -78,8 +89,9 @@ def parse(
     for rule in rules:
         mistakes += _follow(rule, view)
     if config is None or mistakes:
-        placed = [_placed(mistake, document.lines) for mistake in mistakes]
+        placed = [_without_secrets(_placed(mistake, document.lines), document.secrets) for mistake in mistakes]
         raise ConfigErrors(f"{document.source or 'the configuration'} is wrong", mistakes=placed)
+    hide(config, document.secrets)
     return config
 
 
@@ -124,8 +136,15 @@ def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    """With the line of its key, or of the nearest section around it if the key is not in the file."""
+    """The mistake with the line of its key, or of the nearest section around it if the key is not in the file."""
     return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
+
+
+def _without_secrets(mistake: Mistake, secrets: Mapping[str, str]) -> Mistake:
+    found = mistake.found
+    for text, written in secrets.items():
+        found = found.replace(text, written) if text else found
+    return replace(mistake, found=found)
 
 
 def _line_of(path: str, lines: Mapping[str, str]) -> str:
@@ -158,6 +177,8 @@ def _escape(value: Any) -> Any:
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_escape(item) for item in value]
+    if isinstance(value, Hidden):
+        return str(value)
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 

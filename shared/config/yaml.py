@@ -86,12 +86,14 @@ _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 @dataclass
 class Parsed:
-    """The content of one file. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted."""
+    """The content of one file. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted.
+    `secrets`: texts that hold a variable whose name says that it is secret, and how they were written."""
 
     value: Any = None
     lines: dict[str, str] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     bad: set[KeyPath] = field(default_factory=set)
+    secrets: dict[str, str] = field(default_factory=dict)
 
 
 def parse_text(raw: bytes, file: str) -> Parsed:
@@ -106,7 +108,10 @@ def parse_text(raw: bytes, file: str) -> Parsed:
 def _compose(raw: bytes, file: str) -> yaml.Node | None:
     if len(raw) > MAX_BYTES:
         raise _unreadable(
-            file, f"{len(raw)} bytes", f"at most {MAX_BYTES}", "check that this is the configuration file"
+            file,
+            f"more than {MAX_BYTES} bytes",
+            f"at most {MAX_BYTES} bytes",
+            "check that this is the configuration file",
         )
     try:
         return _Composer(raw.decode("utf-8-sig")).get_single_node()
@@ -195,6 +200,7 @@ BASE_KEY = "base"
 MAX_FILES = 50
 
 _DOLLAR = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -222,7 +228,7 @@ class _Reader:
             raise _fatal(
                 path, f"files that include each other ({names})", "bases without a cycle", "remove one `base:`"
             )
-        parsed = parse_text(_read_bytes(path), str(path))
+        parsed = parse_text(_read_bytes(path, is_base=bool(chain)), str(path))
         if not isinstance(parsed.value, dict):
             found = "nothing" if parsed.value is None else show(parsed.value)
             mistakes = [
@@ -279,12 +285,21 @@ class _Reader:
             parsed.bad.add(path)
             return match[0]
 
-        return _DOLLAR.sub(one, text)
+        filled = _DOLLAR.sub(one, text)
+        if any(_SECRET.search(match[1] or "") for match in _DOLLAR.finditer(text)):
+            parsed.secrets[filled] = text
+        return filled
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, *, is_base: bool) -> bytes:
+    """At most one byte more than a configuration may have. The file that the user names may be a pipe (`<(...)`). What
+    a file names is a file: a pipe would be waited for."""
     try:
-        return path.read_bytes()
+        if is_base and path.exists() and not path.is_file():
+            remedy = "name a file"
+            raise _fatal(path, "no regular file", "a YAML file", remedy)
+        with path.open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         remedy = f"check the path (the working directory is {Path.cwd()})"
@@ -297,15 +312,16 @@ def _fatal(path: Path, found: str, wanted: str, remedy: str) -> ConfigErrors:
 
 def _overlay(below: Parsed, above: Parsed) -> None:
     """Merge `above` into `below`, in place. Mistakes of both count, even if the value was replaced."""
-    below.value = _merge(below.value, above.value)
+    below.value = merge(below.value, above.value)
     below.lines |= above.lines
     below.mistakes += above.mistakes
     below.bad |= above.bad
 
 
-def _merge(below: Any, above: Any) -> Any:
+def merge(below: Any, above: Any) -> Any:
+    """`above` over `below`: mappings key by key, everything else replaced."""
     if isinstance(below, dict) and isinstance(above, dict):
-        return below | {key: _merge(below.get(key), item) for key, item in above.items()}
+        return below | {key: merge(below.get(key), item) for key, item in above.items()}
     return above
 
 
@@ -359,7 +375,7 @@ def _with_value(below: Any, path: KeyPath, value: Any) -> Any:
     """`below` with `value` merged in at `path`; sections that are missing are made. Raises LookupError with the index
     if a list has no such item."""
     if not path:
-        return _merge(below, value)
+        return merge(below, value)
     head, *rest = path
     if isinstance(head, str):
         section = below if isinstance(below, dict) else {}

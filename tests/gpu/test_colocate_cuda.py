@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from bench.engines import colocate_sync, colocated_engine
 from deploy.demo.model import build
-from learner.config.schema import ModelConfig, OffloadConfig, RolloutMatchingConfig, TrainingConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.rollout_matching import OffloadConfig, RolloutMatchingConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.offload import Offload, make_offload
 from learner.policy.optim import Optimizer
@@ -18,7 +21,6 @@ from learner.policy.parallel import Ranks
 from learner.records import Rollout
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
 from learner.sync.canary import CanaryItem
-from tests.engines import colocate_sync, colocated_engine
 from tests.unit.learner.policy.rows import image, sample
 
 pytest.importorskip("vllm")
@@ -30,7 +32,7 @@ CONFIG = RolloutMatchingConfig.model_validate(
     {
         "decode_batch_size": 4,
         "decoding": {"max_new_tokens": 16, "repetition_penalty": 1.2},
-        "vllm": {"gpu_memory_utilization": 0.2, "max_model_len": 512, "enforce_eager": True},
+        "vllm": {"gpu_memory_utilization": 0.2, "max_model_len": 512, "enforce_eager": True, "sleep": "always"},
     }
 )
 

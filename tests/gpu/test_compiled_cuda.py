@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from deploy.demo.model import build
-from learner.config.schema import ModelConfig
+from learner.config.sections.model import ModelConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.loss import weighted_loss

@@ -1,4 +1,5 @@
-"""FSDP2 on two GPUs: gradients are those of whole models, each GPU holds half, a sync sends what was gathered (R24).
+"""FSDP2 on two GPUs, or by two processes on one: gradients are those of whole models, each process holds half, a sync
+sends what was gathered (R24).
 
 Every case is two processes of its own with a time limit. `pytest -rP` shows the memory that was measured.
 """
@@ -22,20 +23,21 @@ import yaml
 from bench import models
 from deploy.demo import build_data
 from deploy.demo.model import build
-from learner.config.schema import ModelConfig, TrainingConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import whole
 from shared.addresses import free_port
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import needs_gpus, rank_environment
 from tests.integration.test_fsdp_sync import sync_twice
 from tests.ranks import launch
 from tests.runs import events
 from tests.servers import running_server
 from tests.unit.learner.policy.rows import gradients, image, row, sample, segment
 
-pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0  # of a collective
 CASE_S = 150.0
@@ -101,6 +103,7 @@ def measure(model: Path, ranks: Ranks, mode: str) -> dict[str, float]:
 
 
 def rank_main(case: str, model: Path, out: Path) -> None:
+    os.environ.update(rank_environment(int(os.environ["RANK"])))
     ranks = init_ranks(os.environ, timeout_s=TIMEOUT_S)
     if case == "sync":
         sync_twice(model, ranks)

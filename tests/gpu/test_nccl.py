@@ -1,4 +1,5 @@
-"""The broadcast group over NCCL between two GPUs (R09): right bytes, an end to every wait, groups side by side."""
+"""The broadcast group over NCCL between two GPUs, or two processes on one (R09): right bytes, an end to every wait,
+groups side by side."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ import torch
 from shared.addresses import free_port, free_ports
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync.buckets import is_sealed, pack, seal, spec_of
+from shared.sync.calls import Operation
 from shared.sync.group import Communicator, start_join
 from shared.sync.meeting import HELLO_BYTES, num_strangers
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import OTHER, SHARED, needs_gpus
 
-pytestmark = [pytest.mark.gpu, needs_gpus(2)]
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 JOIN_S = 60.0
+THERE = f"cuda:{OTHER}"
 SECRET = b"of this group"
 BYTES = 1 << 28  # more than NCCL's own buffers hold: a smaller one is sent without a receiver
 
@@ -33,10 +36,10 @@ BYTES = 1 << 28  # more than NCCL's own buffers hold: a smaller one is sent with
 class Peer:
     """A process with rank 0 of each group, on a GPU of its own; `recv` tells what it found."""
 
-    def __init__(self, ports: list[int], device: str) -> None:
+    def __init__(self, ports: list[int], device: str, allow_shared_gpu: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self._near, far = context.Pipe()
-        self.process = context.Process(target=_serve, args=(ports, device, far), daemon=True)
+        self.process = context.Process(target=_serve, args=(ports, device, allow_shared_gpu, far), daemon=True)
         self.process.start()
 
     def send(self, *command: Any) -> None:
@@ -47,9 +50,14 @@ class Peer:
         return self._near.recv()
 
 
-def _serve(ports: list[int], device: str, parent: Connection) -> None:
+def join(port: int, rank: int, device: str, *, allow_shared_gpu: bool = SHARED) -> Operation[Communicator]:
+    place = ("nccl", "127.0.0.1", port, rank, 2, JOIN_S, device)
+    return start_join(*place, secret=SECRET, allow_shared_gpu=allow_shared_gpu)  # type: ignore[arg-type]
+
+
+def _serve(ports: list[int], device: str, allow_shared_gpu: bool, parent: Connection) -> None:
     try:
-        groups = [start_join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, device, secret=SECRET).result() for port in ports]
+        groups = [join(port, 0, device, allow_shared_gpu=allow_shared_gpu).result() for port in ports]
     except CommunicatorError as error:
         parent.send(str(error))
         return
@@ -64,11 +72,13 @@ def _serve(ports: list[int], device: str, parent: Connection) -> None:
 
 
 @contextmanager
-def peer(num_groups: int = 1, device: str = "cuda:1") -> Iterator[tuple[Peer, list[Any]]]:
+def peer(
+    num_groups: int = 1, device: str = THERE, *, allow_shared_gpu: bool = SHARED
+) -> Iterator[tuple[Peer, list[Any]]]:
     ports = free_ports(num_groups)
-    other = Peer(ports, device)
+    other = Peer(ports, device, allow_shared_gpu)
     try:
-        yield other, [start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0", secret=SECRET) for port in ports]
+        yield other, [join(port, 1, "cuda:0", allow_shared_gpu=allow_shared_gpu) for port in ports]
     finally:
         other.process.kill()
         other.process.join(10)
@@ -142,7 +152,7 @@ def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> N
 
 
 def test_one_gpu_for_both_is_told() -> None:
-    with peer(device="cuda:0") as (other, (joining,)):
+    with peer(device="cuda:0", allow_shared_gpu=False) as (other, (joining,)):
         with pytest.raises(CommunicatorError, match=r"on one GPU.*CUDA_VISIBLE_DEVICES"):
             joining.result()
         assert "on one GPU" in other.recv()
@@ -156,13 +166,14 @@ def _note(event: str, args: tuple[object, ...]) -> None:
         _unpickled.append(f"{args[0]}.{args[1]}")
 
 
+@needs_gpus(2)  # both ranks are in this process
 def test_no_stranger_gets_in_and_nothing_is_unpickled() -> None:
     """R42: what is put where vLLM's own rendezvous would look makes no object, here or in the peer."""
     sys.addaudithook(_note)
     bucket = sealed(0)
     port, before = free_port(), num_strangers()
     hostile = pickle.dumps(os.getcwd)
-    receiver = start_join("nccl", "127.0.0.1", port, 0, 2, JOIN_S, "cuda:1", secret=SECRET)
+    receiver = join(port, 0, "cuda:1")
     deadline = time.monotonic() + JOIN_S
     for said in (hostile, hostile * 100, b"x" * (8 << 20)):
         while True:
@@ -177,7 +188,7 @@ def test_no_stranger_gets_in_and_nothing_is_unpickled() -> None:
             while stranger.recv(1 << 16):
                 pass
     _unpickled.clear()  # vLLM's imports, until the first connection was answered
-    sender = start_join("nccl", "127.0.0.1", port, 1, 2, JOIN_S, "cuda:0", secret=SECRET)
+    sender = join(port, 1, "cuda:0")
     both = receiver.result(), sender.result()
     received = torch.zeros_like(bucket, device="cuda:1")
     receiving = both[0].start_broadcast(received, src=1)

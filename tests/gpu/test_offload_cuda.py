@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from deploy.demo.model import build
-from learner.config.schema import LoraConfig, ModelConfig, OffloadConfig, TrainingConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.config.sections.rollout_matching import OffloadConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.offload import make_offload
 from learner.policy.optim import Optimizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deploy.demo.model import build
-from learner.config.schema import ModelConfig
+from learner.config.sections.model import ModelConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from tests.gpu.devices import needs_gpus

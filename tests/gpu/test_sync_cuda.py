@@ -1,4 +1,4 @@
-"""A real rollout server on one GPU and the learner's sync on another: vLLM, HTTP, NCCL (R09, R10)."""
+"""A real rollout server on one GPU and the learner's sync on another, or both on one: vLLM, HTTP, NCCL (R09, R10)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.demo.model import build
-from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.records import Sample
@@ -23,12 +24,12 @@ from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CommunicatorError
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import OTHER, SHARED, needs_gpus
 from tests.servers import RunningServer, running_server
 from tests.syncs import server_sync
 
-pytestmark = [pytest.mark.gpu, needs_gpus(2)]
-SMALL = {"dtype": "bfloat16", "gpu_memory_utilization": 0.2}
+pytestmark = [pytest.mark.gpu, needs_gpus(1)]
+SMALL = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def server_on(devices: str, model: Path, folder: Path, **settings: Any) -> Itera
 
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with server_on("1", model, tmp_path_factory.mktemp("server")) as running:
+    with server_on(str(OTHER), model, tmp_path_factory.mktemp("server")) as running:
         yield running
 
 
@@ -64,7 +65,9 @@ def samples(number: int = 4) -> list[Sample]:
 
 
 @contextmanager
-def learner(servers: RunningServer | Sequence[RunningServer], policy: Policy) -> Iterator[tuple[ServerBackend, Sync]]:
+def learner(
+    servers: RunningServer | Sequence[RunningServer], policy: Policy, *, allow_shared_gpu: bool = SHARED
+) -> Iterator[tuple[ServerBackend, Sync]]:
     servers = [servers] if isinstance(servers, RunningServer) else servers
     entries = [{"base_url": server.base_url, "group_port": free_port()} for server in servers]
     section: Mapping[str, Any] = {
@@ -72,7 +75,7 @@ def learner(servers: RunningServer | Sequence[RunningServer], policy: Policy) ->
         "decoding": {"max_new_tokens": 24},
         "vllm": {
             "mode": "server",
-            "server": {"servers": entries, "timeout_s": 60.0},
+            "server": {"servers": entries, "timeout_s": 60.0, "allow_shared_gpu": allow_shared_gpu},
             "sync": {"bucket_bytes": 1 << 20},
         },
     }
@@ -127,12 +130,25 @@ def test_syncs_change_what_is_served(server: RunningServer, model: Path, make: C
 
 
 def test_a_learner_on_the_server_s_gpu_is_told(server: RunningServer, model: Path) -> None:
-    with learner(server, load(model, "cuda:1")) as (_, sync), pytest.raises(CommunicatorError, match="on one GPU"):
+    here = load(model, f"cuda:{OTHER}")
+    refused = pytest.raises(CommunicatorError, match=r"on one GPU[\s\S]*allow_shared_gpu")
+    with learner(server, here, allow_shared_gpu=False) as (_, sync), refused:
         sync.sync()
     policy = load(model)
     with learner(server, policy) as (backend, sync):
         sync.sync()
         assert answers(backend)
+
+
+def test_a_shared_gpu_is_allowed_where_it_is_asked_for(server: RunningServer, model: Path) -> None:
+    policy = load(model, f"cuda:{OTHER}")
+    with learner(server, policy, allow_shared_gpu=True) as (backend, sync):
+        said = []
+        for seed in range(2):
+            change(policy, seed)
+            sync.sync()
+            said.append(answers(backend))
+        assert said[0] != said[1]
 
 
 def test_an_honest_sync_heals_whatever_nan_weights_have_left(model: Path, tmp_path: Path) -> None:
@@ -143,7 +159,7 @@ def test_an_honest_sync_heals_whatever_nan_weights_have_left(model: Path, tmp_pa
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
     save_file(tensors | {name: torch.full_like(tensors[name], float("nan"))}, file, metadata={"format": "pt"})
-    with server_on("1", broken, tmp_path) as running, learner(running, load(model)) as (backend, sync):
+    with server_on(str(OTHER), broken, tmp_path) as running, learner(running, load(model)) as (backend, sync):
         calls = {"infer_requests": [{"messages": samples(1)[0].messages}] * 30, "request_config": {"max_tokens": 100}}
         for _ in range(3):
             spoiled = httpx.post(f"{running.base_url}/infer/", json=calls, timeout=60.0, trust_env=False)
@@ -164,7 +180,7 @@ def test_servers_of_two_gpus(model: Path, tmp_path: Path, how: str) -> None:
             assert answers(backend)
 
 
-@pytest.mark.parametrize("device", ["1", pytest.param("2", marks=needs_gpus(3))])
+@pytest.mark.parametrize("device", [str(OTHER), pytest.param("2", marks=needs_gpus(3))])
 def test_two_servers_at_once(
     server: RunningServer, model: Path, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:

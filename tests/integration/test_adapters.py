@@ -13,7 +13,8 @@ import torch
 
 from deploy.demo import build_data
 from deploy.demo.model import build
-from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.records import Sample
 from learner.rollout.servers import ServerBackend

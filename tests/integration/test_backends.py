@@ -1,8 +1,8 @@
 """One contract for all rollout backends, over three families of models (R02, R03, R09).
 
 The same samples, weights and greedy decoding give the same prompt and response tokens wherever they are generated, in
-float32; and what can go wrong is told alike. A backend joins by an entry in BACKENDS, and one in each table of faults.
-One server and one colocated engine per family for the module.
+float32. What can go wrong is reported alike, which the first family shows. A backend joins by an entry in BACKENDS, and
+one in each table of faults. One server and one colocated engine per family for the module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import pytest
 import torch
 from PIL import Image
 
-from learner.config.schema import ModelConfig, RolloutMatchingConfig
+from bench.engines import colocate_sync, colocated_engine, start
+from bench.tiny_models import FAMILIES
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
@@ -33,8 +36,6 @@ from learner.sync.canary import CanaryItem
 from rollout_server.processes import descendants
 from shared.addresses import free_port
 from shared.errors import ConfigError, ProjectError, PromptTooLongError
-from tests.engines import colocate_sync, colocated_engine, start
-from tests.models import FAMILIES
 from tests.servers import RunningServer, running_server
 from tests.syncs import server_sync
 
@@ -209,6 +210,10 @@ def test_an_engine_that_fails_at_start(name: str, tmp_path: Path) -> None:
     assert caught.value.remedy
 
 
+FIRST_FAMILY = pytest.mark.parametrize("world", list(FAMILIES)[:1], indirect=True)
+
+
+@FIRST_FAMILY
 @pytest.mark.parametrize("name", BACKENDS)
 def test_no_room_for_a_prompt(name: str, world: World) -> None:
     """R16: told before anything is generated."""
@@ -219,6 +224,7 @@ def test_no_room_for_a_prompt(name: str, world: World) -> None:
         pass
 
 
+@FIRST_FAMILY
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_request_that_is_too_long(name: str, world: World) -> None:
     """Refused with the lengths, and the backend goes on."""
@@ -257,7 +263,7 @@ EXHAUST = {
 }
 
 
-@pytest.mark.parametrize("world", list(FAMILIES)[:1], indirect=True)
+@FIRST_FAMILY
 @pytest.mark.parametrize("name", BACKENDS)
 def test_out_of_memory(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that says what to do, in bounded time. Last, for it leaves the first family without its server."""

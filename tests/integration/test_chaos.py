@@ -9,7 +9,7 @@ import pytest
 
 from bench.chaos import broken_invariants, chaos
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_nothing_is_lost_under_faults(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
-from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from bench.engines import colocate_sync, colocated_engine, start
+from bench.tiny_models import build_qwen3_vl
+from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
@@ -25,8 +28,6 @@ from learner.rollout.hf import HfBackend
 from learner.sync.canary import CanaryItem
 from shared.errors import CanaryError, ConfigError, CoverageError, SyncError
 from shared.seeds import offset_seed, request_seed
-from tests.engines import colocate_sync, colocated_engine, start
-from tests.models import build_qwen3_vl
 
 pytestmark = pytest.mark.integration
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.engines import colocate_sync, colocated_engine
 from deploy.demo.model import build
-from learner.config.schema import LoraConfig, ModelConfig, RolloutMatchingConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample
@@ -22,7 +24,6 @@ from learner.rollout.hf import HfBackend
 from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync
 from shared.errors import CoverageError, SyncError
-from tests.engines import colocate_sync, colocated_engine
 from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS, train
 from tests.unit.learner.policy.rows import image, sample
 

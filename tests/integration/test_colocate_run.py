@@ -1,6 +1,5 @@
 """Whole runs of the learner with vLLM in the same processes: no server, one rank and two (R02, R04).
 
-One engine over two ranks runs under torchrun; the other ranks are forked.
 Each run learns two steps and evaluates. What it learns does not depend on how many ranks there are, nor on how many of
 them share an engine.
 """
@@ -17,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from bench import forked
 from deploy.demo import build_data
 from deploy.demo.model import build
 from shared.seeds import request_seed
@@ -45,10 +45,8 @@ class Run:
         return load_file(self.folder / "checkpoint-2" / "model.safetensors")
 
 
-def learn(
-    folder: Path, name: str, *, nproc: int, torchrun: bool = False, lora: dict[str, Any] | None = None, **vllm: Any
-) -> Run:
-    """Two steps of four samples, over `nproc` ranks: forked ones, or with `torchrun` as `make learn` starts them."""
+def learn(folder: Path, name: str, *, nproc: int, lora: dict[str, Any] | None = None, **vllm: Any) -> Run:
+    """Two steps of four samples, over `nproc` ranks."""
     settings = {"seed": SEED, "effective_batch_size": 4, "per_device_train_batch_size": 4 // nproc, "max_steps": 2}
     rollouts = {
         "decode_batch_size": 8,
@@ -66,7 +64,7 @@ def learn(
     }
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    done = learner(path, nproc=nproc, torchrun=torchrun, timeout_s=TIMEOUT_S)
+    done = learner(path, nproc=nproc, loaded=forked.COLOCATED, timeout_s=TIMEOUT_S)
     return Run(folder / name, done.returncode, done.stdout + done.stderr)
 
 
@@ -114,7 +112,7 @@ def test_the_console_is_the_runs_own(alone: Run) -> None:
 def test_two_ranks_learn_what_one_would(folder: Path, alone: Run, tensor_parallel_size: int) -> None:
     """R04, R11, R24: with an engine each, and with one engine over both."""
     name = f"two-{tensor_parallel_size}"
-    run = learn(folder, name, nproc=2, torchrun=tensor_parallel_size == 2, tensor_parallel_size=tensor_parallel_size)
+    run = learn(folder, name, nproc=2, tensor_parallel_size=tensor_parallel_size)
     assert run.exit_code == 0, run.printed[-3000:]
     assert all(0 < sync["canary_gap"] < 1e-4 for sync in run.events("sync"))
     for mine, wanted in zip(run.events("step"), alone.events("step"), strict=True):

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.demo.model import build
-from learner.config.schema import GrpoConfig, TrainingConfig
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from learner.records import PolicyTokens, Segment

@@ -154,7 +154,7 @@ def test_ctrl_c_saves_and_a_killed_learner_leaves_a_usable_server(setup: Setup, 
     first = setup.learner(server, name="stopped")
     first.wait_for_step(2)
     first.process.send_signal(signal.SIGINT)
-    code, printed = first.end(STOP_TIMEOUT_S)
+    code, printed = first.end(START_TIMEOUT_S)
     assert code == 130, printed
     assert first.checkpoints() == [first.steps()[-1]]
     assert "Traceback" not in printed
@@ -185,16 +185,17 @@ def test_one_of_two_servers_is_killed_and_then_the_other(setup: Setup, server: R
         _kill(server)
         lost_at = learner.steps()[-1]
         learner.wait_for_step(lost_at + 3)
-        events = [json.loads(line) for line in (learner.run_dir / "metrics.jsonl").read_text().splitlines()]
-        (lost,) = [event for event in events if event["event"] == "server"]
+        (lost,) = runs.events(learner.run_dir, "server")
         assert (lost["base_url"], lost["what"], lost["serving"]) == (server.base_url, "lost", 1)
-        versions = [event["ver"] for event in events if event["event"] == "sync"]
+        versions = [event["ver"] for event in runs.events(learner.run_dir, "sync")]
         assert versions == sorted(set(versions))
         _kill(other)
-        code, printed = learner.end(SERVER_TIMEOUT_S + 25.0)
+        code, printed = learner.end(START_TIMEOUT_S)
     assert code in (1, 2), printed
     assert "Traceback" not in printed
-    assert other.base_url in printed.splitlines()[-1], printed
+    # triton's bindings call what the origin has frozen leaked, after the program's last word (see `bench.forked`)
+    said = printed.partition("\nnanobind: leaked")[0]
+    assert other.base_url in said.splitlines()[-1], printed
     assert learner.checkpoints() == [learner.steps()[-1]]
 
 
@@ -202,5 +203,5 @@ def _kill(server: RunningServer) -> None:
     family = server.family()
     assert len(family) > 1
     os.kill(server.process.pid, signal.SIGKILL)
-    server.process.wait(10)
-    assert wait_gone(family, 10.0) == []
+    server.process.wait(60)
+    assert wait_gone(family, 30.0) == []

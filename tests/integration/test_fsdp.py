@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from deploy.demo.model import build
-from learner.config.schema import LoraConfig, ModelConfig, TrainingConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
@@ -25,7 +26,7 @@ from shared.errors import CheckpointError, CollectiveError
 from tests.ranks import launch
 from tests.unit.learner.policy.rows import gradients, image, row, sample, segment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TIMEOUT_S = 10.0
 STEPS, SAVED_AT = 4, 2
 VARIANTS: dict[str, dict[str, Any]] = {

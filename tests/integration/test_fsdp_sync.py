@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deploy.demo.model import build
-from learner.config.schema import LoraConfig, ModelConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy.load import load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import shard, whole
@@ -29,7 +29,7 @@ from tests.unit.learner.policy.rows import CPU, image, sample
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.sync.fakes import FakeServer, joiner
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TIMEOUT_S = 20.0
 URL, PORT = "http://server.test", 51216
 

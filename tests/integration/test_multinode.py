@@ -27,7 +27,7 @@ from tests import runs
 from tests.namespaces import Node, network
 from tests.servers import DEFAULTS, stop
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 PORT, GROUP_PORT, RENDEZVOUS_PORT = 8000, 51216, 29400  # free: each node has all ports to itself
 TOKEN = "several-nodes"

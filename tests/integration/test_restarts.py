@@ -23,7 +23,7 @@ from tests.runs import events, steps
 from tests.servers import stop, wait_gone
 from tests.unit.learner.rollout.test_hf_run import hf_config
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 WAIT_S = 120.0
 
@@ -66,7 +66,9 @@ def test_a_killed_rank_and_a_killed_torchrun(tmp_path: Path) -> None:
     )
     try:
         wait_until(lambda: any(run_dir.glob("checkpoint-*/manifest.json")), process)
-        os.kill(rank_pid(process.pid, 0), signal.SIGKILL)
+        killed = rank_pid(process.pid, 0)
+        os.kill(killed, signal.SIGKILL)
+        assert wait_gone([killed], 30) == []
         before = len(steps(run_dir))
         wait_until(lambda: len(events(run_dir, "plan")) == 2 and len(steps(run_dir)) > before + 1, process)
         said = steps(run_dir)

@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -39,6 +40,7 @@ from shared.sync import buckets as weights
 from shared.sync.group import Communicator, start_join
 from shared.wire import NDJSON, Bucket
 from tests.servers import RunningServer, running_server, wait_gone
+from tests.waits import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -159,8 +161,11 @@ class Learner:
         calling.join(60)
         return replies[0]
 
+    def status(self) -> dict[str, Any]:
+        return dict(self.http.get("/status/").json())
+
     def ver(self) -> int:
-        return int(self.http.get("/status/").json()["ver"])
+        return int(self.status()["ver"])
 
     def infer(self, requests: list[dict[str, Any]], **config: Any) -> httpx.Response:
         body = {"infer_requests": requests, "request_config": {"max_tokens": NUM_NEW, **config}}
@@ -193,7 +198,8 @@ def server(folder: Path) -> Iterator[RunningServer]:
         "max_body_bytes": 8 << 20,
         "max_model_len": 512,
     }
-    with running_server(config, folder, new_python=True) as running:
+    (folder / "t").mkdir()
+    with running_server(config, folder, env={"TMPDIR": str(folder / "t")}, new_python=True) as running:
         yield running
 
 
@@ -305,12 +311,24 @@ def test_openai_client_chats_as_infer_does(openai_client: openai.OpenAI, learner
     assert len(events) > 3
     text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     assert text == choice.message.content
+    spans = [{"version": str(answer.ver), "start": 0, "end": len(choice.token_ids)}]  # type: ignore[attr-defined]
+    assert choice.weight_versions == spans  # type: ignore[attr-defined]
+    said = [getattr(event.choices[0], "weight_versions", None) for event in events if event.choices]
+    assert said == [None] * (len(said) - 1) + [spans], "with the event that ends the answer"
     by_tokens = openai_client.completions.create(
         model=model, prompt=learner.encode(TEXT, None)["input_ids"][0].tolist(), max_tokens=NUM_NEW, temperature=0.0
     )
     text_only = openai_client.chat.completions.create(model=model, messages=TEXT, max_tokens=NUM_NEW, temperature=0.0)  # type: ignore[call-overload]
     assert by_tokens.choices[0].text == text_only.choices[0].message.content
-    assert learner.http.get("/status/").json()["in_flight"] == 0
+    several: dict[str, Any] = {"model": model, "prompt": ["name", "name every digit"], "n": 2, "temperature": 1.0}
+    several |= {"max_tokens": NUM_NEW, "seed": 3, "extra_body": {"return_token_ids": True}}
+    counted = [len(one.token_ids) for one in openai_client.completions.create(**several).choices]  # type: ignore[attr-defined]
+    streamed = openai_client.completions.create(**several, stream=True)
+    ends = {}
+    for event in streamed:
+        ends |= {one.index: one.weight_versions[0]["end"] for one in event.choices if one.finish_reason}
+    assert [ends[i] for i in range(4)] == counted
+    assert learner.status()["in_flight"] == 0
 
 
 def test_openai_calls_obey_the_image_rules(openai_client: openai.OpenAI, folder: Path) -> None:
@@ -386,6 +404,31 @@ def test_a_repeated_uuid_gets_the_same_rollout(learner: Learner) -> None:
     assert first == second
     other = learner.infer([request], temperature=0.5)
     assert (other.status_code, other.json()["error"]) == (400, "RequestError")
+
+
+def test_a_caller_that_hangs_up_costs_the_next_one_nothing(learner: Learner) -> None:
+    """vLLM's cache of processed images may believe that the engine has one whose request was given up on its way. The
+    next request with that image then ends at once, with nothing. The server asks again, with the image."""
+    for i in range(16):
+        images = [as_base64(Image.new("RGB", (128, 128), (i, j, 0))) for j in range(16)]
+        requests = [{"messages": PICTURE, "images": [image]} for image in images]
+        body = {"infer_requests": requests, "request_config": {"max_tokens": NUM_NEW}}
+        with suppress(httpx.TimeoutException):
+            httpx.post(f"{learner.http.base_url}infer/", json=body, timeout=0.03 * (1 + i), trust_env=False)
+        if i % 3 == 0:
+            outputs = learner.infer(requests).json()
+            assert {output["response"]["choices"][0]["finish_reason"] for output in outputs} <= {"stop", "length"}, i
+        elif i % 3 == 1:
+            items = [{"request": request, "response_token_ids": ANSWER} for request in requests]
+            reply = learner.http.post("/score/", json={"items": items})
+            assert reply.status_code == 200, (i, reply.text)
+        else:
+            for image in images:
+                parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}]
+                chat = {"messages": [{"role": "user", "content": parts}], "max_tokens": 4, "stream": image < images[8]}
+                reply = learner.http.post("/v1/chat/completions", json=chat)
+                assert reply.status_code == 200, (i, reply.text)
+                assert re.search(r'"finish_reason": ?"(stop|length)"', reply.text), reply.text
 
 
 def test_media_rules(learner: Learner, folder: Path) -> None:
@@ -534,7 +577,9 @@ def test_a_learner_that_does_not_come_ends_at_the_deadline(learner: Learner) -> 
 
 
 @pytest.mark.parametrize("silent", ["at the meeting", "in an update"])
-def test_after_a_learner_that_says_nothing_the_next_one_gets_in_at_once(learner: Learner, silent: str) -> None:
+def test_after_a_learner_that_says_nothing_the_next_one_gets_in_at_once(
+    server: RunningServer, learner: Learner, silent: str
+) -> None:
     """Whatever time the first one has asked for, and at the same port."""
     if silent == "in an update":
         assert learner.join().status_code == 200
@@ -550,12 +595,15 @@ def test_after_a_learner_that_says_nothing_the_next_one_gets_in_at_once(learner:
     body["timeout_s"] = 86_400.0
     calling = threading.Thread(target=lambda: replies.append(learner.http.post(path, json=body)))
     calling.start()
-    time.sleep(1.0)
+    if silent == "in an update":
+        wait_until(lambda: learner.status()["gate"] == "updating")
+    else:
+        wait_until(lambda: body["group_port"] in [port for _, port in tcp_listeners(server.family())])
     before, begin = learner.communicator, time.monotonic()
     learner.communicator = None  # it neither leaves nor sends
     assert learner.join().status_code == 200
-    assert time.monotonic() - begin < 5
-    calling.join(10)
+    assert time.monotonic() - begin < 60.0
+    calling.join(60)
     assert [reply.json()["error"] for reply in replies] == ["CommunicatorError"]
     if before is not None:
         before.close()
@@ -575,16 +623,16 @@ def test_a_stopped_engine_is_noticed(folder: Path, tmp_path: Path) -> None:
         calling = threading.Thread(target=lambda: replies.append(http.post("/infer/", json=body)))
         calling.start()
         while http.get("/health/").status_code == 200:
-            assert time.monotonic() - begin < 4.5
+            assert time.monotonic() - begin < 60.0
             time.sleep(0.1)
-        calling.join(2.0)
+        calling.join(60.0)
         assert [reply.status_code for reply in replies] == [503]
         assert "does not answer" in replies[0].json()["what"]
         assert (http.get("/ready/").status_code, http.post("/infer/", json=body).status_code) == (503, 503)
         for pid in engine:
             os.kill(pid, signal.SIGCONT)
         while http.get("/health/").status_code != 200:
-            assert time.monotonic() - begin < 20
+            assert time.monotonic() - begin < 120.0
             time.sleep(0.1)
         assert http.post("/infer/", json=body).status_code == 200
 
@@ -657,8 +705,9 @@ def test_no_process_listens_where_others_can_connect(server: RunningServer) -> N
     assert all(not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH) for path in paths)
 
 
-def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> None:
-    """Last of this server: a call in flight is answered, no process is left, and none complains as it goes."""
+def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner, folder: Path) -> None:
+    """Last of this server: a call in flight is answered, no process and no file is left, and none complains as it
+    goes."""
     learner.join()
     learner.sync(learner.tensors())
     family = server.family()
@@ -666,11 +715,12 @@ def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner) -> 
     replies: list[httpx.Response] = []
     calling = threading.Thread(target=lambda: replies.append(learner.infer([{"messages": TEXT}], max_tokens=300)))
     calling.start()
-    time.sleep(0.1)
+    wait_until(lambda: learner.status()["in_flight"])
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
-    calling.join(20)
+    assert server.process.wait(60) == 0
+    calling.join(60)
     assert [reply.status_code for reply in replies] == [200]
-    assert wait_gone(family, 5.0) == []
+    assert wait_gone(family, 30.0) == []
     said = server.log.read_text(errors="replace")
     assert [words for words in ("Traceback", "Exception ignored", "leaked") if words in said] == []
+    assert [path.name for path in (folder / "t").iterdir() if path.is_socket() or path.name.startswith("rs-")] == []

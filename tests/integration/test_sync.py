@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 
 from deploy.demo.model import build
-from learner.config.schema import ModelConfig, RolloutMatchingConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy

@@ -20,6 +20,12 @@ def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]
     return tuple(min(max(bin_, 0), _LAST_BIN) for bin_ in scaled)
 
 
+def to_pixels(bins: Iterable[int], width: int, height: int) -> tuple[float, ...]:
+    """Bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`, within half a bin of what `to_bins` was given."""
+    sizes = (width, height)
+    return tuple(bin_ * sizes[i % 2] / _LAST_BIN for i, bin_ in enumerate(bins))
+
+
 def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
     """(x1, y1, x2, y2) in bins."""
     if obj.kind == "bbox_2d":
@@ -45,7 +51,7 @@ def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:
     return len(bins) == 4 if kind == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
 
 
-def encloses_something(kind: GeometryKind, bins: Sequence[int]) -> bool:
+def encloses_something(kind: GeometryKind, bins: Sequence[float]) -> bool:
     """Whether x1 < x2 and y1 < y2: of the box itself, or of a polygon's bounding box."""
     if kind == "bbox_2d":
         return bins[0] < bins[2] and bins[1] < bins[3]

@@ -13,6 +13,7 @@ Metrics by name. A true positive needs IoU >= t *and* the same description; `*_a
 a denominator of 0 is 0.
 
     f1@0.5, precision@0.5, recall@0.5     at IoU 0.5
+    fm@0.5                                sqrt(precision * recall): ranks models alike where labels are missing
     f1@miou                               mean of F1 at IoU 0.50, 0.55, ..., 0.95
     mean_iou                              over the true positives at 0.5
     f1_any@0.5, precision_any@0.5, recall_any@0.5, f1_any@miou      the same, whatever the description
@@ -25,21 +26,27 @@ a denominator of 0 is 0.
     objects_per_rollout, truth_per_sample valid predictions, ground-truth objects
     drop/<reason>                         dropped objects per rollout, by reason
 
+`fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with gaps. If a share m of the labels is missing at random,
+recall is as measured and precision 1 - m times what it is. So `fm@0.5` is sqrt(1 - m) times its true value for every
+model, and the order of models stays. F1's does not: the more labels are missing, the more it favors the model that
+finds little. Lee & Liu (2003) choose by the square of recall over the share of positive answers, the same order.
+
 Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
 replacement, as many as there are, and the metric is computed on each draw's column sums. The paired form draws the same
 scenes for both runs, so the difficulty of scenes cancels out. Deterministic in `seed`.
 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
-Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). A generated answer has
-no scores: all are 1.0. So AP is that of one operating point, and its changes mean more than its value. COCO matches
-greedily, with at most 100 predictions per image and category.
+Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). In a run's evaluation
+the score of a box is the probability of its tokens (`scores.py`); without log-probabilities it is 1. `rollout-learner
+evaluate` uses calibrated scores, which give a higher AP. COCO matches greedily, with at most 100 predictions per image
+and category.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -182,6 +189,11 @@ def _precision_at(hits: str, threshold: float) -> Metric:
     return lambda t: _ratio(t[f"{hits}@{threshold:.2f}"], _judged(t, hits, threshold))
 
 
+def _fm_at(hits: str, threshold: float) -> Metric:
+    precision, recall = _precision_at(hits, threshold), _share(f"{hits}@{threshold:.2f}", "truth")
+    return lambda t: np.sqrt(precision(t) * recall(t))
+
+
 def _f1_over_thresholds(hits: str) -> Metric:
     parts = [_f1_at(hits, threshold) for threshold in THRESHOLDS]
     return lambda t: np.mean([part(t) for part in parts], axis=0)
@@ -197,6 +209,7 @@ def _object_parse_rate(t: Totals) -> NDArray[np.float64]:
 
 METRICS: Mapping[str, Metric] = {
     "f1@0.5": _f1_at("tp", 0.5),
+    "fm@0.5": _fm_at("tp", 0.5),
     "f1@miou": _f1_over_thresholds("tp"),
     "precision@0.5": _precision_at("tp", 0.5),
     "recall@0.5": _share("tp@0.50", "truth"),
@@ -236,7 +249,7 @@ def bootstrap_interval(
     """The interval of `metric` (a key of `METRICS`) over `n` draws of scenes. Raises DataError without scenes."""
     _require_scenes(table)
     values = METRICS[metric](columns_of(_draw_sums([table], n, seed)[0]))
-    return _interval(float(METRICS[metric](table.totals())), values, confidence)
+    return interval_of(float(METRICS[metric](table.totals())), values, confidence)
 
 
 def bootstrap_difference(
@@ -257,23 +270,27 @@ def bootstrap_difference(
     of = METRICS[metric]
     sums_before, sums_after = _draw_sums([before, after], n, seed)
     values = of(columns_of(sums_after)) - of(columns_of(sums_before))
-    return _interval(float(of(after.totals()) - of(before.totals())), values, confidence)
+    return interval_of(float(of(after.totals()) - of(before.totals())), values, confidence)
 
 
 def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.float64]]:
     """Per table, the column sums of `n` draws: [n, columns]. All tables see the same draws."""
-    num_scenes = len(tables[0].sample_ids)
-    rng = np.random.default_rng(seed)
     sums: list[list[NDArray[np.float64]]] = [[] for _ in tables]
-    for begin in range(0, n, _ROWS_AT_ONCE):
-        size = min(_ROWS_AT_ONCE, n - begin)
-        weights = rng.multinomial(num_scenes, np.full(num_scenes, 1 / num_scenes), size=size)
+    for weights in draws(len(tables[0].sample_ids), n, seed):
         for parts, table in zip(sums, tables, strict=True):
             parts.append(weights @ table.values)
     return [np.concatenate(parts) for parts in sums]
 
 
-def _interval(estimate: float, values: NDArray[np.float64], confidence: float) -> Interval:
+def draws(num_scenes: int, n: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """`n` draws of scenes with replacement, some at a time: how often each scene is in each [some, num_scenes]."""
+    rng = np.random.default_rng(seed)
+    for begin in range(0, n, _ROWS_AT_ONCE):
+        size = min(_ROWS_AT_ONCE, n - begin)
+        yield rng.multinomial(num_scenes, np.full(num_scenes, 1 / num_scenes), size=size)
+
+
+def interval_of(estimate: float, values: NDArray[np.float64], confidence: float) -> Interval:
     low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(estimate=estimate, low=float(low), high=float(high), confidence=confidence)
 
@@ -288,13 +305,26 @@ def _require_scenes(table: CountTable) -> None:
 _STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # places in COCOeval.stats
 
 
-def coco_ap(assignments: Sequence[Assignment]) -> dict[str, float]:
-    """AP and AR as COCO defines them; all 0.0 without ground truth or without predictions."""
+def coco_ap(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
+    """AP and AR as COCO defines them; all 0.0 without ground truth or without predictions. `scores` are those of each
+    assignment's predictions; None: all are 1."""
+    evaluation = coco_matches(assignments, scores)
+    if evaluation is None:
+        return dict.fromkeys(_STATS, 0.0)
+    with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
+        evaluation.accumulate()
+        evaluation.summarize()
+    return {name: max(0.0, float(evaluation.stats[i])) for name, i in _STATS.items()}
+
+
+def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]] | None = None) -> COCOeval | None:
+    """The matches of each image and class as COCO makes them, image i with the id i + 1; None without ground truth or
+    without predictions."""
     samples = [(image, a.parsed.rollout.sample) for image, a in enumerate(assignments, 1)]
     truth = [(image, obj) for image, sample in samples for obj in sample.objects]
     predicted = [(image, p.object) for image, a in enumerate(assignments, 1) for p in a.parsed.objects]
     if not truth or not predicted:
-        return dict.fromkeys(_STATS, 0.0)
+        return None
     categories = {desc: i for i, desc in enumerate(sorted({obj.desc for _, obj in truth + predicted}), 1)}
     regions = [
         (image, obj._replace(desc=desc))
@@ -310,16 +340,17 @@ def coco_ap(assignments: Sequence[Assignment]) -> dict[str, float]:
         "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
         "annotations": [{"id": n, **box} for n, box in enumerate(boxes, 1)],
     }
-    results = [{"score": 1.0, **_box(image, obj, categories)} for image, obj in predicted]
+    given = [1.0] * len(predicted) if scores is None else [score for own in scores for score in own]
+    results = [
+        {"score": score, **_box(image, obj, categories)} for score, (image, obj) in zip(given, predicted, strict=True)
+    ]
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         reference = COCO()
         reference.dataset = dataset
         reference.createIndex()
         evaluation = COCOeval(reference, reference.loadRes(results), iouType="bbox")
         evaluation.evaluate()
-        evaluation.accumulate()
-        evaluation.summarize()
-    return {name: max(0.0, float(evaluation.stats[i])) for name, i in _STATS.items()}
+    return evaluation
 
 
 def _box(image: int, obj: DetectionObject, categories: dict[str, int]) -> dict[str, Any]:

@@ -253,7 +253,8 @@ def classify(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gr
     boxes = (behind - first == 4) & (num_listed == 4) & (x1 < x2) & (y1 < y2)
     descs = [decode(string) or "" for string in strings]
     slots = list(map(range, first.tolist(), behind.tolist()))
-    objects = map(_detection, zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), strict=False))
+    columns = zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), repeat(None), strict=False)
+    objects = map(_detection, columns)
     outcomes: list[Outcome] = list(map(_predicted, zip(objects, slots, places, strict=True)))
     usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
     for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):

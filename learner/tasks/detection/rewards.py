@@ -32,11 +32,10 @@ from learner.tasks.detection.metrics import THRESHOLDS, ignored_shares
 from learner.tasks.tokens import TokenPieces, TokenText
 
 BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # what each object adds to can be told
-NAMES = (*BY_OBJECT, "format")
 
 
 def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, float]:
-    """Those of `names` that are in NAMES."""
+    """Those of `names` that are in DETECTION_REWARDS."""
     view = _View.of(parsed)
     found = {name: view.reward(name, len(parsed.objects)) for name in BY_OBJECT if name in names}
     if "format" in names:
@@ -86,7 +85,7 @@ class _View:
         return cls(iou, same, ignored, ignored_any, predicted, true)
 
     def reward(self, name: str, number: int) -> float:
-        """Of the first `number` predictions."""
+        """The reward of the first `number` predictions."""
         if name == "f1":
             return self._f1(number, THRESHOLDS[0])
         if name == "f1_miou":

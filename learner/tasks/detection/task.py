@@ -8,21 +8,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.config.schema import LossConfig, TaskConfig
-from learner.extensions import PrefixRewards, Task, UnionTarget
+from learner.config.sections.loss import LossConfig
+from learner.config.sections.task import TaskConfig
+from learner.extensions import PrefixRewards, Task, Tokenizer
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample, Target
-from learner.target.target import build_target, ground_truth_target
-from learner.target.union import union_target
 from learner.tasks.detection.bins import canonical_key
+from learner.tasks.detection.calibrate import fit_calibration
 from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
 from learner.tasks.detection.rewards import answer_rewards, prefix_rewards
+from learner.tasks.detection.scores import CalibrationFile, candidates, token_scores
+from learner.tasks.detection.target import build_target, ground_truth_target
 from learner.tasks.detection.write import escaped, object_fault, serialize_objects, validate_sample
-from learner.tasks.task import SerializedTail, Tokenizer
+from learner.tasks.task import SerializedTail
 from learner.tasks.tokens import pieces_of
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 
 class DetectionTask(Task):
@@ -68,9 +70,6 @@ class DetectionTask(Task):
         the tokenizer changes the text of what is appended; `validate` finds such samples."""
         return build_target(assignment, self, self.tokenizer, loss=loss)
 
-    def union(self, assignments: Sequence[Assignment], loss: LossConfig) -> UnionTarget:
-        return union_target(assignments, self, self.tokenizer, loss)
-
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
         """The whole answer, teacher-forced [Y]. Raises LossError as `target` does."""
         return ground_truth_target(sample, self, self.tokenizer, desc_weight=loss.desc_weight)
@@ -93,13 +92,14 @@ class DetectionTask(Task):
         return prefix_rewards(assignment, weights, self._pieces)
 
     def scene(self, assignment: Assignment) -> dict[str, Any]:
-        """Truth and predictions in bins, pairs and drops: what the report draws."""
+        """Truth and predictions in bins, scores of the predictions, pairs and drops: what the report draws."""
         parsed = assignment.parsed
         sample = parsed.rollout.sample
         return {
             "truth": [object_json(o) for o in sample.objects],
             "ignored": [object_json(o) for o in sample.ignored],
             "predictions": [object_json(p.object) for p in parsed.objects],
+            "scores": [round(float(score), 5) for score in token_scores(parsed, self._pieces)],
             "pairs": [list(pair) for pair in assignment.pairs],
             "drops": dict(parsed.drops),
             "truncated": parsed.truncated,
@@ -116,7 +116,17 @@ class DetectionTask(Task):
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
         """All of `metrics.METRICS` over the whole set, by name, and COCO's AP as a cross-check; 0 for an empty set."""
-        return {**evaluate_counts(self.count(assignments)), **coco_ap(assignments)}
+        scores = [token_scores(assignment.parsed, self._pieces) for assignment in assignments]
+        return {**evaluate_counts(self.count(assignments)), **coco_ap(assignments, scores)}
+
+    def calibration(self, assignments: Sequence[Assignment]) -> str | None:
+        samples = [assignment.parsed.rollout.sample for assignment in assignments]
+        found = [candidates([assignment.parsed], self._pieces) for assignment in assignments]
+        try:
+            calibration, _, _ = fit_calibration(found, samples, num_drawn=0)
+        except DataError:
+            return None
+        return CalibrationFile(calibrations=[calibration]).to_json()
 
     def validate(self, sample: Sample) -> None:
         """Raises DataError if an object cannot be ground truth, or if they are not in canonical order."""
@@ -132,8 +142,8 @@ def object_json(item: DetectionObject) -> dict[str, Any]:
     return {"desc": item.desc, item.kind: list(item.bins)}
 
 
-def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """[id] the bins of the thousand `<|coord_k|>` tokens; -1 for others; the last entry is for all larger ids."""
+def coordinate_token_ids(tokenizer: Tokenizer) -> list[int]:
+    """Those of the thousand `<|coord_k|>` tokens. Raises ConfigError if the tokenizer lacks one of them."""
     token_ids: list[int] = []
     for value in range(NUM_BINS):
         ids = tokenizer.encode(f"<|coord_{value}|>", add_special_tokens=False)
@@ -145,6 +155,12 @@ def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
                 remedy="add them to the tokenizer and train their embeddings, or set task.coordinates: digits",
             )
         token_ids += ids
+    return token_ids
+
+
+def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """[id] the bins of the coordinate tokens; -1 for others; the last entry is for all larger ids."""
+    token_ids = coordinate_token_ids(tokenizer)
     bin_of_token = np.full(max(token_ids) + 2, -1)
     bin_of_token[token_ids] = np.arange(NUM_BINS)
     return bin_of_token

@@ -77,7 +77,7 @@ def test_the_first_configuration_runs_as_printed(
     (tmp_path / "run.yaml").write_text(block.text)
     write_coco(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    assert main(["check", "--config", "run.yaml"]) == 0
+    assert main(["check", "--json", "--config", "run.yaml"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == {"train": 2, "val": 2}
 
 

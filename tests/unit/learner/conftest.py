@@ -1,4 +1,4 @@
-"""Tiny models on disk, made once per test session (`tests/models.py`)."""
+"""Tiny models on disk, made once per test session (`bench/tiny_models.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import build_qwen2_5_vl, build_qwen3, build_qwen3_vl
+from bench.tiny_models import build_qwen2_5_vl, build_qwen3, build_qwen3_vl
 
 
 @pytest.fixture(scope="session")

@@ -55,13 +55,13 @@ def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert HEAVY & set(done.stderr.split()) == set()
 
 
-@pytest.mark.parametrize("form", [["check"], ["train", "--check"], ["--check"]])
+@pytest.mark.parametrize("form", [["check", "--json"], ["train", "--check"], ["--check"]])
 def test_a_value_of_the_command_line_is_checked_as_the_files(
     form: list[str], config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from learner.config import check
+    from learner.doctor import check
 
-    monkeypatch.setattr(check, "_samples", lambda config: {})
+    monkeypatch.setattr(check, "_samples", lambda config, drawing: {})
     assert main([*form, "--config", config, "training.effective_batch_size=24"]) == 0
     assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 24
     assert main([*form, "--config", config, "training.learning_rat=1e-5"]) == 2
@@ -79,7 +79,7 @@ def test_a_value_of_the_command_line_is_in_the_resolved_file(config: str, tmp_pa
 
 
 def test_training_gets_the_values_of_the_command_line(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from learner import build
+    from learner.wiring import build
 
     got = []
     monkeypatch.setattr(build, "train", lambda config, *, environment: got.append(config.training.learning_rate) or 7)
@@ -131,7 +131,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     code = (
         "import sys; from learner import __main__ as command\n"
-        "command._check = lambda *_: print('plan') or 0\n"
+        "command._check = lambda *_, **__: print('plan') or 0\n"
         "sys.exit(command.main(['check', '--config', 'run.yaml']))"
     )
     argv = [sys.executable, "-c", code]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from learner.config.check import run_check
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.data.check import load_unchecked
-from learner.extensions import check_extensions
+from learner.doctor.check import run_check
+from learner.extensions import check_extensions, reward_functions
 from learner.policy.parallel import Ranks
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import dump_yaml
@@ -159,6 +160,7 @@ def breaks(path, data): raise RuntimeError("no such table")
         ("reward.functions", "my_others:of_nothing", "a function of ()", "extending.md"),
         ("loss.function", "my_others:reward", "a function of (answer)", "extending.md"),
         ("data.reader", "my_others:reward", "a function of (answer)", "extending.md"),
+        ("reward.functions", "parts/nope.py:reward", "no file parts/nope.py", "working directory"),
         ("task.type", "my_others:reward", "not a class", "extending.md"),
         ("task.type", "my_others:Half", "ground_truth", "extending.md"),
         ("task.type", "detecton", "detecton", "detection"),
@@ -175,6 +177,17 @@ def test_a_wrong_path_is_told_with_key_value_and_remedy(
     assert found in mistake.found
     assert mistake.wanted
     assert remedy in mistake.remedy
+
+
+def test_a_part_is_named_by_its_file_whatever_the_file_is_called(folder: Path) -> None:
+    """A user's `shared/my_rewards.py` could not be found, because this project has a package of that name."""
+    (folder / "shared").mkdir()
+    (folder / "shared" / "my_rewards.py").write_text(OTHERS)
+    config = config_of(changed(minimal(), {"reward.functions": ["shared/my_rewards.py:reward"]}))
+    check_extensions(config)
+    score = reward_functions(config)["reward"]
+    assert score(None) == 1.0  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(score)) is score, "ranks send each other objects of the user's classes"
 
 
 def test_check_tells_all_of_them_and_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,22 +23,23 @@ import pytest
 
 from bench import chaos_server
 from bench.chaos_server import NAN_TOKEN, fingerprint, logprobs
-from learner.config.schema import DiscoveryConfig
+from learner.config.sections.servers import DiscoveryConfig
 from learner.data.batches import Batches, ShareReader, sampler_of
 from learner.data.encoding import LocalPool
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
-from learner.records import EncodedPrompt, Sample, Segment
+from learner.records import EncodedPrompt, Sample, Segment, ServerChange
+from learner.rollout import client
 from learner.rollout.backend import MicroStep
 from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
 from learner.rollout.discovery import Discovery
-from learner.rollout.membership import ServerChange
 from learner.rollout.servers import ServerBackend
-from learner.run.log import PhaseClock
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.packing import CompleteRows
 from learner.steps.segments import SegmentSource
 from learner.steps.shares import Bounds
 from learner.steps.stage2 import Stage2Parts
+from learner.sync import fitness
 from learner.sync.canary import CanaryItem
 from shared.addresses import free_port
 from shared.errors import DeadlineError, ProjectError, ServerError
@@ -49,9 +50,9 @@ from tests.unit.learner.rollout.fakes import config, sample
 from tests.unit.learner.steps.fakes import segment
 from tests.unit.learner.sync.fakes import Weights
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
+from tests.waits import DEADLINE_S, wait_until
 
-INFER_TIMEOUT_S, SYNC_TIMEOUT_S = 1.0, 10.0
-TIMEOUT_S = 20.0
+INFER_TIMEOUT_S, SYNC_TIMEOUT_S = 2.0, 60.0
 
 
 class Server:
@@ -75,7 +76,7 @@ class Server:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join(5)
+        self._process.join(60)
 
     def wait_ready(self) -> None:
         wait_until(lambda: _answers(self.url))
@@ -83,16 +84,9 @@ class Server:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/", trust_env=False, timeout=1.0).status_code == 200
+        return httpx.get(f"{url}/health/", trust_env=False, timeout=5.0).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
 
 
 class Learner:
@@ -189,6 +183,14 @@ def servers(processes: list[Server]) -> list[Server]:
     return processes
 
 
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With servers that are killed or frozen: these do not come back by themselves."""
+    monkeypatch.setattr(client, "BROKEN_S", 0.5)
+    monkeypatch.setattr(client, "LAST_LOOK_S", 1.0)
+    monkeypatch.setattr(fitness, "LAST_LOOK_S", 1.0)
+
+
 @pytest.fixture
 def learner(servers: list[Server]) -> Iterator[Learner]:
     with closing(Learner(servers)) as made:
@@ -201,9 +203,7 @@ def test_a_server_lost_in_the_middle_of_a_step(servers: list[Server], learner: L
     """Its requests go to the others with the same seeds; the next sync goes to the others; the version rises."""
     urls = [server.url for server in servers]
     before = learner.backend.membership.served
-    begin = time.monotonic()
     learner.roll_out(60, after_first=lambda: servers[1].signal(signum))
-    assert time.monotonic() - begin < INFER_TIMEOUT_S + 5.0
     assert before is not None
     assert learner.synced() == before.ver + 1
     learner.roll_out(12, step=1)
@@ -218,13 +218,13 @@ def test_a_server_lost_before_a_sync_comes_back(servers: list[Server], learner: 
     servers[0].signal(signum)
     begin, before = time.monotonic(), learner.sync.ver
     assert learner.synced() > before
-    assert time.monotonic() - begin < INFER_TIMEOUT_S + 8.0
+    assert time.monotonic() - begin < SYNC_TIMEOUT_S
     assert learner.serving == urls[1:]
     learner.roll_out(12)
     if signum == signal.SIGSTOP:
         servers[0].signal(signal.SIGCONT)
     else:
-        servers[0]._process.join(5)
+        servers[0]._process.join(60)
         servers[0].start()
     servers[0].wait_ready()
     wait_until(lambda: not learner.sync._delivery.is_current())  # it was seen
@@ -249,7 +249,7 @@ def test_a_server_frozen_in_the_group_that_another_one_joined(servers: list[Serv
         servers[0].signal(signal.SIGSTOP)
         began = time.monotonic()
         learner.synced()
-        assert time.monotonic() - began < 0.8 * SYNC_TIMEOUT_S
+        assert time.monotonic() - began < SYNC_TIMEOUT_S
         assert learner.serving == [servers[1].url]
         learner.roll_out(4)
 
@@ -318,13 +318,13 @@ def test_a_server_that_is_poisoned_in_the_middle_of_a_step(servers: list[Server]
     call = {"items": [{"request": {"messages": [turn]}, "response_token_ids": [NAN_TOKEN]}]}
 
     def poison() -> None:
-        assert httpx.post(f"{urls[1]}/score/", json=call, trust_env=False, timeout=5.0).is_error
+        assert httpx.post(f"{urls[1]}/score/", json=call, trust_env=False, timeout=60.0).is_error
 
     learner.roll_out(60, after_first=poison)
     assert learner.changes() == [(urls[1], "lost")]
     learner.roll_out(12, step=1)
     assert learner.serving == [urls[0], urls[2]]
-    wait_until(lambda: urls[1] in [member.base_url for member in learner.sync._delivery._members()])
+    wait_until(lambda: urls[1] in [member.base_url for member in learner.sync._delivery.members.to_reach()])
     learner.synced()
     learner.roll_out(12, step=2)
     assert learner.serving == urls
@@ -360,7 +360,7 @@ def test_servers_are_added_and_removed(servers: list[Server], tmp_path: Path) ->
         assert learner.changes() == [(urls[0], "removed"), (urls[2], "added")]
         assert learner.serving == [urls[1]]
         learner.roll_out(6, step=1)
-        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery._members()])
+        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery.members.to_reach()])
         learner.synced()
         learner.roll_out(6, step=2)
         assert learner.changes() == [(urls[2], "joined")]
@@ -378,7 +378,7 @@ def test_servers_appear_in_a_list_and_disappear_from_it(servers: list[Server], t
     with closing(Learner(servers[:2], discovery=discovery)) as learner:
         learner.synced()
         wait_until(lambda: learner.changes() == [(urls[2], "added")])
-        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery._members()])
+        wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery.members.to_reach()])
         learner.synced()
         learner.roll_out(6)
         assert learner.serving == urls
@@ -395,7 +395,7 @@ def test_a_server_under_a_second_url_does_not_join_twice(servers: list[Server], 
         learner.synced()
         ask(tmp_path, ServerRequest(action="add", base_url=alias, group_port=servers[1].group_port))
         assert learner.changes() == [(alias, "added")]
-        wait_until(lambda: alias in [member.base_url for member in learner.sync._delivery._members()])
+        wait_until(lambda: alias in [member.base_url for member in learner.sync._delivery.members.to_reach()])
         learner.synced()
         learner.roll_out(6)
         assert learner.serving == [server.url for server in servers[:2]]
@@ -435,7 +435,7 @@ def test_a_loss_that_one_rank_sees_is_every_rank_s_at_the_next_agreement(servers
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert not errors
     assert {learner.backend.membership for learner in learners} == {learners[0].backend.membership}
 
@@ -494,7 +494,7 @@ def learn_ahead(learner: Learner, during: dict[int, Callable[[], None]]) -> dict
         capacity=PER_SHARE,
         total_steps=NUM_SHARES * NUM_EPOCHS,
         max_starved_steps=20,
-        deadline_s=TIMEOUT_S,
+        deadline_s=DEADLINE_S,
     )
     learned: list[str] = []
     with closing(source):

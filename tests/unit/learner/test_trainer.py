@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from learner.config.load import config_of
+from learner.config.plan import resolve
 from learner.data.batches import DistributedSampler
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout
-from learner.trainer import StepTotals
+from learner.report.page import render
+from learner.report.read import read_runs
+from learner.steps.totals import StepTotals
 from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
-from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer
+from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer, write_data
 
 CARRY = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "global_max_length": 192}
 
@@ -45,6 +49,39 @@ def test_every_sample_is_learned_once_per_epoch(
     config = make_config(tiny_text, tmp_path, variant=variant, num_samples=7, **settings)
     seen = run(config, monkeypatch, world_size)
     assert all_learned(seen) == everyone(7, times=2)
+
+
+def test_every_rank_draws_with_the_seeds_of_its_own_places(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R11: of the micro-step's four places rank 0 has the first two and rank 1 the others."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    config = make_config(tiny_text, tmp_path, variant="rollout_matching_sft", **settings)
+    for rank, seen in enumerate(run(config, monkeypatch, 2)):
+        places = [
+            (call.global_step, call.micro_step_idx, call.first_req_idx, len(call.sample_ids)) for call in seen.calls
+        ]
+        assert places == [(step, micro_step, 2 * rank, 2) for step in (0, 1) for micro_step in (0, 1)]
+
+
+def test_the_log_begins_with_the_plan(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R15: the sizes that the run has, as `check` prints them."""
+    config = make_config(tiny_text, tmp_path, per_device_train_batch_size=2, max_steps=1)
+    run(config, monkeypatch)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["event"] == "plan"
+    assert lines[0].items() >= json.loads(json.dumps(resolve(config, 1).to_json())).items()
+
+
+@pytest.mark.parametrize(("packing", "ratio", "wanted"), [(True, 1.0, 1.0), (True, 0.01, 0.0), (False, 1.0, None)])
+def test_rows_below_the_configured_fill_are_counted(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: bool, ratio: float, wanted: float | None
+) -> None:
+    """D6: `packing_min_fill_ratio` of the configuration, where rows are packed."""
+    settings = {"packing": packing, "packing_min_fill_ratio": ratio, "global_max_length": 400}
+    run(make_config(tiny_text, tmp_path, per_device_train_batch_size=2, max_steps=1, **settings), monkeypatch)
+    (step,) = events_of(tmp_path, "step")
+    assert step["metrics"].get("underfilled") == wanted
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -304,9 +341,35 @@ def test_a_step_is_evaluated_once(tiny_text: Path, tmp_path: Path, monkeypatch: 
     assert [call.first_req_idx for call in seen[1].calls] == [2, 2, 2]
     assert all(call.greedy for one in seen for call in one.calls)
     assert seen[0].events.count("sync") == 3
-    files = sorted((tmp_path / "run" / "eval").iterdir())
+    files = sorted((tmp_path / "run" / "eval").glob("*.jsonl"))
     assert [file.name for file in files] == [f"step_{step:06d}.jsonl" for step in (0, 2, 4)]
+    assert all(file.with_suffix(".coco.json").is_file() for file in files)
     assert [json.loads(line)["id"] for line in files[0].read_text().splitlines()] == ["t0", "t1", "t2", "t3"]
+
+
+def test_what_is_retained_is_scored_beside_each_evaluation(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R44: other annotations, with a task of their own, in metrics, console and report."""
+    other = str(write_data(tmp_path / "other.jsonl", 3, "o"))
+    retain = [{"name": "old", "val": other, "samples": 2, "task": {"iou_threshold": 0.3}}]
+    config = make_config(
+        tiny_text, tmp_path, per_device_train_batch_size=4, max_steps=2, eval_steps=2, eval_on_start=True
+    )
+    config = config_of(
+        config.model_dump(exclude_unset=True)
+        | {"data": {**config.data.model_dump(exclude_unset=True), "retain": retain}}
+    )
+    (seen,) = run(config, monkeypatch)
+    asked = [call.sample_ids for call in seen.calls]
+    assert asked == 2 * [("t0", "t1", "t2", "t3", "t4"), ("o0", "o1")]
+    first, last = (event["metrics"] for event in events_of(tmp_path, "eval"))
+    assert {"f1@0.5", "retain/old/f1@0.5", "retain/old/parse_rate"} <= last.keys()
+    told = capsys.readouterr().out
+    assert f"old {first['retain/old/f1@0.5']:.3f} -> {last['retain/old/f1@0.5']:.3f}" in told
+    page = render(read_runs(tmp_path / "run"))
+    assert "Gained and forgotten" in page
+    assert (tmp_path / "run" / "eval" / "retain_old_000002.jsonl").is_file()
 
 
 def test_a_step_is_saved_once(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """A whole learner in this process: everything real but the rollout servers, and ranks that are threads.
 
-`run(config, world_size)` builds by `learner.build`, trains, and gives one `Seen` per rank: what was asked of the
+`run(config, world_size)` builds by `learner.wiring.build`, trains, and gives one `Seen` per rank: what was asked of the
 backend, when it was synced, which samples each row held, and the step's gradients.
 """
 
@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from deploy.demo.scenes import DIGIT_WORDS
-from learner import build
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
@@ -32,6 +31,7 @@ from learner.rollout.backend import MicroStep, RolloutStream
 from learner.run import checkpoint
 from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
+from learner.wiring import build
 from shared.seeds import request_seed
 
 WAIT_S = 60.0
@@ -100,6 +100,7 @@ class Generate:
     micro_step_idx: int
     first_req_idx: int
     greedy: bool
+    temperature: float | None = None
 
 
 @dataclass
@@ -128,6 +129,8 @@ class FakeBackend:
     """Answers with the first few objects of the ground truth, as the seed says, or with nothing usable; refuses to
     answer while the policy is not the one that was synced (R10)."""
 
+    chunk = 2  # places that it decodes at once
+
     def __init__(self, config: RunConfig, policy: Policy, seen: Seen) -> None:
         self._run_seed, self._task = config.training.seed, DetectionTask(config.task, policy.tokenizer)
         self.policy, self.seen = policy, seen
@@ -144,16 +147,22 @@ class FakeBackend:
         micro_step_idx: int,
         first_req_idx: int,
         greedy: bool = False,
+        temperature: float | None = None,
     ) -> list[Rollout]:
         for name, tensor in snapshot(self.policy).items():
             assert torch.equal(self.synced[name], tensor), f"rollouts on stale weights: {name}"
         ids = tuple(sample.sample_id for sample in samples)
-        self.seen.events.append(Generate(ids, global_step, micro_step_idx, first_req_idx, greedy))
+        self.seen.events.append(Generate(ids, global_step, micro_step_idx, first_req_idx, greedy, temperature))
         place = {"run_seed": self._run_seed, "global_step": global_step, "micro_step_idx": micro_step_idx}
         return [self._answer(s, request_seed(**place, req_idx=first_req_idx + i)) for i, s in enumerate(samples)]
 
     def generate_window(
-        self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False
+        self,
+        window: Sequence[MicroStep],
+        *,
+        global_step: int,
+        greedy: bool = False,
+        temperature: float | None = None,
     ) -> list[list[Rollout]]:
         return [
             self.generate(
@@ -162,6 +171,7 @@ class FakeBackend:
                 micro_step_idx=step.micro_step_idx,
                 first_req_idx=step.first_req_idx,
                 greedy=greedy,
+                temperature=temperature,
             )
             for step in window
         ]
@@ -242,13 +252,9 @@ def write_data(path: Path, count: int, prefix: str = "s") -> Path:
 
 
 def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples: int = 8, **training: Any) -> RunConfig:
-    """A run on `num_samples` text samples; `training` are keys of that section (and `global_max_length`, `m_steps`,
-    `best_of`)."""
+    """A run on `num_samples` text samples; `training` are keys of that section (and `global_max_length`, `m_steps`)."""
     length = training.pop("global_max_length", 512)
     rollouts: dict[str, Any] = {"decoding": {"max_new_tokens": 16}}
-    if "best_of" in training:
-        rollouts["best_of"] = training.pop("best_of")
-        rollouts["decoding"]["temperature"] = 1.0
     if "m_steps" in training:
         rollouts["rollout_buffer"] = {"enabled": True, "m_steps": training.pop("m_steps")}
     data = {"train": str(write_data(folder / f"train{num_samples}.jsonl", num_samples))}
@@ -272,12 +278,13 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
 
 @contextmanager
 def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, seen: Seen) -> Iterator[Trainer]:
-    """A trainer as `learner.build` makes it, but for the servers, if it has any; it tells `seen` what it does."""
+    """A trainer as `learner.wiring.build` makes it, but for the servers, if there are any. It tells `seen` what it
+    does."""
 
-    def connect_backend(_: RunConfig, __: Ranks, policy: Policy, *___: Any) -> FakeBackend:
+    def connect_backend(_: RunConfig, policy: Policy, **__: Any) -> FakeBackend:
         return FakeBackend(config, policy, seen)
 
-    def connect_sync(_: RunConfig, __: Ranks, ___: Policy, backend: FakeBackend, *____: Any) -> FakeSync:
+    def connect_sync(_: RunConfig, __: Policy, backend: FakeBackend, *___: Any, **____: Any) -> FakeSync:
         return FakeSync(backend)
 
     with ExitStack() as stack:

@@ -61,6 +61,9 @@ def everything() -> dict[str, Any]:
             f"{SERVER}.discovery": {"file": "servers.txt"},
             "data.val": "val.jsonl",
             "data.on_bad_record": {},
+            "data.augment": {},
+            "labels.complete": {},
+            "data.retain": [{"name": "old", "val": "old.jsonl", "task": {}}],
             "training.eval_steps": 5,
         },
     )

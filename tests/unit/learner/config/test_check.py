@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.__main__ import main
-from learner.config.check import run_check
+from learner.doctor.check import run_check
 from shared.config.parse import dump_yaml
 from shared.wire import ErrorBody
 from tests.examples import examples
@@ -128,7 +128,7 @@ def test_r01_r18_yaml_only(file: Path, flag: list[str], capsys: pytest.CaptureFi
 def test_check_imports_nothing_heavy(file: Path) -> None:
     """The configuration's part of it; annotations are in `tests/unit/learner/data/test_check.py`."""
     code = (
-        "import sys; from learner.config.check import run_check; code = run_check(sys.argv[1], world_size=2);"
+        "import sys; from learner.doctor.check import run_check; code = run_check(sys.argv[1], world_size=2);"
         f"print(code, sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
     )
     argv = [sys.executable, "-c", code, write(file, stage2())]
@@ -144,7 +144,7 @@ def test_200_keys_are_checked_with_few_packages(file: Path) -> None:
     assert text.count(":") > 200
     file.write_text(text)
     code = (
-        "import sys; before = set(sys.modules); from learner.config.check import run_check; run_check(sys.argv[1]);"
+        "import sys; before = set(sys.modules); from learner.doctor.check import run_check; run_check(sys.argv[1]);"
         "tops = {name.partition('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names;"
         "print(*sorted(tops), file=sys.stderr)"
     )

@@ -18,6 +18,7 @@ ADVICE = {
     "stage2_ab.channel_b.enable_pipeline": "stage2_ab.async_actor_learner",
     "stage2_ab.channel_b.rollout_decode_batch_size": DECODE,
     "stage2_ab.schedule.pattern": "stage2_ab.schedule.b_ratio",
+    f"{ROLLOUT}.best_of": "labels.complete",
     "logging.tensorboard": "logging.trackers",
     **{
         f"{ROLLOUT}.{name}": f"{ROLLOUT}.decoding.{name}"

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from learner.config.load import load_config, write_resolved
+from learner.config.modes import sync_mode
 from learner.config.plan import resolve
-from learner.config.rules import sync_mode
+from learner.config.sections.loss import preset_advice
+from learner.config.sections.training import kept_metric
 from shared.config.model import ConfigErrors
 from tests.unit.learner.config.examples import (
     REMOVE,
@@ -78,6 +80,19 @@ def test_limits_of_pixels_are_in_order() -> None:
     valid(minimal(), {**limits, "model.max_pixels": 65})
 
 
+@pytest.mark.parametrize("pattern", ["[(", "*", "a{99999999999}"])
+def test_target_modules_is_a_pattern(pattern: str) -> None:
+    lora = {"model.lora": {"target_modules": pattern}}
+    assert only_mistake(minimal(), lora).path == "model.lora.target_modules"
+    valid(minimal(), {"model.lora": {"target_modules": [pattern]}})  # a name, not a pattern
+
+
+@pytest.mark.parametrize("seed", [1 << 63, 1 << 200, -1])
+def test_a_seed_fits_the_generators(seed: int) -> None:
+    assert only_mistake(minimal(), {"training.seed": seed}).path == "training.seed"
+    valid(minimal(), {"training.seed": (1 << 63) - 1})
+
+
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
@@ -101,6 +116,29 @@ def test_what_was_cut_can_stay_only_where_something_is_cut() -> None:
     fitting = {**kept, "loss.prefix_end": "first_miss"}
     assert only_mistake(minimal(), {**fitting, "loss.missed_order": "random"}).path == "loss.missed_order"
     valid(minimal(), fitting)
+
+
+def test_a_repaired_prefix_has_nothing_over() -> None:
+    repair = {"loss.prefix_repair": True}
+    kept = {"loss.keep_unmatched": True, "loss.prefix_end": "first_miss"}
+    assert only_mistake(minimal(), {**repair, **kept}).path == "loss.keep_unmatched"
+    assert only_mistake(minimal(), {**repair, "loss.overrun_close_weight": 1.0}).path == "loss.overrun_close_weight"
+    valid(minimal(), {**repair, "loss.prefix_end": "first_miss", "loss.matched_desc_weight": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"task.coordinates": "digits"}, "task.coordinates"),
+        ({"task.type": "key_value"}, "task.type"),
+        ({"custom.trainer_variant": "grpo", f"{DECODING}.temperature": 1.0}, "custom.trainer_variant"),
+    ],
+)
+def test_smoothing_needs_coordinate_tokens_that_are_taught(changes: dict[str, Any], path: str) -> None:
+    smooth = {"loss.coordinate_smoothing": 2.0}
+    assert path in [mistake.path for mistake in mistakes(minimal(), {**changes, **smooth})]
+    for variant in ("sft", "rollout_matching_sft"):
+        valid(minimal(), {"custom.trainer_variant": variant, **smooth})
 
 
 def test_d6_packing_buffer_too_small() -> None:
@@ -412,71 +450,91 @@ def test_what_is_the_default_is_called_so() -> None:
     assert only_mistake(stage2(), {ASYNC: {"queue_limit": 3, "prefetch_target_packs": 5}}).found == "5"
 
 
-# ---- best_of -------------------------------------------------------------------------------------------------------
-
-BEST = f"{ROLLOUT}.best_of"
-BEST_OF_4 = {f"{BEST}.rollouts_per_sample": 4, f"{DECODING}.temperature": 1.0}
-
-
-@pytest.mark.parametrize("use", ["best", "union", "rejection"])
-def test_r37_best_of_goes_with_every_way_to_match_rollouts(use: str) -> None:
-    changes = {**BEST_OF_4, f"{BEST}.use": use}
-    valid(minimal(), changes)
-    valid(stage2(), changes)
-    valid(stage2(), {**changes, f"{ASYNC}.enabled": True})
-    for backend in (COLOCATE, HF):
-        valid(minimal(), {**changes, **backend})
-    valid(minimal(), {**changes, f"{DECODING}.top_p": 0.9, f"{ROLLOUT}.rollout_buffer": {"enabled": True}})
-    valid(minimal(), {f"{BEST}.rollouts_per_sample": 1})
-
-
-def test_r37_a_step_makes_k_rollouts_of_each_sample() -> None:
-    plain, four = (resolve(valid(stage2(), changes), 1) for changes in ({}, BEST_OF_4))
-    assert four.effective_batch_size == plain.effective_batch_size
-    assert four.rollouts_per_step == 4 * plain.rollouts_per_step
-    assert four.local_rollouts_per_step == (four.rollouts_per_step,)
-
-
-@pytest.mark.parametrize("variant", ["sft", "grpo"])
-def test_r37_best_of_belongs_to_rollout_matching(variant: str) -> None:
-    changes = {**BEST_OF_4, "custom.trainer_variant": variant, "training.per_device_train_batch_size": 8}
-    mistake = only_mistake(minimal(), changes)
-    assert mistake.path == BEST
-    assert variant != "grpo" or "num_generations" in mistake.remedy
-
-
-def test_r37_keys_of_best_of_have_a_use() -> None:
-    for name, value in (("use", "union"), ("min_reward", 0.5)):
-        assert only_mistake(minimal(), {f"{BEST}.{name}": value}).path == BEST
-    threshold = {**BEST_OF_4, f"{BEST}.min_reward": 0.5}
-    assert only_mistake(minimal(), threshold).path == f"{BEST}.min_reward"
-    valid(minimal(), {**threshold, f"{BEST}.use": "rejection"})
-
-
-def test_r37_the_best_of_equal_rollouts_is_no_choice() -> None:
-    greedy = {key: value for key, value in BEST_OF_4.items() if not key.endswith("temperature")}
-    mistake = only_mistake(minimal(), greedy)
-    assert (mistake.path, mistake.found) == (f"{DECODING}.temperature", "greedy decoding")
-    beam = {f"{DECODING}.decode_mode": "beam", f"{DECODING}.num_beams": 2, **HF, DECODE_BATCH_SIZE: 8}
-    assert only_mistake(minimal(), {**greedy, **beam}).path == f"{DECODING}.temperature"
-
-
-def test_r37_a_union_needs_an_order_and_a_task_that_can_merge() -> None:
-    union = {**BEST_OF_4, f"{BEST}.use": "union"}
-    assert only_mistake(minimal(), {**union, "loss.missed_order": "random"}).path == "loss.missed_order"
-    pairs = {**union, "task.type": "key_value", "reward.functions": ["my_parts:found"]}
-    assert only_mistake(minimal(), pairs).path == f"{BEST}.use"
-
-
 @pytest.mark.parametrize("task", ["key_value", "my_parts:Task"])
 def test_r37_rollouts_are_compared_by_a_reward(task: str) -> None:
     grpo = {"custom.trainer_variant": "grpo", "training.per_device_train_batch_size": 8}
-    for changes in (BEST_OF_4, {**grpo, f"{DECODING}.temperature": 1.0}):
-        assert only_mistake(minimal(), {**changes, "task.type": task}).path == "reward.functions"
-        valid(minimal(), {**changes, "task.type": task, "reward.functions": ["my_parts:found"]})
-    weighted = {**BEST_OF_4, "reward.weights": {"right": 1.0}}
+    changes = {**grpo, f"{DECODING}.temperature": 1.0}
+    assert only_mistake(minimal(), {**changes, "task.type": task}).path == "reward.functions"
+    valid(minimal(), {**changes, "task.type": task, "reward.functions": ["my_parts:found"]})
+    weighted = {**changes, "reward.weights": {"right": 1.0}}
     valid(minimal(), {**weighted, "task.type": "my_parts:Task"})  # its own reward
     assert only_mistake(minimal(), {**weighted, "task.type": "key_value"}).path == "reward.functions"
+
+
+def test_r37_a_weight_of_a_reward_that_does_not_exist_is_refused() -> None:
+    """Issue 39: it trained nothing, without a word."""
+    mistake = only_mistake(minimal(), {**GRPO, "reward.weights": {"f1_mious": 1.0, "f1": 1.0}})
+    assert (mistake.path, mistake.remedy) == ("reward.weights.f1_mious", "did you mean f1_miou?")
+    own = {**GRPO, "reward.functions": ["my_parts:found"]}
+    assert "found?" in only_mistake(minimal(), {**own, "reward.weights": {"fond": 1.0}}).remedy
+    valid(minimal(), {**own, "reward.weights": {"found": 2.0, "soft_iou": 1.0}})
+    pairs = {**own, "task.type": "key_value", "reward.weights": {"f1": 1.0}}
+    assert only_mistake(minimal(), pairs).path == "reward.weights.f1"
+    assert (
+        only_mistake(minimal(), {"task.type": "key_value", "reward.weights": {"f1": 1.0}}).path == "reward.weights.f1"
+    )
+
+
+# ---- the best checkpoint (D17) -------------------------------------------------------------------------------------
+
+
+def test_d17_the_best_is_kept_where_val_is_set_and_evaluations_run() -> None:
+    evaluated = {"data.val": "val.jsonl", "training.eval_steps": 5}
+    assert kept_metric(valid(minimal(), evaluated)) == "f1@0.5"
+    assert kept_metric(valid(minimal(), {**evaluated, "task.type": "key_value"})) == "f1"
+    assert kept_metric(valid(minimal(), {**evaluated, "labels.complete": {}})) == "fm@0.5"
+    assert kept_metric(valid(minimal(), {**evaluated, "loss.preset": "recommended"})) == "fm@0.5"
+    assert kept_metric(valid(minimal(), {**evaluated, "training.keep_best": None})) is None
+    assert kept_metric(valid(minimal(), {"data.val": "val.jsonl", "training.eval_on_end": True})) is None
+    assert kept_metric(valid(minimal(), {"data.test": "test.jsonl", "training.eval_steps": 5})) is None
+
+
+def test_d17_early_stopping_needs_evaluations_and_a_metric() -> None:
+    patience = "training.early_stop_patience"
+    assert only_mistake(minimal(), {patience: 2, "data.val": "v.jsonl"}).path == patience
+    assert only_mistake(minimal(), {patience: 2, "data.test": "t.jsonl", "training.eval_steps": 5}).path == patience
+    assert only_mistake(minimal(), {"training.keep_best": "f1@0.5"}).path == "training.keep_best"
+    valid(minimal(), {patience: 2, "data.val": "v.jsonl", "training.eval_steps": 5})
+
+
+# ---- loss.preset (D18) ----------------------------------------------------------------------------------------------
+
+RECOMMENDED = {"loss.preset": "recommended"}
+
+
+def test_d18_the_default_loss_is_the_specified_one() -> None:
+    assert valid(minimal()).loss == valid(minimal(), {"loss.preset": "specified"}).loss
+    assert (valid(minimal()).loss.prefix_end, valid(minimal()).loss.keep_unmatched) == ("last_object", False)
+
+
+def test_d18_keys_of_ones_own_win_over_the_preset() -> None:
+    loss = valid(minimal(), RECOMMENDED).loss
+    assert (loss.prefix_end, loss.matched_desc_weight, loss.keep_unmatched) == ("first_miss", 1.0, True)
+    own = valid(minimal(), {**RECOMMENDED, "loss.keep_unmatched": False, "loss.matched_desc_weight": 0.5}).loss
+    assert (own.prefix_end, own.matched_desc_weight, own.keep_unmatched) == ("first_miss", 0.5, False)
+    assert only_mistake(minimal(), {**RECOMMENDED, "loss.missed_order": "random"}).path == "loss.missed_order"
+    assert only_mistake(minimal(), {**RECOMMENDED, "task.type": "key_value"}).path == "loss.preset"
+
+
+def test_d18_a_run_with_a_preset_can_be_repeated_from_what_it_wrote(tmp_path: Path) -> None:
+    config = valid(minimal(), {**RECOMMENDED, "loss.keep_unmatched": False})
+    assert load_config(write_resolved(config, tmp_path), world_size=1, env={}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "loss.preset: recommended"),
+        (RECOMMENDED, "loss.preset: specified"),
+        ({"loss.prefix_end": "last_match"}, None),
+        ({**RECOMMENDED, "loss.keep_unmatched": False}, None),
+        ({"custom.trainer_variant": "sft"}, None),
+        ({"task.type": "key_value"}, None),
+    ],
+)
+def test_d18_it_says_when_to_take_the_other_preset(changes: dict[str, Any], says: str | None) -> None:
+    advice = preset_advice(valid(minimal(), changes))
+    assert (advice is None) if says is None else (advice is not None and says in advice and "\n" not in advice)
 
 
 # ---- grpo ----------------------------------------------------------------------------------------------------------
@@ -484,6 +542,12 @@ def test_r37_rollouts_are_compared_by_a_reward(task: str) -> None:
 SAMPLED = {f"{DECODING}.temperature": 1.0, f"{DECODING}.decode_mode": "sample"}
 GRPO = {"custom.trainer_variant": "grpo", "training.per_device_train_batch_size": 8, **SAMPLED}
 GRPO_STAGE2 = {**GRPO, "stage2_ab.schedule.b_ratio": 0.5, "training.effective_batch_size": 64}
+
+
+def test_r37_credit_by_object_needs_objects() -> None:
+    pairs = {**GRPO, "task.type": "key_value", "reward.functions": ["my_parts:found"]}
+    valid(minimal(), pairs)
+    assert only_mistake(minimal(), {**pairs, "grpo.credit": "object"}).path == "grpo.credit"
 
 
 def test_r37_grpo_needs_no_section_of_its_own() -> None:
@@ -565,6 +629,16 @@ def test_r37_grpo_may_be_a_channel_of_stage2() -> None:
     assert "b_ratio" in mixed.remedy
     assert only_mistake(minimal(), {**GRPO_STAGE2, "grpo.matching_weight": 0.5}).path == "grpo.matching_weight"
     valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5, "grpo.matching_weight": 0.5})
+
+
+def test_d21_advantage_batch_knows_the_whole_step_first() -> None:
+    batch = {"grpo.advantage": "batch"}
+    valid(minimal(), {**GRPO, **batch})
+    valid(minimal(), {**GRPO_STAGE2, **batch, **COLOCATE})  # nothing overlaps, so no servers are needed
+    ahead = {**GRPO_STAGE2, **batch, f"{ASYNC}.enabled": True, f"{ASYNC}.queue_limit": 8}
+    assert only_mistake(minimal(), ahead).path == f"{ASYNC}.enabled"
+    refilled = {**GRPO, **batch, "grpo.max_refills": 2, "grpo.skip_no_signal": True}
+    assert only_mistake(minimal(), refilled).path == "grpo.max_refills"
 
 
 def test_r37_stage2_with_grpo_has_the_rules_of_stage2() -> None:

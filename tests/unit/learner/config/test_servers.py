@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.config.schema import ServerEntry
+from learner.config.sections.servers import ServerEntry
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, minimal, mistakes, only_mistake, valid
 
 

@@ -251,7 +251,7 @@ def test_workers_run_ahead_by_a_bounded_amount() -> None:
     """While the learner computes, at least one micro-batch is under way behind it, and never all of the data."""
     with closing(make_batches(1000, samples_per_rank=8, num_workers=1)) as batches:
         next(batches)
-        under_way = sum(len(share.indices) for share, _ in batches._ahead.values())
+        under_way = sum(len(batches._seen[position].share.indices) for position in batches._ahead)
         assert 8 <= under_way <= 8 * 4
 
 

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.build import check_packing_buffer, load_data
-from learner.config.schema import RunConfig, TaskConfig
+from learner.config.schema import RunConfig
+from learner.config.sections.task import TaskConfig
 from learner.data.batches import DistributedSampler
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.prompt import PromptEncoder
 from learner.records import DetectionObject, Segment
 from learner.steps.packing import CarriedRows
-from learner.target.target import ground_truth_target
+from learner.tasks.detection.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
+from learner.wiring.build import check_packing_buffer, load_data
 from shared.errors import ConfigError, DataError
 from tests.unit.learner.data.fakes import draw, make_run
 from tests.unit.learner.policy.rows import image, sample
@@ -163,9 +164,8 @@ def test_a_buffer_that_must_overflow_is_refused_before_the_first_step(tiny_text:
     config, plan = make_run(samples_per_rank=8)
     custom = config.custom.model_copy(update={"trainer_variant": "rollout_matching_sft"})
 
-    def check(length: int, steps: int, use: str = "best") -> None:
+    def check(length: int, steps: int) -> None:
         values = {**config.model_dump(), "custom": custom.model_dump(), "global_max_length": length}
-        values["custom"]["extra"]["rollout_matching"]["best_of"] |= {"rollouts_per_sample": 2, "use": use}
         changed = RunConfig.model_validate(values)
         check_packing_buffer(samples, encoder, changed, plan, steps)
 
@@ -173,5 +173,4 @@ def test_a_buffer_that_must_overflow_is_refused_before_the_first_step(tiny_text:
     with pytest.raises(ConfigError, match=r"packing_buffer must overflow.*per_device_train_batch_size"):
         check(tokens, 100)
     check(tokens, 2)
-    check(tokens, 100, use="rejection")  # which may learn nothing of a sample
     check(8 * tokens, 100)

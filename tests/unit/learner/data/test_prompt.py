@@ -196,3 +196,12 @@ def test_the_first_difference_is_shown(
     assert found in raised.value.found
     assert wanted in raised.value.wanted
     assert "'efih'" in raised.value.found or served != [5, 6, 9, 8]
+
+
+@pytest.mark.parametrize("method", ["encode", "num_tokens"])
+def test_an_image_whose_shape_the_processor_refuses_is_a_bad_image(encoder: PromptEncoder, method: str) -> None:
+    """Qwen's processors take no image that is more than 200 times as wide as it is high."""
+    with pytest.raises(DataError) as error:
+        getattr(encoder, method)(replace(sample([image(2000, 4)]), width=2000, height=4))
+    assert "2000 x 4" in error.value.found
+    assert error.value.remedy

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from learner.config.schema import GrpoConfig, LoraConfig, ModelConfig
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy.load import Policy, load_policy
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment
 

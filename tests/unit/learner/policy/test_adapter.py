@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from learner.config.schema import LoraConfig
+from bench.tiny_models import FAMILIES
+from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights
-from tests.models import FAMILIES
 from tests.unit.learner.policy.rows import policy_of
 
 

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from learner.config.schema import GrpoConfig
+from learner.config.sections.grpo import GrpoConfig
 from learner.policy.policy_gradient import PolicyInputs, policy_loss
 
 REWARDS = torch.tensor([0.1, 0.5, 0.3, 1.0], dtype=torch.float64)

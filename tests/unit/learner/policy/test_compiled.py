@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from torch._dynamo.utils import counters
 
 import tests.unit.learner.policy.varlen  # noqa: F401  # the operators on the CPU
-from learner.config.schema import LoraConfig, ModelConfig
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy import attention, compiled, loss
 from learner.policy.load import Policy
 from learner.records import EncodedPrompt, PackedRow
@@ -86,6 +88,44 @@ def test_one_program_for_all_layers_and_rows(tiny_text: Path) -> None:
     for answers in ROWS[1:]:
         assert_same_learning(eager, policy, text_row(answers), rel=1e-3)
     assert num_programs() == before
+    assert not counters["graph_break"]
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_rows_with_shared_prompts_share_a_program(tiny_text: Path) -> None:
+    """R47: groups of all sizes, a group of one, an empty row; and what the kernel learns is what whole segments do."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "grpo": GrpoConfig()}
+    eager, policy = (policy_of(tiny_text, compile=wanted, **settings) for wanted in (False, True))
+    one_sample = [replace(text_row(answers), share_prompts=bool(answers)) for answers in ROWS]
+    rows = [replace(one, segments=tuple(replace(s, sample_id="s") for s in one.segments)) for one in one_sample]
+    for one in rows[:1]:
+        assert_same_learning(eager, policy, one, rel=1e-3)
+    before = num_programs()
+    for one in rows[1:]:
+        assert_same_learning(eager, policy, one, rel=1e-3)
+    assert num_programs() == before
+    assert not counters["graph_break"]
+    for one in rows[:-1]:
+        losses = [eager.backward(replace(one, share_prompts=shared)).loss_sum for shared in (True, False)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+@pytest.mark.usefixtures("_faster_compiler")
+def test_smooth_coordinates_compile() -> None:
+    """`loss.coordinate_smoothing`: one program for chunks of all lengths."""
+    head, smoothing = torch.nn.Linear(8, 60), loss.SmoothCoordinates(range(20, 40), 2.0)
+    programs = []
+    for length in (23, 33, 47):  # not the number of coordinates, which torch would take it for
+        hidden, targets = torch.randn(length, 8), torch.randint(0, 60, (length,))
+        plain, compiled_ = (
+            loss.weighted_loss(
+                hidden, head, torch.arange(length), targets, torch.ones(length), compiled=wanted, smoothing=smoothing
+            )
+            for wanted in (False, True)
+        )
+        torch.testing.assert_close(compiled_, plain)
+        programs.append(num_programs())
+    assert programs == [1, 1, 1]
     assert not counters["graph_break"]
 
 

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from learner.config.schema import ModelConfig, OffloadConfig, TrainingConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.rollout_matching import OffloadConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy import offload
 from learner.policy.load import Policy, load_policy
 from learner.policy.offload import HOST, Offload, make_offload

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.config.schema import TrainingConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.optim import Optimizer, learning_rate
 from shared.errors import CheckpointError, LossError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 from learner.policy.parallel import init_ranks
 from shared.errors import CollectiveError, ConfigError
 from tests import ranks
+from tests.waits import wait_until
 
 
 @pytest.fixture
@@ -43,9 +44,9 @@ def test_more_processes_than_gpus_are_told(two_gpus: None) -> None:
 
 
 @pytest.mark.parametrize("hung", [0, 2])
-def test_the_rank_that_hangs_is_named_by_those_that_wait(hung: int) -> None:
+def test_the_rank_that_hangs_is_named_by_those_that_wait(hung: int, tmp_path: Path) -> None:
     """R24: of three ranks one sleeps; the healthy ones name it first, and not themselves."""
-    ended = ranks.launch(__name__, 3, str(hung))
+    ended = ranks.launch(__name__, 3, str(hung), str(tmp_path))
     healthy = [process.stdout for rank, process in enumerate(ended) if rank != hung]
     assert len(healthy) == 2
     for said in healthy:
@@ -53,20 +54,19 @@ def test_the_rank_that_hangs_is_named_by_those_that_wait(hung: int) -> None:
         assert f"learner_rank{hung}.log" in said
 
 
-def main(hung: int) -> None:
-    """One of the ranks above."""
+def main(hung: int, folder: Path) -> None:
+    """One of the ranks above. All stay until the healthy ones have said their word: the store may live in any."""
     here = init_ranks(os.environ, timeout_s=5.0)
     here.barrier()
-    if here.rank == hung:
-        time.sleep(12.0)
-        os._exit(0)
-    try:
-        here.barrier()
-    except CollectiveError as error:
-        print(error, flush=True)
-    time.sleep(3.0)  # the store may live in this process
+    if here.rank != hung:
+        try:
+            here.barrier()
+        except CollectiveError as error:
+            print(error, flush=True)
+        (folder / str(here.rank)).touch()
+    wait_until(lambda: len(list(folder.iterdir())) == 2)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -19,8 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from learner.config.schema import GrpoConfig, LoraConfig
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
+from learner.policy.parallel import Ranks
 from learner.policy.policy_gradient import PREFIX, SUMS, PolicyInputs, policy_loss, policy_metrics
 from learner.records import PackedRow, PolicyTokens, Segment
 from learner.steps.buffered import copy_row
@@ -301,6 +303,25 @@ def test_the_reference_is_the_model_without_its_adapter(tiny_text: Path) -> None
             assert p.grad is not None
             p.sub_(0.1 * p.grad)
     assert divergence(policy, still) < before
+
+
+def test_the_reference_leaves_frozen_adapters_frozen(tiny_text: Path) -> None:
+    """peft's `disable_adapter` makes every adapter trainable when it ends. Ranks then reduced unequal buckets."""
+    policy = policy_of(tiny_text, lora=LoraConfig(r=2), grpo=CONFIG, freeze=["model.layers.0."])
+    names = [name for name, _ in policy.trainable]
+    assert names
+    assert not any("layers.0." in name for name in names)
+    policy.backward(row(reinforced(segment(policy.encoder.encode(sample()), 12), 0)))
+    assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == names
+    assert set(gradients(policy)) == set(names)
+    policy.reduce_gradients(Ranks(), weight_sum=1.0)
+
+
+def test_parameters_that_became_trainable_are_noticed(tiny_text: Path) -> None:
+    policy = policy_of(tiny_text, lora=LoraConfig(r=2))
+    next(p for p in policy.model.parameters() if not p.requires_grad).requires_grad_(True)
+    with pytest.raises(AssertionError, match="trained"):
+        policy.reduce_gradients(Ranks(), weight_sum=1.0)
 
 
 def divergence(policy: Policy, one: Segment) -> float:

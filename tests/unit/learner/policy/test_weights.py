@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.config.schema import LoraConfig
+from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from shared.errors import ConfigError
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment

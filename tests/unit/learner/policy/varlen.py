@@ -12,14 +12,16 @@ import torch
 
 
 def _weights(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """Attention weights `[H, L, L]` of one segment, float32."""
-    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1) & causal
+    """Attention weights `[H, L, K]` of one segment, float32. Its last query meets its last key."""
+    before = k.shape[1] - q.shape[1]
+    hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(before + 1) & causal
     return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-def _segments(cu_seqlens: torch.Tensor) -> list[slice]:
-    ends = cu_seqlens.tolist()
-    return [slice(start, end) for start, end in pairwise(ends)]
+def _segments(cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor) -> list[tuple[slice, slice]]:
+    """Of each segment its queries and its keys."""
+    queries, keys = ([slice(*pair) for pair in pairwise(ends.tolist())] for ends in (cu_seq_q, cu_seq_k))
+    return list(zip(queries, keys, strict=True))
 
 
 def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -43,8 +45,8 @@ def _forward(
     assert scale is not None
     num_heads = query.shape[1]
     out = torch.empty_like(query)
-    for here in _segments(cu_seq_q):
-        q, k, v = (_heads(x[here], num_heads) for x in (query, key, value))
+    for here, keys in _segments(cu_seq_q, cu_seq_k):
+        q, k, v = _heads(query[here], num_heads), _heads(key[keys], num_heads), _heads(value[keys], num_heads)
         out[here] = (_weights(q, k, scale, is_causal) @ v).transpose(0, 1).to(out.dtype)
     return out, torch.zeros(num_heads, len(query)), torch.zeros(2, dtype=torch.uint64)
 
@@ -69,12 +71,14 @@ def _backward(
     assert scale is not None
     num_heads = query.shape[1]
     grads = tuple(torch.empty_like(x) for x in (query, key, value))
-    for here in _segments(cu_seq_q):
-        q, k, v, g = (_heads(x[here], num_heads) for x in (query, key, value, grad_out))
+    for here, keys in _segments(cu_seq_q, cu_seq_k):
+        q, g = _heads(query[here], num_heads), _heads(grad_out[here], num_heads)
+        k, v = _heads(key[keys], num_heads), _heads(value[keys], num_heads)
         p = _weights(q, k, scale, is_causal)
         dp = g @ v.transpose(1, 2)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
-        for grad, whole in zip(grads, (ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g), strict=True):
+        wholes = (ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g)
+        for grad, at, whole in zip(grads, (here, keys, keys), wholes, strict=True):
             per_head = whole.unflatten(0, (grad.shape[1], -1)).sum(1)
-            grad[here] = per_head.transpose(0, 1).to(grad.dtype)
+            grad[at] = per_head.transpose(0, 1).to(grad.dtype)
     return grads

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.load import RESOLVED_NAME
+from learner.journal.log import Timeline
 from learner.policy.parallel import Ranks
+from learner.records import CallRecord, RolloutCallLog
 from learner.report.page import render
 from learner.report.read import Activity, StepTimeline, read_run, read_runs
 from learner.report.training import activities_of, rise, timeline, training, typical
-from learner.rollout.backend import CallRecord, RolloutCallLog
-from learner.run.log import Timeline
 from tests.unit.learner.report.fake_run import write_run
 
 SERVER = "http://127.0.0.1:8000"

@@ -10,10 +10,9 @@ from typing import Any
 import httpx
 import respx
 
-from learner.config.schema import RolloutMatchingConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.records import Sample
 from shared.errors import ProjectError
-from shared.seeds import offset_seed
 from shared.wire import PROTOCOL_VERSION, ErrorBody
 
 Reply = Callable[[dict[str, Any]], httpx.Response | None]
@@ -75,6 +74,7 @@ def output(request: dict[str, Any], seed: int, ver: int = 0, server_id: str = "f
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
         },
         "response_token_ids": [number],
+        "rollout_logprobs": [[-0.5]],
         "prompt_token_ids": [1],
         "rollout_infos": {"ver": ver, "seed": seed, "server_id": server_id, "uuid": request["uuid"]},
     }
@@ -118,6 +118,5 @@ class FakeServer:
             reply = self.replies.pop(0)(call)
             if reply is not None:
                 return reply
-        seed = call["request_config"]["seed"]
-        outputs = [output(r, offset_seed(seed, i), self.ver) for i, r in enumerate(call["infer_requests"])]
+        outputs = [output(r, r["seed"], self.ver) for r in call["infer_requests"]]
         return httpx.Response(200, json=outputs)

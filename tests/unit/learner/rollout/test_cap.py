@@ -79,7 +79,7 @@ class Servers:
         for server in self._servers:
             server.should_exit = True
         for serving in self._serving:
-            serving.result(20)
+            serving.result(60)
         self._loop.close(10)
 
 
@@ -92,7 +92,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
 
 @contextlib.contextmanager
 def rank_backend(servers: Servers, rank: int) -> Iterator[ServerBackend]:
-    settings: dict[str, Any] = {"decode_batch_size": DECODE_BATCH_SIZE, "timeout_s": 20.0}
+    settings: dict[str, Any] = {"decode_batch_size": DECODE_BATCH_SIZE, "timeout_s": 60.0}
     backend = ServerBackend(config(servers.urls, **settings), run_seed=1, rank=rank, num_ranks=NUM_RANKS)
     try:
         backend.connect()
@@ -103,7 +103,7 @@ def rank_backend(servers: Servers, rank: int) -> Iterator[ServerBackend]:
 
 def test_no_server_holds_more_than_its_cap_at_any_moment(servers: Servers) -> None:
     """Unequal shares and ranks out of phase: each keeps to its own quotas."""
-    both = threading.Barrier(NUM_RANKS, timeout=20)
+    both = threading.Barrier(NUM_RANKS, timeout=60)
 
     def rank_main(rank: int) -> int:
         num_answers = 0

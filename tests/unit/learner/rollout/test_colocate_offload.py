@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from learner.config.schema import RolloutMatchingConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.parallel import Ranks
 from learner.rollout import colocate
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
@@ -32,7 +32,7 @@ class Recorded:
     """An `Offload` that moves nothing. `seen`: what vLLM did, and whether training state was away then."""
 
     def __init__(self) -> None:
-        self.is_away = False
+        self.is_away = self.moves = False
         self.seen: list[tuple[str, bool]] = []
 
     @contextmanager
@@ -58,6 +58,7 @@ class Llm:
         self.worker = Worker()
         self.llm_engine = SimpleNamespace(
             model_config=SimpleNamespace(max_model_len=512),
+            renderer=None,  # nobody asks for pixels
             vllm_config=SimpleNamespace(cache_config=cache_config),
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=self.worker)),
         )
@@ -110,6 +111,8 @@ class Engine(ColocatedEngine):
 
 
 class Encoder:
+    image_processing = None
+
     def for_engine(self, sample: Any) -> Any:
         return SimpleNamespace(token_ids=[1], for_engine=dict)
 
@@ -186,3 +189,58 @@ def test_another_program_that_takes_memory_of_the_gpu_ends_nothing(
     with pytest.raises(AssertionError, match="something else"):
         backend_of(engine).generate([sample(0)], global_step=0, micro_step_idx=0, first_req_idx=0)
     assert not offload.is_away
+
+
+class Device:
+    """A GPU of 100 bytes beside the engine. `held`: what training's allocator keeps, until vLLM wakes up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: Llm) -> None:
+        self.free = self.held = 0
+        wake_up = llm.wake_up
+
+        def gives_back() -> None:
+            wake_up()
+            self.free, self.held = self.free + self.held, 0
+
+        monkeypatch.setattr(llm, "wake_up", gives_back)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free, 100))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: self.held)
+
+
+def asleep_engine(offload: Recorded, *, sleep: str = "auto") -> tuple[Engine, Llm]:
+    """As on CUDA, after a first sync and a step of training."""
+    engine = engine_with(offload)
+    engine._config = RolloutMatchingConfig.model_validate({"vllm": {"sleep": sleep}})
+    engine._sleeps, engine._num_loads = True, 1
+    engine._sleep()
+    return engine, engine._llm
+
+
+def test_an_engine_with_room_beside_training_stays_awake(offload: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R04: seen at a sync after training, whose memory vLLM had made it give back; until room becomes short."""
+    engine, llm = asleep_engine(offload)
+    device = Device(monkeypatch, llm)
+    device.free, device.held = 10, 40
+    with engine.awake(after_update=True):
+        assert not llm.is_sleeping
+    assert not llm.is_sleeping
+    device.free = 10
+    with engine.awake():
+        pass
+    assert not llm.is_sleeping
+    device.free = 7
+    with engine.awake():
+        pass
+    assert llm.is_sleeping
+
+
+@pytest.mark.parametrize("why", ["short of memory", "always", "offloaded", "nothing was learned yet", "no sync"])
+def test_an_engine_sleeps_otherwise(offload: Recorded, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    engine, llm = asleep_engine(offload, sleep="always" if why == "always" else "auto")
+    device = Device(monkeypatch, llm)
+    device.free, device.held = (7, 40) if why == "short of memory" else (50, 40)
+    offload.moves = why == "offloaded"
+    engine._num_loads = 0 if why == "nothing was learned yet" else 1
+    with engine.awake(after_update=why != "no sync"):
+        assert not llm.is_sleeping
+    assert llm.is_sleeping

@@ -28,7 +28,7 @@ from shared.wire import (
 )
 
 TIMEOUT_S = 0.3
-FAR_TOO_LONG_S = 20.0
+FAR_TOO_LONG_S = 60.0
 
 REQUEST = RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "request 7"}]})
 INFER = InferCall(infer_requests=[REQUEST])

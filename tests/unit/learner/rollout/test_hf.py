@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from learner.config.schema import LoraConfig, RolloutMatchingConfig
+from learner.config.sections.model import LoraConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy
-from learner.records import EncodedPrompt, Sample
-from learner.rollout.backend import MicroStep, RolloutCallLog
+from learner.records import EncodedPrompt, RolloutCallLog, Sample
+from learner.rollout.backend import MicroStep
 from learner.rollout.hf import HfBackend, stop_token_ids
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.seeds import request_seed
@@ -162,6 +163,14 @@ def test_evaluation_is_greedy_whatever_the_configuration(vlm: Policy, samples: l
     assert answers(backend_of(vlm, decode_mode="beam", num_beams=3), samples, greedy=True) == plain
 
 
+def test_a_temperature_draws_from_all_tokens_whatever_the_configuration(vlm: Policy, samples: list[Sample]) -> None:
+    """R48: labels are completed by samples, also in a run that learns from greedy rollouts."""
+    window = [MicroStep(samples=samples, micro_step_idx=0, first_req_idx=3)]
+    plain = backend_of(vlm, temperature=0.7, decode_mode="sample").generate_window(window, global_step=4)
+    for decoding in ({}, {**SAMPLE, "repetition_penalty": 1.0}, {"decode_mode": "beam", "num_beams": 3}):
+        assert backend_of(vlm, **decoding).generate_window(window, global_step=4, temperature=0.7) == plain
+
+
 def test_the_checkpoints_generation_settings_do_not_decode(
     vlm: Policy, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +257,21 @@ def test_rollouts_say_where_they_come_from(vlm: Policy, samples: list[Sample]) -
     assert [(call.first_req_idx, call.num_requests) for call in record.calls] == [(6, 2), (8, 2), (10, 1)]
     assert [call.seed for call in record.calls] == [rollouts[i].seed for i in (0, 2, 4)]
     assert (record.num_requests, record.chunk, record.ver) == (5, 2, PLACE["global_step"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probabilities_are_those_of_the_learning_forward(
+    vlm: Policy, samples: list[Sample], temperature: float
+) -> None:
+    keys = {"rollout_backend": "hf", "decode_batch_size": 3}
+    keys["decoding"] = {"max_new_tokens": NUM_NEW, "temperature": temperature, "repetition_penalty": 1.3}
+    backend = HfBackend(RolloutMatchingConfig.model_validate(keys), vlm, run_seed=7, logprobs=True)
+    for rollout in backend.generate(samples, first_req_idx=0, **PLACE):
+        stop = () if rollout.stop_token_id is None else (rollout.stop_token_id,)
+        answer = (*rollout.response_token_ids, *stop)
+        (wanted,) = vlm.logprobs([(vlm.encoder.encode(rollout.sample), answer)])
+        assert rollout.logprobs == pytest.approx(wanted, abs=2e-4)
+    assert backend_of(vlm).generate(samples[:1], first_req_idx=0, **PLACE)[0].logprobs is None
 
 
 def test_no_samples_no_call(vlm: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

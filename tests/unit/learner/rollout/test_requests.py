@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from learner.config.schema import DecodingConfig
+from learner.config.sections.decoding import DecodingConfig
 from learner.records import Rollout
-from learner.rollout.requests import read_rollout, request_config
+from learner.rollout.requests import Decodings, read_rollout, request_config
 from shared.errors import RolloutError
 from shared.wire import RolloutOutput
 from tests.unit.learner.rollout.fakes import output, sample
@@ -65,7 +65,21 @@ def test_none_are_wanted_that_were_not_asked_for() -> None:
     assert read([], stop=(7, None), asked=False).logprobs is None
 
 
-def test_they_are_asked_for_while_sampling_and_not_for_an_evaluation() -> None:
+def test_they_are_asked_for_of_drawn_and_of_greedy_answers() -> None:
     assert request_config(SAMPLED, logprobs=True).logprobs
     assert not request_config(SAMPLED).logprobs
-    assert not request_config(SAMPLED, greedy=True, logprobs=True).logprobs
+    assert request_config(SAMPLED, greedy=True, logprobs=True).logprobs
+    assert not request_config(SAMPLED, greedy=True).logprobs
+
+
+def test_another_temperature_is_asked_for_without_the_runs_limits() -> None:
+    """R48: from all tokens, whatever the run decodes by; nothing else changes."""
+    configured = DecodingConfig(decode_mode="sample", temperature=0.5, top_p=0.9, top_k=7, max_new_tokens=99)
+    decodings = Decodings(configured, logprobs=True)
+    assert decodings.of() == request_config(configured, logprobs=True)
+    assert not Decodings(configured).of().logprobs
+    assert Decodings(configured).of(greedy=True).logprobs
+    assert decodings.of(greedy=True) == request_config(configured, greedy=True, logprobs=True)
+    drawn = decodings.of(temperature=1.0)
+    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == (1.0, 1.0, -1, 99)
+    assert drawn.logprobs

@@ -19,13 +19,14 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from learner.config.schema import LoraConfig, TrainingConfig
+from learner.config.sections.model import LoraConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.files import export_model, save_model
 from learner.policy.load import Policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.run import checkpoint
-from learner.run.checkpoint import Cadence, CheckpointStore, TrainerState
+from learner.run.checkpoint import OPTIMIZER, RNG, Cadence, CheckpointStore, TrainerState
 from learner.run.files import write_atomically
 from shared.errors import CheckpointError, ConfigError
 from tests.full_disk import no_file_larger_than
@@ -145,7 +146,7 @@ def _damage(path: Path, how: str) -> None:
             content[-1] ^= 1
             weights.write_bytes(content)
         case "missing":
-            (path / "optimizer.safetensors").unlink()
+            (path / OPTIMIZER).unlink()
         case "manifest":
             (path / "manifest.json").write_text('{"model.safe')
 
@@ -174,10 +175,10 @@ DAMAGES: list[tuple[str, bytes | str]] = [
     ("trainer_state.json", '{"global_step": "1", "ver": 0, "cursor": {}, "config_digest": ""}'),
     ("trainer_state.json", '{"global_step": -1, "ver": 0, "cursor": {}, "config_digest": ""}'),
     ("trainer_state.json", '{"global_step": 1, "ver": 0, "cursor": [], "config_digest": ""}'),
-    *((name, text) for name in ("optimizer.safetensors", "rng.safetensors") for text in ("", "[]", "{}", "x" * 99)),
-    ("optimizer.safetensors", save({"a.exp_avg": torch.zeros(1)})),
-    ("rng.safetensors", save({"0.cpu": torch.zeros(3)})),
-    ("rng.safetensors", save({"0.cpu": torch.zeros(3, dtype=torch.uint8)})),
+    *((name, text) for name in (OPTIMIZER, RNG) for text in ("", "[]", "{}", "x" * 99)),
+    (OPTIMIZER, save({"a.exp_avg": torch.zeros(1)})),
+    (RNG, save({"0.cpu": torch.zeros(3)})),
+    (RNG, save({"0.cpu": torch.zeros(3, dtype=torch.uint8)})),
     ("model.safetensors", ""),
     ("model.safetensors", "x" * 99),
 ]
@@ -189,10 +190,10 @@ def test_whatever_was_changed_is_a_checkpoint_error(tiny_vlm: Path, tmp_path: Pa
     train(policy, optimizer, TrainerState(), 1)
     store = CheckpointStore(root=tmp_path / "run", ranks=Ranks())
     whole = store.save(policy, optimizer, TrainerState(global_step=1))
-    moments = load_file(whole / "optimizer.safetensors")
+    moments = load_file(whole / OPTIMIZER)
     first = next(iter(moments))
     shapes = [{**moments, first: torch.zeros(2, 2)}, {name: t for name, t in moments.items() if name != first}]
-    for i, (name, content) in enumerate([*DAMAGES, *(("optimizer.safetensors", save(one)) for one in shapes)]):
+    for i, (name, content) in enumerate([*DAMAGES, *((OPTIMIZER, save(one)) for one in shapes)]):
         path = tmp_path / f"damaged-{i}"
         shutil.copytree(whole, path)
         rewrite(path, name, content)
@@ -213,12 +214,12 @@ def test_a_pickle_in_a_checkpoint_is_not_read(tiny_vlm: Path, tmp_path: Path) ->
     policy, optimizer = start(tiny_vlm)
     store = CheckpointStore(root=tmp_path, ranks=Ranks())
     path = store.save(policy, optimizer, TrainerState(global_step=1))
-    for name in ("optimizer.safetensors", "model.safetensors"):
+    for name in (OPTIMIZER, "model.safetensors"):
         rewrite(path, name, pickle.dumps(Bomb()))
         with pytest.raises(CheckpointError):
             store.load("latest", policy, optimizer)
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    rewrite(path, "optimizer.safetensors", save({}))
+    rewrite(path, OPTIMIZER, save({}))
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["model.safetensors"]
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -362,3 +363,32 @@ def test_a_checkpoint_is_due_by_steps_and_by_minutes() -> None:
     assert due == [3, 4, 7, 8]
     never = Cadence(Ranks(), save_steps=None, save_minutes=None)
     assert not any(never.is_due(step) for step in range(1, 10))
+
+
+def test_only_weights_lie_beside_the_configuration(tiny_vlm: Path, tmp_path: Path) -> None:
+    """vLLM and transformers load every file of tensors there: a checkpoint can be served as it is."""
+    policy, optimizer = start(tiny_vlm)
+    train(policy, optimizer, TrainerState(), 1)
+    path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(policy, optimizer, TrainerState(global_step=1))
+    names = {name for file in path.glob("*.safetensors") for name in load_file(file)}
+    assert names
+    assert names <= set(load_file(tiny_vlm / "model.safetensors")) | {"lm_head.weight"}
+
+
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_vlm: Path, tmp_path: Path) -> None:
+    """Moments and generators lay beside the weights."""
+    policy, optimizer = start(tiny_vlm)
+    train(policy, optimizer, TrainerState(), 1)
+    store = CheckpointStore(root=tmp_path, ranks=Ranks())
+    path = store.save(policy, optimizer, TrainerState(global_step=1))
+    moments = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in (OPTIMIZER, RNG):
+        (path / name).rename(path / Path(name).name)
+        manifest[Path(name).name] = manifest.pop(name)
+    (path / OPTIMIZER).parent.rmdir()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    train(policy, optimizer, TrainerState(), 1)
+    assert store.load("latest", policy, optimizer).global_step == 1
+    for name, tensor in optimizer.state().items():
+        assert torch.equal(moments[name], tensor)

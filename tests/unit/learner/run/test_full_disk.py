@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import typer
 
-from learner import build
 from learner.__main__ import _end
+from learner.journal.log import MetricsLog, log_to_file
 from learner.report.page import write_report
 from learner.run.checkpoint import verify
 from learner.run.files import AppendedLines, write_atomically
-from learner.run.log import MetricsLog, log_to_file
+from learner.wiring import build
 from shared.errors import OutputError
 from tests.full_disk import no_file_larger_than
 from tests.runs import steps

@@ -200,3 +200,17 @@ def test_every_start_of_torchrun_has_a_name_of_its_own() -> None:
     first, second = (one.stdout.splitlines() for one in said)
     assert first[0] == first[1] != second[0] == second[1]
     assert torchrun_agent({}) is None
+
+
+def test_a_job_that_its_scheduler_starts_again_goes_on_in_its_own_folder(tmp_path: Path) -> None:
+    """R46: a requeued job has another torchrun on other machines. Another job is refused."""
+    first, other = ({"ROLLOUT_JOB": job, "TORCHELASTIC_RUN_ID": "x"} for job in ("slurm-7\n", "slurm-8"))
+    run = config(tmp_path)
+    claim_output_dir(run, Ranks(), torchrun_agent(first))
+    (tmp_path / "metrics.jsonl").write_text(STEP)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1/manifest.json").write_text("{}")
+    again = torchrun_agent({"ROLLOUT_JOB": "slurm-7"})
+    assert claim_output_dir(run, Ranks(), again).training.resume_from_checkpoint == "latest"
+    with pytest.raises(ConfigError):
+        claim_output_dir(run, Ranks(), torchrun_agent(other))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from learner.run.log import LATEST, point_latest
+from learner.journal.log import LATEST, point_latest
 
 
 def test_latest_moves_to_the_newest_run(tmp_path: Path) -> None:

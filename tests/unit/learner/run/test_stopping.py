@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
 from learner.policy.parallel import Ranks
-from learner.run.stopping import Stopped, StopRequest
+from learner.run.stopping import Stopped, StopRequest, told_before_the_first_step
 
 
 class AnotherRankWasAsked(Ranks):
@@ -42,10 +44,12 @@ def test_a_signal_of_another_rank_stops_this_one() -> None:
 
 
 def test_a_long_wait_is_broken_into_after_half_the_time() -> None:
-    with StopRequest(Ranks(), timeout_s=2.0).installed():
+    def learn() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped) as caught:
-            time.sleep(10)
+        time.sleep(60)
+
+    with StopRequest(Ranks(), timeout_s=2.0).installed(), pytest.raises(Stopped) as caught:
+        learn()
     assert not caught.value.agreed
 
 
@@ -66,7 +70,7 @@ def ending_of(child: Callable[[], None]) -> tuple[int, str]:
         finally:
             os._exit(99)
     os.close(write)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
@@ -107,11 +111,11 @@ def test_what_does_not_stop_in_time_is_ended() -> None:
     """Neither a check nor the break-in got through: `training.stop_timeout_s` holds all the same."""
 
     def child() -> None:
-        with StopRequest(Ranks(), timeout_s=0.4).installed():
-            os.kill(os.getpid(), signal.SIGTERM)
+        with StopRequest(Ranks(), timeout_s=1.0).installed():
             with contextlib.suppress(Stopped):
-                time.sleep(20)
-            time.sleep(20)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            time.sleep(60)
 
     code, said = ending_of(child)
     assert code == 143
@@ -131,3 +135,41 @@ def test_a_run_that_stopped_is_not_ended_afterwards() -> None:
     code, said = ending_of(child)
     assert code == STILL_ALIVE
     assert "not stopped" not in said
+
+
+def test_sigterm_before_the_first_step_says_so() -> None:
+    """Also while the main thread is in one long call."""
+
+    def child() -> None:
+        with told_before_the_first_step():
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # takes minutes
+
+    code, said = ending_of(child)
+    assert code == 143
+    assert "SIGTERM" in said
+
+
+def test_a_child_that_is_ended_before_the_first_step_ends_nobody_else() -> None:
+    def child() -> None:
+        with told_before_the_first_step():
+            if (pid := os.fork()) == 0:
+                time.sleep(20)
+                os._exit(0)
+            time.sleep(0.3)
+            os.kill(pid, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+            time.sleep(0.3)
+
+    assert ending_of(child) == (STILL_ALIVE, "")
+
+
+def test_handlers_of_before_the_first_step_go() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with told_before_the_first_step():
+        stop = StopRequest(Ranks(), timeout_s=3600)
+        with stop.installed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(Stopped):
+                stop.check()
+    assert signal.getsignal(signal.SIGTERM) is before

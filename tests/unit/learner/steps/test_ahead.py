@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from collections import Counter
@@ -18,6 +20,8 @@ from hypothesis import strategies as st
 from learner.config.load import config_of
 from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.config.schema import RunConfig
+from learner.policy.load import Policy
+from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
 from learner.steps.ahead import NO_MICRO_STEP, Sizes, Stage2Ahead
@@ -25,11 +29,13 @@ from learner.steps.shares import Bounds
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import RolloutError
 from tests.unit.learner import trainer_world
+from tests.unit.learner.steps.test_completing import EXTRA_BINS, answer_of
 from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
+from tests.unit.learner.trainer_log import events_of
 from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadRanks, run, trainer
 
 NUM_SAMPLES = 40
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Servers:
@@ -190,6 +196,51 @@ def test_a_resume_goes_on_exactly_once(
     assert [step["global_step"] for step in steps_of(tmp_path)] == list(range(1, 6))
     assert [step["channel"] for step in steps_of(tmp_path)] == list("ABABA")
     assert steps_of(tmp_path)[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_labels_are_completed_between_calls(
+    world_size: int,
+    servers: Servers,
+    patient: None,
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R48: no call that runs ahead is in flight meanwhile (the servers would say). Both channels learn the completed
+    labels from the first step on, each sample once."""
+    values = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=5).model_dump(exclude_unset=True)
+    values["labels"] = {"complete": {"rollouts": 2, "min_votes": 2, "refresh": 2}}
+    name_one(Path(values["data"]["train"]), "seven")
+    generate, backward, texts = trainer_world.FakeBackend.generate, Policy.backward, list[str]()
+
+    def find_one_more(self: FakeBackend, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
+        rollouts = generate(self, samples, **place)
+        if place.get("temperature") is None:
+            return rollouts
+        return [answer_of(rollout, self._task, self.policy.tokenizer) for rollout in rollouts]
+
+    def told(self: Policy, row: PackedRow) -> RowLoss:
+        texts.extend(self.tokenizer.decode(one.input_ids[one.prompt_length :]) for one in row.segments)
+        return backward(self, row)
+
+    monkeypatch.setattr(trainer_world.FakeBackend, "generate", find_one_more)
+    monkeypatch.setattr(Policy, "backward", told)
+    seen = run(config_of(values), monkeypatch, world_size)
+    assert [step["channel"] for step in steps_of(tmp_path)] == list("ABABA")
+    assert Counter(i for rank in seen for i in rank.learned) == {f"s{i}": 1 for i in range(NUM_SAMPLES)}
+    place = re.compile(r"\D+".join(map(str, EXTRA_BINS)))
+    assert [len(place.findall(text)) for text in texts] == [1] * NUM_SAMPLES
+    completions = events_of(tmp_path, "labels")
+    assert [(one["global_step"], one["added"]) for one in completions] == [(i, NUM_SAMPLES) for i in (0, 2, 4)]
+
+
+def name_one(path: Path, name: str) -> None:
+    """Names that no label has are not completed."""
+    first, *rest = path.read_text().splitlines()
+    row = json.loads(first)
+    row["objects"].append({"desc": name, "bbox_2d": [0, 60, 9, 69]})
+    path.write_text("\n".join([json.dumps(row), *rest]) + "\n")
 
 
 def test_a_run_within_the_step_goes_on_from_one_ahead(

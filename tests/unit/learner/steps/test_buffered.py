@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.data.batches import MicroBatch, Upcoming, WindowRepeater, WindowStep
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment, VisionInputs
-from learner.run.log import PhaseClock
 from learner.steps.buffered import BufferedSteps, copy_row
 from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
@@ -134,6 +134,12 @@ class Script:
 
     def restore(self, state: Any) -> None: ...
 
+    def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
+        return [0] * len(sample_ids)
+
+    def seen_in(self, epoch: int, sample_id: str) -> Sample:
+        return next(sample for sample in SAMPLES if sample.sample_id == sample_id)
+
 
 def make(script: Script) -> tuple[BufferedSteps, Answers]:
     answers = Answers()
@@ -143,7 +149,6 @@ def make(script: Script) -> tuple[BufferedSteps, Answers]:
         OneRow(),
         gradient_accumulation_steps=9,
         ranks=Ranks(),
-        samples=SAMPLES,
         encoder=CountingEncoder(),
         clock=PhaseClock(),
     )

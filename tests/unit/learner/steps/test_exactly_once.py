@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from learner.data.batches import Batches, ShareReader, sampler_of
 from learner.data.encoding import LocalPool
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, Sample, Segment
-from learner.run.log import PhaseClock
 from learner.steps.ahead import Stage2Ahead, StarvedError
 from learner.steps.packing import CompleteRows
 from learner.steps.segments import SegmentSource
@@ -294,7 +294,7 @@ def patient(world: World, world_size: int, *, total: int) -> None:
     hasty = Stage2Ahead._ready
 
     def ready(self: Stage2Ahead, step: int) -> Any:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0
         hasty(self, step)
         while self._producer and self._producer._thread is not None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -336,7 +336,7 @@ def test_an_evaluation_s_sync_makes_no_pack_stale() -> None:
 
 
 def until_ready(source: Stage2Ahead, step: int) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while not source._ready(step):
         assert time.monotonic() < deadline, "the producer makes nothing"
         time.sleep(0.001)
@@ -349,7 +349,7 @@ def test_too_many_channel_b_steps_without_packs_end_the_run(world_size: int, mon
     held = threading.Event()
 
     def never(self: Rollouts, *_: Any, **__: Any) -> list[Segment]:
-        assert held.wait(30.0)
+        assert held.wait(60.0)
         raise ZeroDivisionError
 
     monkeypatch.setattr(Rollouts, "segments", never)
@@ -373,7 +373,7 @@ def test_a_fence_that_one_rank_cannot_close_is_entered_by_none(monkeypatch: pyte
 
     def hang(self: Rollouts, *args: Any, **place: Any) -> list[Segment]:
         if self.rank == 1:
-            assert held.wait(30.0)
+            assert held.wait(60.0)
         return honest(self, *args, **place)
 
     stop = Stage2Ahead.stop

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +15,23 @@ import numpy as np
 import pytest
 import torch
 
-from learner.config.schema import GrpoConfig, LossConfig
+from learner.config.load import config_of
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.loss import LossConfig
 from learner.extensions import Task
+from learner.journal.log import PhaseClock
+from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, Rollout, Sample, Segment
-from learner.run.log import PhaseClock
+from learner.rollout.backend import MicroStep
 from learner.steps.groups import GroupSource
 from learner.steps.segments import RolloutSource
+from learner.steps.totals import StepTotals
 from learner.tasks.rewards import Rewards
-from learner.trainer import StepTotals
 from shared.errors import ConfigError, PromptMismatchError
+from tests.runs import events
 from tests.unit.learner.policy.rows import gradients, policy_of, row
 from tests.unit.learner.steps.test_segments import IGNORED, PLACE, TASK, TOKENIZER, answer_text, sample, truth
+from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run, snapshot, trainer
 
 EOS = TOKENIZER.eos_token_id
 LONGEST = 200
@@ -76,15 +86,18 @@ def prompt_of(one: Sample) -> EncodedPrompt:
     return EncodedPrompt(token_ids=(5, 6, 7 + int(one.sample_id[1:])), vision=None)
 
 
-def source_of(backend: Answers, *, task: Task = TASK, weights: dict[str, float] | None = None, **grpo: Any) -> Any:
+def source_of(
+    backend: Any, *, task: Task = TASK, weights: dict[str, float] | None = None, ranks: Any = None, **grpo: Any
+) -> Any:
     rewards = Rewards(tokenizer=TOKENIZER, weights=weights or {"f1": 1.0}, task=task)
     return GroupSource(
-        backend,  # type: ignore[arg-type]
+        backend,
         task,
         rewards,
         grpo=GrpoConfig(**grpo),
         max_new_tokens=LONGEST,
         loss=LossConfig(),
+        ranks=ranks or Ranks(),
     )
 
 
@@ -232,6 +245,91 @@ def test_long_answers_lose_reward() -> None:
     assert (advantages(other) < 0).all()
 
 
+# ---- the whole step (D21) ------------------------------------------------------------------------------------------
+
+
+class WindowAnswers:
+    """A backend that answers place i of a step, counted over all ranks, with `texts[i]`."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.answers = Answers(texts)
+
+    def generate_window(self, window: Sequence[MicroStep], *, global_step: int) -> list[list[Rollout]]:
+        return [
+            [self.answers._rollout(step.first_req_idx + i, one) for i, one in enumerate(step.samples)]
+            for step in window
+        ]
+
+
+class ThreadRanks:
+    """A rank that is a thread: gathers through a barrier."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, box: list[Any]) -> None:
+        self.rank, self._barrier, self._box = rank, barrier, box
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._box[self.rank] = value
+        self._barrier.wait(timeout=30)
+        values = list(self._box)
+        self._barrier.wait(timeout=30)
+        return values
+
+
+def step_advantages(texts: Sequence[str], *, num_ranks: int, micro_steps: int, **grpo: Any) -> list[np.ndarray]:
+    """The advantages of a step of these answers in pairs, cut into micro-steps, those dealt to ranks."""
+    each = len(texts) // (num_ranks * micro_steps)
+    barrier, box = threading.Barrier(num_ranks), [None] * num_ranks
+
+    def learn(rank: int) -> list[Any]:
+        source = source_of(
+            WindowAnswers(texts), ranks=ThreadRanks(rank, barrier, box), num_generations=2, advantage="batch", **grpo
+        )
+        firsts = [(rank * micro_steps + i) * each for i in range(micro_steps)]
+        window = [
+            MicroStep(
+                samples=tuple(sample((first + k) // 2) for k in range(each)), micro_step_idx=i, first_req_idx=first
+            )
+            for i, first in enumerate(firsts)
+        ]
+        source.begin_window(window, global_step=3, clock=PhaseClock())
+        return [
+            segment
+            for step in window
+            for segment in source.segments(
+                step.samples,
+                [prompt_of(one) for one in step.samples],
+                global_step=3,
+                micro_step_idx=step.micro_step_idx,
+                first_req_idx=step.first_req_idx,
+                clock=PhaseClock(),
+            )
+        ]
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return [advantages(one) for segments in pool.map(learn, range(num_ranks)) for one in segments]
+
+
+@pytest.mark.parametrize("credit", ["sequence", "object"])
+@pytest.mark.parametrize("normalize_std", [False, True])
+def test_a_batch_is_the_step_whatever_its_micro_steps_and_ranks(credit: str, normalize_std: bool) -> None:
+    """D21. Rewards of the first half are higher, so a part's own mean and deviation would be other ones."""
+    texts = [truth(sample(i // 2)) if i < 4 else "no idea" for i in range(7)] + [truth(sample(3), 1)]
+    settings = {"credit": credit, "normalize_std": normalize_std}
+    whole = step_advantages(texts, num_ranks=1, micro_steps=1, **settings)
+    for num_ranks, micro_steps in ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1)):
+        parts = step_advantages(texts, num_ranks=num_ranks, micro_steps=micro_steps, **settings)
+        for found, wanted in zip(parts, whole, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_the_standard_of_a_batch_is_mean_and_deviation_of_all_rewards() -> None:
+    """By hand: rewards 1, 1, 1, 1, 0, 0, 0 and 0.5."""
+    texts = [truth(sample(i // 2)) if i < 4 else "no idea" for i in range(7)] + [truth(sample(3), 1)]
+    rewards = np.array([1.0] * 4 + [0.0] * 3 + [0.5])
+    found = [one[0] for one in step_advantages(texts, num_ranks=2, micro_steps=2, normalize_std=True)]
+    np.testing.assert_allclose(found, (rewards - rewards.mean()) / (rewards.std() + 1e-6), rtol=1e-6)
+
+
 # ---- credit object by object ---------------------------------------------------------------------------------------
 
 
@@ -290,25 +388,23 @@ def test_a_task_that_cannot_tell_is_refused() -> None:
 # ---- as they arrive, and what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("advantage", ["group", "batch"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_stream_hands_on_whole_groups_in_any_order_of_arrival(advantage: str, seed: int) -> None:
+def test_a_stream_hands_on_whole_groups_in_any_order_of_arrival(seed: int) -> None:
     texts = [SHORT, WHOLE, "no idea", truth(TWO), truth(sample(2)), "{}"]
     samples = [sample(i // 2) for i in range(6)]
     prompts = [prompt_of(one) for one in samples]
     backend = Answers(texts)
-    source = source_of(backend, num_generations=2, advantage=advantage)
+    source = source_of(backend, num_generations=2)
     order = random.Random(seed).sample(range(6), 6)
     arriving = Arriving(backend.generate(samples, **PLACE), order)
     places, met = [], []
     for place, segment in source._stream_of(arriving, prompts):
         places.append(place)
         met.append((place, segment))
-        group = range(6) if advantage == "batch" else range(place - place % 2, place - place % 2 + 2)
+        group = range(place - place % 2, place - place % 2 + 2)
         assert set(group) <= set(order[: arriving.taken])
     assert sorted(places) == list(range(6))
-    if advantage == "group":  # both places of a group come one after the other
-        assert all(places[i] + 1 == places[i + 1] for i in range(0, 6, 2))
+    assert all(places[i] + 1 == places[i + 1] for i in range(0, 6, 2)), "both places of a group come together"
     whole = source.segments(samples, prompts, **PLACE, clock=PhaseClock())
     for place, segment in met:
         assert segment.sample_id == samples[place].sample_id
@@ -326,6 +422,37 @@ def test_nothing_in_nothing_out() -> None:
     assert source_of(Answers([])).segments([], [], **PLACE, clock=PhaseClock()) == []
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_in_which_no_group_has_a_signal_changes_no_weights(
+    world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R37: in the real loop, with answers that are all worthless. Its samples are used all the same, once (D11)."""
+    answer = FakeBackend._answer
+
+    def worthless(self: FakeBackend, one: Sample, seed: int) -> Rollout:
+        ids = tuple(self.policy.tokenizer.encode("no idea", add_special_tokens=False))
+        return replace(answer(self, one, seed), response_token_ids=ids)
+
+    monkeypatch.setattr(FakeBackend, "_answer", worthless)
+    plain = make_config(tiny_text, tmp_path, per_device_train_batch_size=4 // world_size, max_steps=2)
+    values = plain.model_dump(exclude_unset=True)
+    values["training"] |= {"effective_batch_size": 8}
+    values["custom"]["trainer_variant"] = "grpo"
+    values["custom"]["extra"]["rollout_matching"]["decoding"]["temperature"] = 1.0
+    values["grpo"] = {"num_generations": 2, "skip_no_signal": True}
+    config = config_of(values)
+    with trainer(config, Ranks(), monkeypatch, Seen()) as made_before:
+        before = snapshot(made_before.policy)
+    seen = run(config, monkeypatch, world_size)
+    for rank in seen:
+        assert len(rank.gradients) == 2
+        assert not any(gradient.any() for step in rank.gradients for gradient in step.values())
+        assert all(torch.equal(rank.weights[name], tensor) for name, tensor in before.items())
+    for step in events(tmp_path / "run", "step"):
+        assert (step["loss"], step["metrics"]["grpo/no_signal"]) == (0.0, 1.0)
+    assert Counter(sample_id for rank in seen for sample_id in rank.learned) == {f"s{i}": 2 for i in range(8)}
+
+
 # ---- what a step divides by ----------------------------------------------------------------------------------------
 
 
@@ -340,26 +467,23 @@ def test_a_step_is_the_mean_that_its_name_says(tiny_text: Path, loss: str) -> No
     assert totals.weight == pytest.approx(sum(lengths) if loss == "token" else 2.0, rel=1e-5)
     found = {name: grad / totals.weight for name, grad in gradients(policy).items()}
 
-    policy.model.zero_grad()
-    sums = []
-    for one in segments:
-        ids, start = torch.from_numpy(one.input_ids), one.prompt_length
-        taught = row(
-            Segment(
-                sample_id="",
-                input_ids=one.input_ids,
-                labels=one.labels,
-                prompt_length=start,
-                loss_weights=(one.labels != IGNORED).astype(np.float32),
-            )
-        )
-        assert len(ids) == len(one)
-        sums.append(float(advantages(one)[0]) * policy.forward_row(taught)[0])
     divisors = {
         "token": [sum(lengths)] * 2,
         "sequence": [2 * length for length in lengths],
         "dr_grpo": [2 * (LONGEST + 1)] * 2,
     }[loss]
-    torch.stack([total / by for total, by in zip(sums, divisors, strict=True)]).sum().backward()
-    for name, grad in gradients(policy).items():
+    wanted = dict.fromkeys(found, torch.zeros(()))
+    for one, divisor in zip(segments, divisors, strict=True):
+        policy.model.zero_grad()
+        taught = Segment(
+            sample_id="",
+            input_ids=one.input_ids,
+            labels=one.labels,
+            prompt_length=one.prompt_length,
+            loss_weights=(one.labels != IGNORED).astype(np.float32),
+        )
+        policy.backward(row(taught))
+        factor = float(advantages(one)[0]) / divisor
+        wanted = {name: wanted[name] + factor * grad for name, grad in gradients(policy).items()}
+    for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-3)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
-from learner.config.schema import AsyncActorLearnerConfig
+from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
 from learner.data.batches import MicroBatch
 from learner.records import Segment
 from learner.steps.producer import CallStages, Producer
 from learner.steps.shares import Bounds, Call, PipelineStoppedError, Served
 from shared.errors import ConfigError, DeadlineError, RolloutError, ServerUnreachableError, SyncError
 from tests.unit.learner.steps.fakes import DEADLINE_S, FakeServer, Held, producer, read, segment
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
+from tests.waits import wait_until
 
 
 def until_complete(made: Producer, shares: int) -> None:

@@ -20,9 +20,9 @@ from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
 from learner.data.batches import Batches, sampler_of
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Sample, Segment
-from learner.run.log import PhaseClock
 from learner.steps.groups import GROUPS, NO_SIGNAL
 from learner.steps.packing import CompleteRows
 from learner.steps.refill import REFILLS, RefilledSteps
@@ -111,7 +111,6 @@ def run_rank(world: World, ranks: Ranks, start: int, stop: int, state: Any) -> A
         groups_per_step=GROUPS_PER_STEP,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
         ranks=ranks,
-        samples=samples,
         encoder=CountingEncoder(),
         clock=PhaseClock(),
     )

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
-from learner.run.log import PhaseClock
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
 from learner.steps.source import in_lockstep, padded
 from shared.errors import DataError

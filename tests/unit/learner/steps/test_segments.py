@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from deploy.demo.model import build_tokenizer
-from learner.config.schema import LossConfig, TaskConfig
+from learner.config.sections.loss import LossConfig
+from learner.config.sections.task import TaskConfig
+from learner.journal.log import PhaseClock
 from learner.records import DetectionObject, EncodedPrompt, Rollout, Sample
-from learner.run.log import PhaseClock
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from learner import build
 from learner.config.load import config_of
 from learner.config.schedule import scheduled_channel
 from learner.config.schema import RunConfig
 from learner.records import Rollout
 from shared.errors import LossError, RolloutError
 from tests.unit.learner import trainer_world
-from tests.unit.learner.trainer_world import Backwards, FakeBackend, Seen, make_config, run
+from tests.unit.learner.trainer_world import Backwards, Seen, make_config, run
 
 NUM_SAMPLES = 16
 
@@ -47,17 +46,6 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "step"]
 
 
-@pytest.fixture(autouse=True)
-def decodes_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
-
-
-def stand_in(patch: pytest.MonkeyPatch) -> None:
-    """What the fake servers of `trainer_world` do not know: how many samples they decode at once, and handshakes."""
-    patch.setattr(FakeBackend, "chunk", 2, raising=False)
-    patch.setattr(build, "check_servers", lambda *_, **__: None, raising=False)
-
-
 @pytest.fixture(scope="module")
 def one_rank_unpacked(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
     """The reference: every segment of the step in a row of its own, on one rank, after all rollouts."""
@@ -65,7 +53,6 @@ def one_rank_unpacked(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory)
         tiny_text, tmp_path_factory.mktemp("reference"), b_ratio=0.5, max_steps=2, packing=False, max_length=512
     )
     with pytest.MonkeyPatch.context() as patch:
-        stand_in(patch)
         return run(config, patch)
 
 
@@ -218,3 +205,21 @@ def test_equal_rollouts_are_learned_in_equal_rows_if_asked_for(
 class Forwards(Backwards):
     def __iter__(self) -> Iterator[tuple[int, Rollout]]:
         return reversed(list(super().__iter__()))
+
+
+def test_channel_a_of_grpo_learns_each_ground_truth_once(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample has a place for each of its rollouts; its ground truth is one segment, also in a short last step."""
+    plain = stage2_config(tiny_text, tmp_path, b_ratio=0.0, num_samples=6, num_train_epochs=1, max_steps=None)
+    values = plain.model_dump(exclude_unset=True)
+    values["custom"]["trainer_variant"] = "grpo"
+    values["training"]["per_device_train_batch_size"] = 2
+    values["custom"]["extra"]["rollout_matching"]["decoding"] = {"temperature": 1.0, "max_new_tokens": 64}
+    seen = run(config_of({**values, "grpo": {"num_generations": 2}}), monkeypatch)
+    counted = Counter(i for rank in seen for i in rank.learned)
+    assert len(counted) == 6
+    assert set(counted.values()) == {1}
+    first, last = steps_of(tmp_path)
+    assert first["metrics"].get("batch_share", 1.0) == 1.0
+    assert last["metrics"]["batch_share"] == 0.5  # 2 of the 4 samples that 8 places hold

@@ -233,7 +233,7 @@ class FakeServer:
         """Only then does it serve the new version."""
         if call.base_of_adapter:
             return
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while self.expected is None or (self.expected.incarnation, self.expected.ver) != (
                 call.incarnation,
                 call.ver,
@@ -295,6 +295,7 @@ def joiner(servers: Sequence[FakeServer]) -> Any:
         device: Any = "cpu",
         *,
         secret: bytes,
+        allow_shared_gpu: bool = False,
     ) -> Operation[FakeGroup]:
         server = by_port[port]
         assert (rank, world_size) == (server.world_size, server.world_size + 1)

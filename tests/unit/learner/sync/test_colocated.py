@@ -42,7 +42,7 @@ class Engine:
         self.score_delta = 0.0
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self, *, after_update: bool = False) -> Iterator[None]:
         self.events.append("awake")
         try:
             yield
@@ -76,6 +76,8 @@ class Engine:
 
 
 class Encoder:
+    image_processing = None
+
     def for_engine(self, sample: Any) -> None: ...
 
 

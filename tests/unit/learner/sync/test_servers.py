@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import respx
 import torch
 
+from learner.data.prompt import PromptCheck
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import checksum
+from learner.records import VisionInputs
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import Scorer
-from learner.sync.servers import check_architecture, check_prompt
+from learner.sync.fitness import check_architecture, check_prompt, check_vision
 from learner.sync.sync import Sync
 from shared.errors import (
     CanaryError,
@@ -31,6 +34,7 @@ from shared.errors import (
     ServerMismatchError,
     SyncError,
 )
+from shared.pixels import ImageProcessing
 from shared.wire import ScoreReply, ServerStatus
 from tests.syncs import ONE_RANK, server_sync
 from tests.unit.learner.rollout import fakes
@@ -249,16 +253,16 @@ class ThreadRanks:
 
     def barrier(self) -> None:
         self._log.append(f"barrier {self._rank}")
-        self._barrier.wait(10)
+        self._barrier.wait(60)
 
     def broadcast_object(self, value: Any) -> Any:
         return self.all_gather_object(value)[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self._box[self._rank] = value
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         found = list(self._box)
-        self._barrier.wait(10)
+        self._barrier.wait(60)
         return found
 
 
@@ -278,7 +282,7 @@ def run_two_ranks(build: Build) -> tuple[list[Any], list[Sync], list[str]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "a rank hangs"
     return outcomes, syncs, log
 
@@ -321,3 +325,22 @@ def test_another_prompt_names_server_and_sample() -> None:
     check_prompt(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[list(PROMPT_IDS)]))
     with pytest.raises(PromptMismatchError, match=r"http://a\.test.*token 1\b"):
         check_prompt(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[[PROMPT_IDS[0], 99]]))
+
+
+def test_other_pixels_name_server_and_sample() -> None:
+    """R45: the prompt's ids say nothing about the pixels of an image of the same size."""
+    (item,) = canary_items(1)
+    vision = VisionInputs(pixel_values=torch.rand(16, 12), image_grid_thw=torch.tensor([[1, 4, 4]]))
+    pictured = replace(item, prompt=replace(item.prompt, vision=vision))
+    processing = ImageProcessing(settings={}, scale=(1.0,), shift=(0.0,))
+    check = PromptCheck(image_processing=processing)
+
+    def reply(pixel_values: torch.Tensor) -> ScoreReply:
+        seen = processing.processed(pixel_values, vision.image_grid_thw, "float32")
+        return ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[[1]], pixels=[seen])
+
+    check_vision(URLS[0], pictured, reply(vision.pixel_values), check)
+    check_vision(URLS[0], item, ScoreReply(ver=0, logprobs=[[0.0]], prompt_token_ids=[[1]], pixels=[None]), check)
+    with pytest.raises(ServerMismatchError, match=r"http://a\.test") as caught:
+        check_vision(URLS[0], pictured, reply(vision.pixel_values.flip(0)), check)
+    assert item.sample.sample_id in caught.value.what

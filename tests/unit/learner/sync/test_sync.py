@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from learner.rollout.membership import ServerChange
+from learner.records import ServerChange
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode, Sync
 from shared.canary import CanaryGap

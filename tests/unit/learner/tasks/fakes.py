@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
-from learner.config.schema import TaskConfig
+from learner.config.sections.task import TaskConfig
 from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import _BYTE_OF

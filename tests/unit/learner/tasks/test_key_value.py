@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from learner.config.load import config_of
-from learner.config.schema import LossConfig, TaskConfig
+from learner.config.sections.loss import LossConfig
+from learner.config.sections.task import TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
 from learner.report.page import write_report

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from learner.config.sections.reward import DETECTION_REWARDS
 from learner.records import Assignment, DetectionObject
 from learner.tasks.detection.geometry import covered_share, iou_matrix
 from learner.tasks.detection.metrics import count_objects, evaluate_counts
-from learner.tasks.detection.rewards import BY_OBJECT, NAMES, answer_rewards
+from learner.tasks.detection.rewards import BY_OBJECT, answer_rewards
 from learner.tasks.detection.task import DetectionTask
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task, poly
 
@@ -59,7 +60,7 @@ def answer(
 
 
 def rewards(assignment: Assignment) -> dict[str, float]:
-    return answer_rewards(assignment.parsed, NAMES)
+    return answer_rewards(assignment.parsed, DETECTION_REWARDS)
 
 
 def scores(*scene: Any) -> dict[str, float]:
@@ -104,7 +105,7 @@ def test_soft_iou_is_the_best_of_all_pairings(scene: Scene) -> None:
 @settings(max_examples=80, deadline=None)
 def test_every_reward_is_a_share(scene: Scene) -> None:
     found = scores(*scene)
-    assert found.keys() == set(NAMES)
+    assert found.keys() == set(DETECTION_REWARDS)
     assert all(0.0 <= value <= 1.0 for value in found.values())
 
 

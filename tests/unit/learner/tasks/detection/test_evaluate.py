@@ -56,6 +56,25 @@ def test_true_positive_needs_the_description_too() -> None:
     assert metrics["f1_any@0.5"] == metrics["recall_any@0.5"] == 1.0
 
 
+def test_missing_labels_lower_fm_by_one_factor_and_turn_the_order_of_f1() -> None:
+    """80% of 100 labels missing at random. One model finds all objects, and in a fifth of its boxes nothing; the other
+    finds half, and nothing wrong."""
+
+    def metrics(labels: int, predictions: int, right: int) -> dict[str, float]:
+        values = np.zeros((1, len(COLUMNS)))
+        for name, count in {"truth": labels, "predictions": predictions, "tp@0.50": right * labels / 100}.items():
+            values[0, COLUMNS.index(name)] = count
+        return evaluate_counts(CountTable(sample_ids=("s",), values=values))
+
+    models = [(125, 100), (50, 50)]
+    whole, gaps = ([metrics(labels, *model) for model in models] for labels in (100, 20))
+    for complete, incomplete in zip(whole, gaps, strict=True):
+        assert complete["fm@0.5"] == pytest.approx((complete["precision@0.5"] * complete["recall@0.5"]) ** 0.5)
+        assert incomplete["fm@0.5"] == pytest.approx(complete["fm@0.5"] * 0.2**0.5)
+    assert whole[0]["f1@0.5"] > whole[1]["f1@0.5"]
+    assert gaps[0]["f1@0.5"] < gaps[1]["f1@0.5"]
+
+
 def test_f1_over_thresholds_is_their_mean() -> None:
     """IoU 0.72 passes 0.50 to 0.70: five of the ten thresholds."""
     metrics = TASK.evaluate([answer([box("one", 0, 0, 100, 72)], [ONE])])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from learner.config.schema import TaskConfig
+from learner.config.sections.task import TaskConfig
 from learner.records import DetectionObject
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import ConfigError, DataError

@@ -1,0 +1,68 @@
+"""What a run does, as its configuration says: which backend, which channels, which syncs.
+
+The answers hold whatever the number of ranks. `Rule` is the type of the checks between keys, which ask here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from shared.config.model import Mistake
+
+if TYPE_CHECKING:
+    from learner.config.schema import RunConfig
+
+ROLLOUT = "custom.extra.rollout_matching"
+Rule = Callable[["RunConfig"], Iterator[Mistake]]
+
+
+def sync_mode(config: RunConfig) -> str:
+    """`full` or `adapter`: `auto` follows `enable_lora` (R08)."""
+    vllm = config.rollout_matching.vllm
+    if vllm.sync.mode == "auto":
+        return "adapter" if vllm.enable_lora else "full"
+    return vllm.sync.mode
+
+
+def uses_servers(config: RunConfig) -> bool:
+    return config.rollout_matching.rollout_backend == "vllm" and config.rollout_matching.vllm.mode == "server"
+
+
+def colocates(config: RunConfig) -> bool:
+    """Whether vLLM runs inside the learner's job."""
+    rollout = config.rollout_matching
+    return rollout.rollout_backend == "vllm" and rollout.vllm.mode == "colocate" and needs_rollouts(config)
+
+
+def learns_rollouts(config: RunConfig) -> bool:
+    """Whether any step learns rollouts. `sft`, and a schedule without Channel-B, learn ground truth only."""
+    if config.stage2_ab is not None:
+        return config.stage2_ab.schedule.b_ratio > 0
+    return config.custom.trainer_variant in ("rollout_matching_sft", "grpo")
+
+
+def learns_ground_truth(config: RunConfig) -> bool:
+    """Whether some step learns ground truth without a rollout (Channel-A)."""
+    if config.stage2_ab is not None:
+        return config.stage2_ab.schedule.b_ratio < 1
+    return not learns_rollouts(config)
+
+
+def needs_rollouts(config: RunConfig) -> bool:
+    """Whether the run makes rollouts at all, to learn, to evaluate or to complete labels."""
+    training = config.training
+    evaluates = bool(training.eval_on_start or training.eval_on_end or training.eval_steps)
+    return evaluates or learns_rollouts(config) or config.labels.complete is not None
+
+
+def overlaps(config: RunConfig) -> bool:
+    """Whether Channel-B learns a step's first packs while the other rollouts of the step run (R32). Not with
+    `advantage: batch`, which compares each rollout with all of the step."""
+    stage2 = config.stage2_ab
+    return (
+        config.custom.trainer_variant in ("stage2_ab_training", "grpo")
+        and config.grpo.advantage != "batch"
+        and config.training.packing
+        and (stage2 is not None and stage2.schedule.b_ratio > 0)
+    )

@@ -1,0 +1,185 @@
+"""The section `data`: annotations and images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from learner.config.modes import Rule
+from learner.config.sections.augment import AugmentConfig
+from learner.config.sections.task import TaskConfig
+from shared.config.model import Mistake, Section, key
+
+if TYPE_CHECKING:
+    from learner.config.schema import RunConfig
+    from shared.images import ImageRules
+
+
+class BadRecordConfig(Section):
+    """What happens to each kind of bad record. `error`: all of them are listed, and nothing starts. `drop`: the object
+    (or, for images and lengths, the whole sample) is left out. Whatever is dropped or clipped is counted and logged."""
+
+    no_area: Literal["error", "drop"] = key("an object without area", "error", req="R41")
+    outside_image: Literal["error", "drop", "clip"] = key(
+        "an object that extends more than a pixel beyond its image; `clip`: it is cut at the border", "error", req="R41"
+    )
+    unknown_class: Literal["error", "drop"] = key(
+        "an object whose class the annotations do not name", "error", req="R41"
+    )
+    image_missing: Literal["error", "drop"] = key("a missing or unreadable image", "error", req="R41")
+    image_size: Literal["error", "drop"] = key(
+        "an image whose size differs from the annotation (upright, by its EXIF orientation)", "error", req="R41"
+    )
+    duplicate: Literal["error", "drop"] = key(
+        "an object that stands twice: its class and its coordinates", "error", req="R41"
+    )
+    too_long: Literal["error", "drop"] = key(
+        "a training sample that may become longer than `global_max_length`: prompt, labels and, where rollouts are "
+        "learned, `max_new_tokens`",
+        "error",
+        req="R41",
+    )
+
+
+class RetainConfig(Section):
+    """Other annotations that each evaluation also scores: what the run must not forget. Nothing of them is learned."""
+
+    name: str = key("what it is called in metrics and reports", pattern=r"^[A-Za-z0-9_.-]+$", req="R44")
+    val: str = key("annotations of any format, as for `data.train`", min_length=1, req="R44")
+    format: Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"] = key("as `data.format`", "auto", req="R44")
+    image_root: str | None = key("as `data.image_root`", None, req="R44")
+    prompt: str | None = key("as `data.prompt`, of these annotations", None, req="R44")
+    task: TaskConfig | None = key("as the section `task`, for other answers; null: the run's", None, req="R44")
+    samples: int | None = key("score the first samples only", None, unit="samples", req="R44", ge=1)
+
+
+class DataConfig(Section):
+    """Annotations and images. Paths are relative to the working directory."""
+
+    train: str = key(
+        "training annotations: a JSONL or COCO file, a folder of Pascal VOC XML (or a text file with the "
+        "names of some of them), a YOLO `data.yaml:SPLIT`, a folder with splits of any of these (`FOLDER:SPLIT`), or a "
+        "Hugging Face data set `FOLDER:SPLIT`. `PATH[:90%]` and `PATH[90%:]` are parts of it",
+        min_length=1,
+        req="R12 R41",
+    )
+    val: str | None = key("annotations that training evaluates on; null: `test`", None)
+    test: str | None = key(
+        "annotations that are scored once, at the end of a run with `training.eval_on_end`, and by `evaluate`. If only "
+        "one of `val` and `test` is given, training evaluates on it",
+        None,
+        req="D17",
+    )
+    format: Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"] = key(
+        "`auto`: detected from the files. A data set by its name on the Hugging Face hub needs `datasets`",
+        "auto",
+        req="R41",
+    )
+    reader: str | None = key(
+        "import path of a reader of your own, `my_package.my_module:my_reader`, for other formats than these; null: "
+        "`format`, or the task's own reader",
+        None,
+        min_length=1,
+        req="R38",
+    )
+    image_root: str | None = key(
+        "relative image paths start here; null: the annotation file's folder (`voc`: `JPEGImages` or `images` near it)",
+        None,
+    )
+    annotation_root: str | None = key(
+        "`voc` with a list of names: the folder of the XML files; null: `Annotations` or `voc` near the list", None
+    )
+    prompt: str | None = key(
+        "the user's turn if the annotations have none (all formats but `jsonl`), with `<image>` at the image's place; "
+        "null: `<image>Detect every object.`",
+        None,
+    )
+    box_format: Literal["xywh", "xyxy"] = key(
+        "`datasets`: boxes as left, top, width, height, or as two corners; in pixels", "xywh"
+    )
+    on_bad_record: Literal["error", "drop", "clip"] | BadRecordConfig = key(
+        "what happens to bad records: one rule for all, or one per kind. `clip`: boxes that extend beyond the image "
+        "are cut at its border; other kinds are dropped",
+        "error",
+        req="R41",
+    )
+    augment: AugmentConfig | None = key(
+        "training photographs are augmented; null: they are seen as they are. `augment: {}` takes the defaults", None
+    )
+    retain: list[RetainConfig] = key(
+        "other annotation files that each evaluation also scores, with another prompt or task if they need it: what "
+        "the model forgets is shown beside what it gains",
+        [],
+        req="R44",
+    )
+    shuffle: bool = key("a new order every epoch, derived from `training.seed`", True)
+    max_samples: int | None = key("use only the first N samples of `train`", None, unit="samples", ge=1)
+    num_workers: int = key("processes per rank that read and encode images; 0: the learner itself", 0, ge=0)
+    allowed_image_hosts: list[str] = key(
+        "image URLs may be fetched from these hosts; empty: no URLs. Servers have a list of their own", [], req="D13"
+    )
+    image_timeout_s: float = key("time limit for fetching one image", 10.0, unit="s", gt=0.0)
+    image_cache_bytes: int = key(
+        "fetched images that each process keeps in memory; 0: none", 256 << 20, unit="bytes", ge=0
+    )
+    max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
+    max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
+
+    pixel_check: Literal["all", "off"] | Annotated[float, Field(ge=0.0, le=1.0)] = key(
+        "samples of which each rollout's engine tells what its vision tower was fed, to be compared with what the "
+        "learner learns from: `all`, a share of them (0.1: others in every step), or `off`. When a run connects, some "
+        "samples are always compared",
+        "all",
+        req="R45",
+    )
+
+    @property
+    def pixel_share(self) -> float:
+        """`pixel_check` as a number."""
+        return {"all": 1.0, "off": 0.0}[self.pixel_check] if isinstance(self.pixel_check, str) else self.pixel_check
+
+    @property
+    def image_rules(self) -> ImageRules:
+        """Local images may be anywhere: the data set is the user's own."""
+        from shared.images import ImageRules
+
+        return ImageRules(
+            hosts=tuple(self.allowed_image_hosts),
+            timeout_s=self.image_timeout_s,
+            max_bytes=self.max_image_bytes,
+            max_pixels=self.max_image_pixels,
+            cache_bytes=self.image_cache_bytes,
+        )
+
+    @property
+    def bad_records(self) -> BadRecordConfig:
+        """`on_bad_record`, kind by kind."""
+        if isinstance(self.on_bad_record, BadRecordConfig):
+            return self.on_bad_record
+        one_for_all = dict.fromkeys(BadRecordConfig.model_fields, "error" if self.on_bad_record == "error" else "drop")
+        return BadRecordConfig.model_validate({**one_for_all, "outside_image": self.on_bad_record})
+
+
+def prompt_has_a_use(config: RunConfig) -> Iterator[Mistake]:
+    """`data.prompt` is for formats without messages; JSONL rows carry their own."""
+    if config.data.prompt is not None and config.data.format == "jsonl":
+        remedy = "remove it: JSONL rows carry their own messages"
+        yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
+
+
+def retained_is_evaluated(config: RunConfig) -> Iterator[Mistake]:
+    """`data.retain` needs evaluations, and names that differ (R44)."""
+    names = [one.name for one in config.data.retain]
+    training = config.training
+    if names and not (training.eval_steps or training.eval_on_start or training.eval_on_end):
+        wanted, remedy = "evaluations that score it", "set training.eval_on_start and eval_on_end, or eval_steps"
+        yield Mistake(path="data.retain", found="no evaluation", wanted=wanted, remedy=remedy)
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            wanted, remedy = "a name of its own", "rename one of them"
+            yield Mistake(path=f"data.retain[{i}].name", found=f"{name} twice", wanted=wanted, remedy=remedy)
+
+
+RULES: tuple[Rule, ...] = (prompt_has_a_use, retained_is_evaluated)

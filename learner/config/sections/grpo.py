@@ -1,0 +1,255 @@
+"""The section `grpo`: policy gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from learner.config.modes import ROLLOUT, Rule
+from shared.config.model import Mistake, Section, given, key, show
+
+if TYPE_CHECKING:
+    from learner.config.schema import RunConfig
+
+
+class GrpoConfig(Section):
+    """Policy gradients. Rollouts of one sample are a group, and a rollout is reinforced as far as its reward is above
+    the group's. All batch sizes count rollouts: `per_device_train_batch_size` is a multiple of `num_generations`."""
+
+    num_generations: int = key("rollouts of each sample: the group", 8, unit="rollouts", req="R37", ge=2)
+    advantage: Literal["group", "rloo", "batch"] = key(
+        "what a rollout's reward is compared with: the mean of its group, of the group's other rollouts, or of all "
+        "rollouts that are scored together",
+        "group",
+        req="R37",
+    )
+    normalize_std: bool = key(
+        "divide advantages by the standard deviation of the rewards that they were compared with", False, req="R37"
+    )
+    credit: Literal["sequence", "object"] = key(
+        "`sequence`: all tokens of a rollout have its advantage; `object`: the tokens of an object have what the "
+        "answer gained from that object on, compared with the group's answers at the same object, and the closing "
+        "tokens what they gave up. Needs a task that can tell (detection)",
+        "sequence",
+        req="R37",
+    )
+    loss: Literal["token", "sequence", "dr_grpo"] = key(
+        "`token`: mean over all tokens (DAPO); `sequence`: mean over rollouts of each one's mean (GRPO); `dr_grpo`: "
+        "mean over rollouts of each one's sum, divided by `max_new_tokens`",
+        "token",
+        req="R37",
+    )
+    tis_cap: float = key(
+        "largest importance weight of a token: the learner's probability before the update over the rollout's",
+        2.0,
+        req="R37",
+        ge=1.0,
+    )
+    clip_low: float = key(
+        "with a `rollout_buffer`, whose later updates learn older rollouts: a token's probability gains nothing from "
+        "falling below 1 - this of what it was before the first update",
+        0.2,
+        req="R37",
+        gt=0.0,
+        lt=1.0,
+    )
+    clip_high: float = key("likewise, from rising above 1 + this", 0.28, req="R37", gt=0.0)
+    kl_weight: float = key(
+        "weight of the divergence from the model without its adapter, per token; above 0 needs `model.lora`",
+        0.0,
+        unit="1/nats",
+        req="R37",
+        ge=0.0,
+    )
+    overlong_tokens: int = key(
+        "answers longer than `max_new_tokens` minus this lose up to `overlong_penalty` of their reward, linearly; "
+        "0: none",
+        0,
+        unit="tokens",
+        req="R37",
+        ge=0,
+    )
+    overlong_penalty: float = key("what an answer of `max_new_tokens` loses", 1.0, unit="reward", req="R37", ge=0.0)
+    skip_no_signal: bool = key(
+        "groups whose rollouts all have the same reward do not count in the mean; false: they count, with gradient 0",
+        False,
+        req="R37",
+    )
+    share_prompts: bool = key(
+        "learn a group's prompt and images once for all of its answers in a row. Losses and gradients are the same; "
+        "a packed row holds more answers",
+        True,
+        req="R47",
+    )
+    max_refills: int = key(
+        "dynamic sampling (DAPO): while fewer groups have a signal than a step has groups, the step takes another "
+        "micro-batch of the data, at most this many; 0: none. Every sample that was drawn counts as used. Needs "
+        "`skip_no_signal` and `training.max_steps`; not with `stage2_ab` or a `rollout_buffer`",
+        0,
+        unit="micro-batches per step",
+        req="R37",
+        ge=0,
+    )
+    sft_weight: float = key(
+        "teacher forcing in the same step: the ground truth of every group, whose tokens together weigh this many "
+        "times the group's; 0: none",
+        0.0,
+        req="R37",
+        ge=0.0,
+    )
+    matching_weight: float = key(
+        "rollout matching in the same step: the best rollout of every group, matched and corrected as the section "
+        "`loss` says, whose tokens together weigh this many times the group's; 0: none",
+        0.0,
+        req="R37",
+        ge=0.0,
+    )
+
+
+def grpo_has_a_use(config: RunConfig) -> Iterator[Mistake]:
+    """The section `grpo` goes with `trainer_variant: grpo`, which takes no `loss.function` (R37)."""
+    variant = config.custom.trainer_variant
+    # A resolved configuration has every section, so defaults are no mistake.
+    is_set = any(getattr(config.grpo, name) != field.default for name, field in GrpoConfig.model_fields.items())
+    if variant != "grpo" and is_set:
+        remedy = "remove the section, or set custom.trainer_variant: grpo"
+        yield Mistake(path="grpo", found=f"a section that {variant} does not read", wanted="none", remedy=remedy)
+    if variant == "grpo" and config.loss.function is not None:
+        remedy = "unset it; rewards of your own go into reward.functions"
+        wanted = "null: grpo has its own loss"
+        yield Mistake(path="loss.function", found=show(config.loss.function), wanted=wanted, remedy=remedy)
+
+
+def grpo_credit(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.credit: object` needs a task whose objects earn rewards one by one, so not `key_value` (R37)."""
+    if config.custom.trainer_variant == "grpo" and config.grpo.credit == "object" and config.task.type == "key_value":
+        wanted, remedy = "sequence: key_value has no objects", "set grpo.credit: sequence"
+        yield Mistake(path="grpo.credit", found="object with task.type: key_value", wanted=wanted, remedy=remedy)
+
+
+def grpo_batches(config: RunConfig) -> Iterator[Mistake]:
+    """With `grpo`, `per_device_train_batch_size` is a multiple of `num_generations` (R37)."""
+    if config.custom.trainer_variant != "grpo":
+        return
+    size, batch = config.grpo.num_generations, config.training.per_device_train_batch_size
+    if batch % size:
+        wanted = f"a multiple of grpo.num_generations ({size}): it counts rollouts, and a group stays on one rank"
+        remedy = f"set it to {-(-batch // size) * size}, or change grpo.num_generations"
+        found = given(config.training, "per_device_train_batch_size")
+        yield Mistake(path="training.per_device_train_batch_size", found=found, wanted=wanted, remedy=remedy)
+
+
+def grpo_whole_step(config: RunConfig) -> Iterator[Mistake]:
+    """`advantage: batch` compares with all rollouts of a step, so they must be known before its first row (D21)."""
+    if config.custom.trainer_variant != "grpo" or config.grpo.advantage != "batch":
+        return
+    stage2, remedy = config.stage2_ab, "set grpo.advantage: group or rloo, or remove this key"
+    wanted = "a step whose rollouts are all made before its first row, for grpo.advantage: batch"
+    if stage2 is not None and stage2.async_actor_learner.enabled:
+        yield Mistake(
+            path="stage2_ab.async_actor_learner.enabled",
+            found="true: packs are made apart",
+            wanted=wanted,
+            remedy=remedy,
+        )
+    if config.grpo.max_refills:
+        found = given(config.grpo, "max_refills")
+        yield Mistake(path="grpo.max_refills", found=found, wanted=wanted, remedy=remedy)
+
+
+def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo` learns the probabilities that rollouts were drawn by: temperature 1, and nothing cut off (R37)."""
+    if config.custom.trainer_variant != "grpo":
+        return
+    decoding, path = config.rollout_matching.decoding, f"{ROLLOUT}.decoding"
+    wanted: tuple[tuple[str, float], ...] = (("temperature", 1.0), ("top_p", 1.0), ("repetition_penalty", 1.0))
+    for name, value in wanted:
+        if getattr(decoding, name) != value:
+            text = f"{value:g}, so that rollouts are drawn by the probabilities that are learned"
+            yield Mistake(
+                path=f"{path}.{name}", found=given(decoding, name), wanted=text, remedy=f"set it to {value:g}"
+            )
+    if decoding.top_k > 0 or decoding.mode != "sample":
+        name = "top_k" if decoding.top_k > 0 else "decode_mode"
+        text = "sampling from all tokens, so that rollouts are drawn by the probabilities that are learned"
+        found = str(getattr(decoding, name) if name == "top_k" else decoding.mode)
+        if name == "top_k" or decoding.temperature == 1.0:
+            yield Mistake(path=f"{path}.{name}", found=found, wanted=text, remedy="remove the key")
+
+
+def grpo_reference(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.kl_weight` above 0 needs an adapter, and a model that is not sharded: the reference is the model without
+    its adapter (R37)."""
+    if config.custom.trainer_variant != "grpo" or config.grpo.kl_weight == 0:
+        return
+    remedy = "add model.lora, or set grpo.kl_weight: 0"
+    if config.model.lora is None and not (Path(config.model.path) / "adapter_config.json").is_file():
+        found = f"{given(config.grpo, 'kl_weight')} without an adapter"
+        wanted = "model.lora: the reference is the model without its adapter"
+        yield Mistake(path="grpo.kl_weight", found=found, wanted=wanted, remedy=remedy)
+    elif config.model.sharding != "none":
+        found = f"{given(config.grpo, 'kl_weight')} with model.sharding: {config.model.sharding}"
+        yield Mistake(path="grpo.kl_weight", found=found, wanted="model.sharding: none", remedy="set grpo.kl_weight: 0")
+
+
+def grpo_overlong(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.overlong_tokens` is below `decoding.max_new_tokens` (R37)."""
+    longest = config.rollout_matching.decoding.max_new_tokens
+    if config.custom.trainer_variant == "grpo" and config.grpo.overlong_tokens >= longest:
+        wanted = f"fewer than {ROLLOUT}.decoding.max_new_tokens ({longest}): the end of an answer, not all of it"
+        found = given(config.grpo, "overlong_tokens")
+        yield Mistake(path="grpo.overlong_tokens", found=found, wanted=wanted, remedy="lower it")
+
+
+def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.sft_weight` and `grpo.matching_weight` mix within a step; with the section `stage2_ab` Channel-A is the
+    teacher forcing, and Channel-B has one segment per rollout (R37)."""
+    if config.custom.trainer_variant != "grpo" or config.stage2_ab is None:
+        return
+    for name, wanted, remedy in (
+        ("sft_weight", "whose Channel-A is teacher forcing", ", and lower stage2_ab.schedule.b_ratio"),
+        ("matching_weight", "whose Channel-B learns each rollout once", ", or remove stage2_ab"),
+    ):
+        if getattr(config.grpo, name):
+            yield Mistake(
+                path=f"grpo.{name}",
+                found=given(config.grpo, name),
+                wanted=f"0 with the section stage2_ab, {wanted}",
+                remedy=f"set grpo.{name}: 0{remedy}",
+            )
+
+
+def grpo_refills(config: RunConfig) -> Iterator[Mistake]:
+    """`grpo.max_refills` needs `grpo.skip_no_signal` and `training.max_steps`, and goes neither with `stage2_ab`, whose
+    steps are shares of an epoch, nor with a `rollout_buffer`, whose windows have a fixed size (R37)."""
+    if config.custom.trainer_variant != "grpo" or not config.grpo.max_refills:
+        return
+    path, found, off = "grpo.max_refills", given(config.grpo, "max_refills"), "set grpo.max_refills: 0"
+    buffer = config.rollout_matching.rollout_buffer
+    if not config.grpo.skip_no_signal:
+        wanted = "true with grpo.max_refills: groups that are replaced must not count in the mean"
+        yield Mistake(path="grpo.skip_no_signal", found="false", wanted=wanted, remedy=f"set it to true, or {off}")
+    if config.training.max_steps is None:
+        wanted = "training.max_steps: a step takes as much data as it needs, so epochs do not tell the run's length"
+        remedy = f"replace training.num_train_epochs, or {off}"
+        yield Mistake(path="training.max_steps", found="no number of steps", wanted=wanted, remedy=remedy)
+    if config.stage2_ab is not None:
+        wanted = "0 with the section stage2_ab, whose steps are fixed shares of an epoch"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or remove stage2_ab")
+    if buffer is not None and buffer.enabled and buffer.m_steps > 1:
+        wanted = "0 with a rollout_buffer, which learns the same micro-batches again"
+        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or {ROLLOUT}.rollout_buffer: null")
+
+
+RULES: tuple[Rule, ...] = (
+    grpo_has_a_use,
+    grpo_credit,
+    grpo_batches,
+    grpo_whole_step,
+    grpo_samples,
+    grpo_reference,
+    grpo_overlong,
+    grpo_mix,
+    grpo_refills,
+)

@@ -1,0 +1,1 @@
+"""What a run writes about itself while it goes on: metrics, timeline, console, trackers, answers and groups."""

@@ -1,0 +1,108 @@
+"""The newest answers of a run, token by token: what of each was kept, dropped, matched and appended.
+
+In: a rollout's assignment and its target, as a segment is made of them, on any thread. Out: `answers.json` in the run
+directory with the last ones of rank 0, which the live view draws. It is replaced after a step, at most every
+WRITE_EVERY_S, so it costs nothing and does not grow.
+
+Every token of an answer has one kind: `kept` in the prefix, `matched` in the prefix and with a label of its own,
+`dropped` with a reason, or `cut` off behind the prefix. Behind them stand the tail's tokens: `appended`, or `unlearned`
+if they have no loss.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.data.views import shown_images
+from learner.extensions import Tokenizer
+from learner.records import Assignment, Target
+from learner.run.files import write_atomically
+from learner.tasks.detection.task import object_json
+from learner.tasks.supervision import IGNORED
+from learner.tasks.tokens import TokenPieces, pieces_of
+
+NAME = "answers.json"
+WRITE_EVERY_S = 2.0
+MAX_TOKENS = 1500  # of an answer and its tail, each; the rest is left out
+Token = list[str]  # its text, its kind, and a note: a label, or why it was dropped
+
+
+class AnswersLog:
+    """Keeps the last `size` answers; 0: none."""
+
+    def __init__(self, run_dir: Path, tokenizer: Tokenizer, size: int) -> None:
+        self._path, self._pieces = run_dir / NAME, pieces_of(tokenizer)
+        self._last: deque[tuple[Assignment, Target]] = deque(maxlen=size)
+        self._written_at_s = -WRITE_EVERY_S
+
+    def add(self, assignment: Assignment, target: Target) -> None:
+        """From any thread; remembers, and does nothing else."""
+        self._last.append((assignment, target))
+
+    def write(self, global_step: int) -> None:
+        """After a step."""
+        now = time.monotonic()
+        answers = list(self._last)
+        if answers and now - self._written_at_s >= WRITE_EVERY_S:
+            self._written_at_s = now
+            told = [answer(assignment, target, self._pieces) for assignment, target in reversed(answers)]
+            write_atomically(self._path, json.dumps({"global_step": global_step, "answers": told}))
+
+
+def answer(assignment: Assignment, target: Target, pieces: TokenPieces) -> dict[str, Any]:
+    """One answer as JSON."""
+    parsed = assignment.parsed
+    rollout, sample = parsed.rollout, parsed.rollout.sample
+    return {
+        "id": sample.sample_id,
+        "images": shown_images(sample),
+        "width": sample.width,
+        "height": sample.height,
+        "truth": [object_json(item) for item in sample.objects],
+        "ignored": [object_json(item) for item in sample.ignored],
+        "predictions": [object_json(predicted.object) for predicted in parsed.objects],
+        "pairs": [[p, t, round(iou, 3)] for p, t, iou in assignment.pairs],
+        "missed": list(assignment.missed),
+        "drops": dict(parsed.drops),
+        "truncated": parsed.truncated,
+        "usable": parsed.usable,
+        "ver": rollout.ver,
+        "server_id": rollout.server_id,
+        "finish_reason": rollout.finish_reason,
+        "tokens": tokens_of(assignment, target, pieces),
+    }
+
+
+def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
+    """The answer's tokens, and then the tail's."""
+    parsed = assignment.parsed
+    num_kept = min(target.prefix_length, len(parsed.token_ids))  # the stop token is no part of the answer
+    texts = _texts(parsed.token_ids, pieces)
+    tokens = [[text, "kept" if i < num_kept else "cut", ""] for i, text in enumerate(texts)]
+    for reason, begin, end in parsed.dropped:
+        for token in tokens[begin:end]:
+            token[1:] = ["dropped", reason]
+    labels = target.labels[:num_kept]
+    taught = np.flatnonzero(labels != IGNORED)
+    for i, label in zip(taught.tolist(), _texts(labels[taught], pieces), strict=True):
+        tokens[i][1:] = ["matched", "" if label == texts[i] else label]
+    tail = _texts(target.token_ids[num_kept:], pieces)
+    learned = (target.labels[num_kept:] != IGNORED).tolist()
+    appended = [
+        [text, "appended" if is_learned else "unlearned", ""] for text, is_learned in zip(tail, learned, strict=True)
+    ]
+    return tokens[:MAX_TOKENS] + appended[:MAX_TOKENS]
+
+
+def _texts(ids: NDArray[np.int64], pieces: TokenPieces) -> list[str]:
+    """Each token's own text. Part of a character reads as U+FFFD."""
+    text = pieces.text(ids.tolist())
+    spans = zip([0, *text.ends.tolist()], text.ends.tolist(), strict=False)
+    return [text.data[begin:end].decode(errors="replace") for begin, end in spans]

@@ -1,0 +1,118 @@
+"""What a user sees while a run goes on: a progress bar with ETA and one line per optimizer step.
+
+Only rank 0 prints. Lines go through rich, so the bar stays at the bottom. Without a terminal there are only
+lines. Everything printed here is in `metrics.jsonl` too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from rich.console import Console as RichConsole
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from learner.config.schedule import B_STEP_SKIPPED
+from learner.records import ServerChange, StepResult, SyncReceipt
+
+
+class Console:
+    """Progress and lines of one run."""
+
+    def __init__(self, *, total_steps: int, name: str, enabled: bool, progress_bar: bool) -> None:
+        self._enabled = enabled
+        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._name, self._total_steps = name, total_steps
+        if enabled and progress_bar and self._rich.is_terminal:
+            self._progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                console=self._rich,
+            )
+            self._bar = self._progress.add_task(name, total=total_steps)
+            self._progress.start()
+
+    def note(self, text: str) -> None:
+        """One line about something that happened besides the steps."""
+        if self._enabled:
+            self._rich.print(f"[dim]{escape(self._name)}[/] {escape(text)}")
+
+    def step(self, result: StepResult, sync: SyncReceipt | None) -> None:
+        if self._enabled:
+            self._rich.print(step_line(result, sync, self._total_steps))
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=result.global_step)
+
+    def sync(self, receipt: SyncReceipt) -> None:
+        """Print when adapter syncs end with this sync. Other syncs are part of their step's line."""
+        if receipt.fallback:
+            self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
+
+    def server(self, change: ServerChange) -> None:
+        """One line about a server that was left out, joined, or was added or removed."""
+        because = f": {change.because}" if change.because else ""
+        self.note(f"rollout server {change.base_url} {change.what} ({change.serving} serve){because}")
+
+    def evaluation(self, global_step: int, metrics: Mapping[str, float], *, name: str) -> None:
+        usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
+        shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
+        self.note(f"{name} at step {global_step}: " + "  ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+
+def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) -> str:
+    """Step, channel, loss, results of the rollouts, seconds by phase, and the sync before the step."""
+    m = result.metrics
+    parts = [
+        f"step {result.global_step:>{len(str(total_steps))}}/{total_steps}",
+        f"{result.channel} (no packs for B)" if m.get(B_STEP_SKIPPED) else result.channel,
+        f"loss {result.loss:6.4f}",
+        f"grad {result.grad_norm:5.2f}",
+        f"lr {result.learning_rate:.1e}",
+    ]
+    if "match_rate" in m:
+        parts.append(f"match {m['match_rate']:.2f} FN {m['missed']:.0f}")
+    if "reward" in m:
+        parts.append(f"reward {m['reward']:.3g}")
+    if "rollout_buffer/window" in m:
+        window, m_step, age = (m[f"rollout_buffer/{name}"] for name in ("window", "m_step", "rollout_age"))
+        parts.append(f"window {window:.0f} m-step {m_step:.0f} age {age:.0f}")
+    parts += _ahead(m)
+    seconds = " ".join(f"{name} {m[key]:.2f}" for name, key in _PHASES if m.get(key, 0.0) >= 0.005)
+    parts.append(f"{seconds} s")
+    parts.append(f"{m['tokens_per_s']:.0f} tok/s")
+    if sync is not None:
+        parts.append(f"ver {sync.ver} gap {sync.canary_gap:.4f}")
+    return "  ".join(parts)
+
+
+def _ahead(m: Mapping[str, float]) -> list[str]:
+    """If rollouts run ahead: waiting packs per rank, how many versions and updates old the learned ones were, and how
+    many were dropped."""
+    if f"{_ASYNC}queue_depth" not in m:
+        return []
+    parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]
+    if f"{_ASYNC}age_versions" in m:
+        parts.append(f"age {m[f'{_ASYNC}age_versions']:.2g} ({m[f'{_ASYNC}age_updates']:.2g} updates)")
+    if dropped := sum(m[f"{_ASYNC}packs_dropped_{why}"] for why in ("stale", "oldest", "unwanted")):
+        parts.append(f"dropped {dropped:.0f}")
+    return [" ".join(parts)]
+
+
+_ASYNC = "stage2_ab/async/"
+_PHASES = (
+    ("rollout", "rollout_s"),
+    ("wait", "wait_s"),  # for rollouts that run beside learning
+    ("learn", "learn_s"),
+    ("sync", "sync_s"),
+    ("data", "data_s"),
+)

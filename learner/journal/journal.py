@@ -1,0 +1,105 @@
+"""Everything that a run writes about its steps, in one: what happened goes to every log that shows it.
+
+`metrics.jsonl` and the trackers (`log`), the spans of the report (`timeline`), the terminal (`console`), and on rank 0
+the newest answers and the groups of a `grpo` run, if the run keeps them. `clock` measures phases for all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from learner.journal.answers import AnswersLog
+from learner.journal.console import Console
+from learner.journal.groups import GroupsLog
+from learner.journal.log import MetricsLog, PhaseClock, Timeline
+from learner.journal.no_progress import ProgressWatch
+from learner.journal.retained import changes
+from learner.journal.trackers import Pictures
+from learner.policy.parallel import Ranks
+from learner.records import ServerChange, StepResult, SyncReceipt
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Journal:
+    """Every rank has one, and each part knows what its rank writes."""
+
+    ranks: Ranks
+    log: MetricsLog
+    timeline: Timeline
+    clock: PhaseClock
+    console: Console
+    answers: AnswersLog | None = None
+    groups: GroupsLog | None = None
+    progress: ProgressWatch = field(default_factory=ProgressWatch)
+    first: dict[str, float] = field(default_factory=dict)  # the metrics of this process's first evaluation
+
+    def note(self, text: str) -> None:
+        """One line on the terminal."""
+        self.console.note(text)
+
+    def step(self, result: StepResult, receipt: SyncReceipt | None) -> None:
+        """Write an optimizer step, with the sync before it. Collective."""
+        self.log.write("step", result, step=result.global_step)
+        self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
+        self.console.step(result, receipt)
+        self.warn(result)
+        if self.answers is not None:
+            self.answers.write(result.global_step)
+        if self.groups is not None:
+            self.groups.write(result.global_step)
+
+    def warn(self, result: StepResult) -> None:
+        """Say so where the run goes on without learning: in the console, the log file and the report."""
+        for warning in self.progress.after(result):
+            self.log.write("warning", {"global_step": result.global_step, **asdict(warning)})
+            self.console.note(str(warning))
+            if self.ranks.is_main:
+                log.warning("step %d: %s", result.global_step, warning)
+
+    def sync(self, receipt: SyncReceipt, *, step: int) -> None:
+        """Write a completed sync."""
+        self.log.write("sync", receipt, step=step)
+        self.console.sync(receipt)
+
+    def server(self, change: ServerChange, *, step: int) -> None:
+        """Write what happened to a rollout server."""
+        self.log.write("server", change, step=step)
+        self.timeline.server(change.base_url, serves=change.what == "joined", is_member=change.what != "removed")
+        self.console.server(change)
+
+    def labels(self, completion: Mapping[str, object], text: str, *, step: int) -> None:
+        """Write what a completion of the labels added; `text` says it in a line."""
+        self.log.write("labels", completion, step=step)
+        self.note(text)
+
+    def evaluation(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write an evaluation and the seconds since the last step."""
+        self.log.write("eval", {"metrics": metrics, **self.clock.read()}, step=step)
+        self.console.evaluation(step, metrics, name="eval")
+        if not self.first:
+            self.first.update(metrics)
+        elif found := changes(self.first, metrics):
+            self.note(f"since the first evaluation, {found[0].metric}: {', '.join(map(str, found))}")
+
+    def test(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Write the score of the test samples and its seconds."""
+        self.log.write("test", {"metrics": metrics, **self.clock.read()}, step=step)
+        self.console.evaluation(step, metrics, name="test")
+
+    def pictures(self, pictures: Pictures, *, step: int) -> None:
+        """Give the scenes of an evaluation to the trackers."""
+        self.log.pictures(pictures, step=step)
+
+    def early_stop(self, metric: str | None, *, best_step: int | None, step: int) -> None:
+        """Say that the run ends because `metric` has not improved since `best_step`."""
+        self.log.write("early_stop", {"global_step": step, "best_step": best_step})
+        self.note(f"early stop at step {step}: {metric} was best at step {best_step}")
+
+    def leftovers(self, sample_ids: Sequence[str]) -> None:
+        """Name the samples that were rolled out and never learned."""
+        self.log.write("note", {"carried_and_not_learned": sample_ids})
+        self.note(f"{len(sample_ids)} samples were still in the packing buffer when training ended (not learned)")

@@ -1,0 +1,268 @@
+"""What a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
+
+`MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `server`, `rollout_call`, `note`) with numbers and
+strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
+writes. Each line is flushed at once, so a killed run keeps what it had measured.
+
+`Timeline`: what ran when, on every rank and server; the report draws it. In: the learner's phases, and the rollout
+calls as they end. Out: one `timeline` event per optimizer step, with all ranks' spans. A span is in the event of the
+step in which it ended; a call that runs ahead may have begun long before. Times are Unix seconds of each rank's own
+clock. `phase` and `call` may be called from any thread.
+
+`log_to_file` and `point_latest`. In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with
+everything that libraries would print on the console, and the link `latest` beside the run directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.utils
+import transformers
+
+from learner.config.sections.logging import LoggingConfig
+from learner.journal.trackers import Pictures, Trackers, numbers
+from learner.policy.parallel import Ranks
+from learner.records import RolloutCallLog
+from learner.run.files import AppendedLines
+from shared.errors import OutputError
+
+
+class MetricsLog:
+    """Append-only event log of a run: per line `event`, `time` (seconds since the epoch) and the event's own fields.
+
+    `settings` are the configuration's values, for the trackers. `write_report` makes the run's report, which trackers
+    get at the end.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        logging: LoggingConfig,
+        *,
+        enabled: bool = True,
+        settings: Mapping[str, Any] | None = None,
+        write_report: Callable[[Path], Path] | None = None,
+    ) -> None:
+        self.enabled = enabled
+        self.tell: Callable[[str], None] = lambda _: None  # gets what goes wrong with a tracker
+        self._lock = threading.Lock()  # rollout calls are reported by their own threads
+        if not enabled:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._report = None if write_report is None else partial(write_report, run_dir)
+        self._lines = AppendedLines(run_dir / "metrics.jsonl")
+        self._trackers = Trackers(logging, run_dir, tell=lambda text: self.tell(text))
+        if settings is not None:
+            self._trackers.begin(settings)
+
+    def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
+        """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
+        scalars `event/name` of the trackers. Raises OutputError."""
+        if not self.enabled:
+            return
+        values = dataclasses.asdict(fields) if dataclasses.is_dataclass(fields) else dict(fields)  # type: ignore[arg-type]
+        line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
+        if step is not None:
+            line["global_step"] = step
+        text = json.dumps(_finite({**values, **line}), default=str)
+        with self._lock:
+            self._lines.append(text)
+        if step is not None:
+            self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
+
+    def pictures(self, draw: Pictures, *, step: int) -> None:
+        """Pictures of an evaluation for the trackers, which call `draw` if there are any."""
+        if self.enabled:
+            self._trackers.pictures(draw, step)
+
+    def close(self) -> None:
+        """Wait for the trackers, at most `tracker_timeout_s`. What did not reach them is an event `trackers`."""
+        if not self.enabled:
+            return
+        lost = self._trackers.close(report=self._report)
+        if lost:
+            with contextlib.suppress(OutputError):  # a full disk: `write` has raised
+                self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
+        self._lines.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class PhaseClock:
+    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest. Time outside all phases is `other`.
+
+    `on_phase(name, begin, end)` is called when a phase ends, with Unix seconds.
+    """
+
+    def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_phase = on_phase
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began_at, started = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._on_phase is not None:
+                self._on_phase(name, began_at, began_at + seconds)
+
+    def read(self) -> dict[str, float]:
+        """Seconds per phase since the last read as `name_s`, with `other_s` and `step_s`; starts over."""
+        now = time.perf_counter()
+        total = now - self._started
+        seconds = {f"{name}_s": value for name, value in self._seconds.items()}
+        seconds["other_s"] = max(0.0, total - sum(self._seconds.values()))
+        seconds["step_s"] = total
+        self._started, self._seconds = now, {}
+        return seconds
+
+
+SAME_S = 1e-3  # spans of one kind with a shorter gap between them are merged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One bar. `lane` is where it ran: `rank 0`, `rank 0 rollouts`, or a server's URL."""
+
+    lane: str
+    name: str
+    begin_s: float
+    end_s: float
+
+
+class Timeline:
+    """The spans of rank `rank` since the last event."""
+
+    def __init__(self, rank: int) -> None:
+        self._lane = f"rank {rank}"
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._out: dict[str, float] = {}  # servers that do not serve now, and until when that is recorded
+        self._began_s = time.time()
+
+    def phase(self, name: str, begin_s: float, end_s: float) -> None:
+        """Record a phase of the learning thread, when it has ended."""
+        self._add(Span(lane=self._lane, name=name, begin_s=begin_s, end_s=end_s))
+
+    def call(self, record: RolloutCallLog) -> None:
+        """Record a `generate`, when it has ended: one bar for the rank, and one on the server's lane for each call."""
+        if not record.began_at:
+            return
+        begin, end = record.began_at, record.began_at + record.seconds
+        self._add(Span(lane=f"{self._lane} rollouts", name="rollout", begin_s=begin, end_s=end))
+        for call in record.calls:
+            name = "failed" if call.error else "rollout"
+            begin, end = call.began_at, call.began_at + call.seconds
+            self._add(Span(lane=call.base_url, name=name, begin_s=begin, end_s=end))
+
+    def server(self, base_url: str, *, serves: bool, is_member: bool) -> None:
+        """Record that a server was left out, or serves again, from now on."""
+        now_s = time.time()
+        began_s = self._out.pop(base_url, None)
+        if began_s is not None:
+            self._add(Span(lane=base_url, name="out", begin_s=began_s, end_s=now_s))
+        if is_member and not serves:
+            self._out[base_url] = now_s
+
+    def event(self, ranks: Ranks, global_step: int) -> Mapping[str, Any]:
+        """All ranks' spans since the last event; collective. `spans` are [lane, name, begin, end], in seconds after
+        `origin`, where this window of `seconds` begins."""
+        for base_url in tuple(self._out):
+            self.server(base_url, serves=False, is_member=True)
+        with self._lock:
+            mine, self._spans = self._spans, []
+        begin, self._began_s = self._began_s, time.time()
+        spans = [span for part in ranks.all_gather_object(mine) for span in part]
+        return {
+            "global_step": global_step,
+            "origin": round(begin, 4),
+            "seconds": round(self._began_s - begin, 4),
+            "spans": [[s.lane, s.name, round(s.begin_s - begin, 4), round(s.end_s - begin, 4)] for s in spans],
+        }
+
+    def _add(self, span: Span) -> None:
+        with self._lock:
+            last = self._spans[-1] if self._spans else None
+            same = last is not None and (last.lane, last.name) == (span.lane, span.name)
+            if last is not None and same and 0.0 <= span.begin_s - last.end_s < SAME_S:
+                self._spans[-1] = replace(last, end_s=span.end_s)
+            else:
+                self._spans.append(span)
+
+
+LATEST = "latest"
+_LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "torch", "vllm", "py.warnings")
+
+log = logging.getLogger(__name__)
+
+
+class _LogFile(logging.FileHandler):
+    """Loses what a full disk does not take: the run's own files say what is wrong, once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def log_to_file(run_dir: Path, rank: int) -> Path:
+    """Send this process's logs and warnings to a file from now on. The console is for the run itself."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / f"learner_rank{rank}.log"
+    handler = _LogFile(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        for other in list(logger.handlers):  # libraries add handlers that write to the console
+            logger.removeHandler(other)
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger("learner").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    warnings.simplefilter("default")  # each place once
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
+    return path
+
+
+def point_latest(run_dir: Path) -> None:
+    """Make `latest`, beside `run_dir`, a link to it. At any time either the old or the new link is there.
+
+    A folder or a run with that name is left alone.
+    """
+    link = run_dir.absolute().parent / LATEST
+    if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):
+        log.warning("%s is not a link, so it will not point to the newest run", link)
+        return
+    work = link.with_name(f".{LATEST}.{os.getpid()}")
+    work.unlink(missing_ok=True)
+    work.symlink_to(run_dir.absolute().name)
+    work.replace(link)

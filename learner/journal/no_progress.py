@@ -1,0 +1,109 @@
+"""Warnings of runs that go on but cannot learn.
+
+In: the result of each optimizer step, reduced over ranks. Out: a `RunWarning` once its condition has held for so many
+steps in a row. Channel-A steps, which have no rollouts, neither count nor break a row. A warning is given once per row
+of steps, so a run that recovers and gets stuck again is warned of again. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from learner.records import StepResult
+
+STEPS_WITHOUT_ANSWERS = 3
+STEPS_WITHOUT_SIGNAL = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunWarning:
+    """What is wrong with a run that goes on, for how many steps with rollouts, and what to do."""
+
+    what: str
+    steps: int
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"warning: {self.what}, in {self.steps} steps in a row; {self.remedy}"
+
+
+def _nothing_is_read(step: StepResult) -> bool:
+    return step.metrics.get("unusable", 0.0) >= _num_answers(step) > 0
+
+
+def _nothing_matches(step: StepResult) -> bool:
+    """Although something was read, and there was something to find."""
+    right = step.metrics.get("matched", 0.0) + step.metrics.get("right", 0.0)  # of detection, and of key_value
+    return right == 0 and step.metrics.get("missed", 0.0) > 0 and not _nothing_is_read(step)
+
+
+def _every_reward_is_zero(step: StepResult) -> bool:
+    metrics = step.metrics
+    return "grpo/groups" in metrics and metrics.get("reward", 0.0) == 0 and metrics.get("grpo/reward_std", 0.0) == 0
+
+
+def _no_advantage(step: StepResult) -> bool:
+    return step.metrics.get("grpo/no_signal", 0.0) == 1 and not _every_reward_is_zero(step)
+
+
+def _num_answers(step: StepResult) -> float:
+    return step.num_segments - step.metrics.get("grpo/taught", 0.0)
+
+
+CONDITIONS: Sequence[tuple[Callable[[StepResult], bool], RunWarning]] = (
+    (
+        _nothing_is_read,
+        RunWarning(
+            what="no answer can be read (parse rate 0)",
+            steps=STEPS_WITHOUT_ANSWERS,
+            remedy="compare an answer of the report with task.container and task.coordinates, raise "
+            "decoding.max_new_tokens if answers are cut, and teach the format by trainer_variant: sft first",
+        ),
+    ),
+    (
+        _nothing_matches,
+        RunWarning(
+            what="no prediction matches a label",
+            steps=STEPS_WITHOUT_ANSWERS,
+            remedy="check in the report's pictures that annotations and answers have the same unit and order of "
+            "coordinates, lower task.iou_threshold, or train with trainer_variant: sft first",
+        ),
+    ),
+    (
+        _every_reward_is_zero,
+        RunWarning(
+            what="every reward is 0",
+            steps=STEPS_WITHOUT_SIGNAL,
+            remedy="check reward.weights and reward.functions on an answer of the report, or train with "
+            "trainer_variant: sft first",
+        ),
+    ),
+    (
+        _no_advantage,
+        RunWarning(
+            what="no answer has an advantage: all answers to a prompt have the same reward, so no reward is learned",
+            steps=STEPS_WITHOUT_SIGNAL,
+            remedy="raise grpo.num_generations, choose a reward that tells answers apart (f1_miou, soft_iou), or train "
+            "with trainer_variant: sft first",
+        ),
+    ),
+)
+
+
+@dataclass
+class ProgressWatch:
+    """How long each condition has held."""
+
+    _rows: dict[str, int] = field(default_factory=dict)
+
+    def after(self, step: StepResult) -> list[RunWarning]:
+        """The warnings that this step completes."""
+        if "rollout_tokens" not in step.metrics:
+            return []
+        found = []
+        for holds, warning in CONDITIONS:
+            self._rows[warning.what] = self._rows.get(warning.what, 0) + 1 if holds(step) else 0
+            if self._rows[warning.what] == warning.steps:
+                found.append(warning)
+        return found

@@ -1,0 +1,483 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and trackio behind one small interface.
+
+`Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, files. Out: all of it in each program
+of `logging.trackers`. Made by rank 0's `MetricsLog` only. The run's own files (`metrics.jsonl`, `eval/`) do not depend
+on it.
+
+Invariants: a tracker never ends a run, and never makes one wait. Each has a thread and a bounded queue of its own, so a
+call here takes microseconds, whatever the network and the disk do. What a full queue cannot take is dropped and
+counted. The first failure of a tracker is one warning. After MAX_FAILURES in a row its calls are only counted. `close`
+waits `logging.tracker_timeout_s` for all trackers together, and says what did not arrive.
+
+A resumed run goes on in the same run of wandb and MLflow: their ids are in `trackers.json`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from learner.config.schema import RunConfig
+from learner.config.sections.logging import LoggingConfig
+from shared.config.model import ConfigErrors, Mistake
+from shared.reading import json_in
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+log = logging.getLogger(__name__)
+
+IDS = "trackers.json"
+MAX_WAITING = 10_000  # calls in a tracker's queue
+MAX_FAILURES = 20  # in a row: then a tracker is left alone
+STEP = "global_step"
+Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # names and pictures, drawn when they are asked for
+
+
+class Tracker(Protocol):
+    """One program. To be subclassed. All methods are called by one thread of its own, may raise anything, and may take
+    their time."""
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Connect, and say what the run is: every key of the configuration with its value, nested."""
+        ...
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Finite numbers of one optimizer step, by names such as `step/loss`."""
+        ...
+
+    def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
+        """Pictures of one evaluation, by sample."""
+        ...
+
+    def artifact(self, path: Path) -> None:
+        """A file of the run, at its end."""
+        return
+
+    def end(self) -> None:
+        """Hand over what is left."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerPlace:
+    """Where a tracker puts things. `directory` is for what it keeps on disk, `run_id` is of the run to go on with."""
+
+    project: str
+    run_name: str
+    run_dir: Path
+    directory: Path
+    offline: bool
+    timeout_s: float
+    run_id: str | None = None
+
+
+class TensorBoard(Tracker):
+    """Always on disk, in `run_dir/tensorboard`, where it was before there were others."""
+
+    def __init__(self, place: TrackerPlace) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board: Any = SummaryWriter(str(place.run_dir / "tensorboard"))
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        self._board.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
+        import numpy as np
+
+        for name, picture in pictures:
+            self._board.add_image(f"eval/{name}", np.asarray(picture), step, dataformats="HWC")
+
+    def end(self) -> None:
+        self._board.close()
+
+
+class Wandb(Tracker):
+    """`offline`: a folder that `wandb sync` sends later. Key and server are wandb's own (`wandb login`)."""
+
+    def __init__(self, place: TrackerPlace) -> None:
+        import wandb
+
+        self._wandb = wandb
+        settings = wandb.Settings(silent=True, console="off", init_timeout=60, finish_timeout=place.timeout_s)
+        online = not place.offline and wandb.setup().settings.mode == "online"
+        if online and not wandb.login(prompt=False):  # wandb.init would ask on the terminal
+            raise PermissionError("no API key: run `wandb login`, or set logging.offline: true")
+        place.directory.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=place.project,
+            name=place.run_name,
+            dir=str(place.directory),
+            mode="offline" if place.offline else None,
+            id=place.run_id,
+            resume="allow" if place.run_id else None,
+            settings=settings,
+        )
+        self.run_id = str(self._run.id)
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(config), allow_val_change=True)
+        self._run.define_metric("*", step_metric=STEP)  # a resumed run repeats steps; wandb's own count may not go back
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log({STEP: step, **values})
+
+    def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
+        shown = [self._wandb.Image(picture, caption=name) for name, picture in pictures]
+        self._run.log({STEP: step, "eval/pictures": shown})
+
+    def artifact(self, path: Path) -> None:
+        artifact = self._wandb.Artifact(f"{self._run.id}-{path.stem}", type="report")
+        artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+class MLflow(Tracker):
+    """`offline`: MLflow's file store in `directory/mlruns`. Otherwise the server is MLflow's own setting
+    (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, place: TrackerPlace) -> None:
+        if place.offline:
+            # The only store of mlflow-skinny without a server; it refuses to be used unless this says that it may.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+            place.directory.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        from mlflow import MlflowClient
+
+        uri = (place.directory / "mlruns").absolute().as_uri() if place.offline else None
+        self._client = MlflowClient(tracking_uri=uri)
+        found = self._client.get_experiment_by_name(place.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(place.project)
+        self._is_new = place.run_id is None
+        run_id = place.run_id or self._client.create_run(experiment, run_name=place.run_name).info.run_id
+        self.run_id = str(run_id)
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        if not self._is_new:  # parameters of a run cannot change
+            self._client.update_run(self.run_id, status="RUNNING")
+            return
+        params = [Param(name, str(value)[:500]) for name, value in flat(config)]
+        for i in range(0, len(params), 100):  # of which a batch may have 100
+            self._client.log_batch(self.run_id, params=params[i : i + 100])
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(_mlflow_name(name), value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
+        for name, picture in pictures:
+            self._client.log_image(self.run_id, picture, artifact_file=f"eval/step_{step:06d}/{_file_name(name)}.png")
+
+    def artifact(self, path: Path) -> None:
+        self._client.log_artifact(self.run_id, str(path))
+
+    def end(self) -> None:
+        self._client.set_terminated(self.run_id)
+
+
+class Trackio(Tracker):
+    """Always on disk first, in `directory/trackio` unless TRACKIO_DIR is set."""
+
+    def __init__(self, place: TrackerPlace) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str((place.directory / "trackio").absolute()))
+        import trackio
+
+        self._trackio: Any = trackio
+        self._place = place
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        place = self._place
+        self._run = self._trackio.init(
+            project=place.project,
+            name=place.run_name,
+            config=dict(flat(config)),
+            resume="allow",
+            auto_log_gpu=False,
+            embed=False,
+        )
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
+        shown = {f"eval/{name}": self._trackio.Image(picture, caption=name) for name, picture in pictures}
+        self._run.log(shown, step=step)
+
+    def artifact(self, path: Path) -> None:
+        self._run.log_artifact(str(path), name=path.stem, type="report")
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How a tracker is made, the module that it needs, and how to install that."""
+
+    make: Callable[[TrackerPlace], Tracker]
+    module: str
+    install: str
+
+
+KINDS: Mapping[str, Kind] = {
+    "tensorboard": Kind(make=TensorBoard, module="tensorboard", install="pip install tensorboard"),
+    "wandb": Kind(make=Wandb, module="wandb", install="pip install 'wandb>=0.19'"),
+    "mlflow": Kind(make=MLflow, module="mlflow", install="pip install 'mlflow-skinny>=3'"),
+    "trackio": Kind(make=Trackio, module="trackio", install="pip install trackio"),
+}
+
+
+KEEP_FILES = ("wandb", "mlflow", "trackio")
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises ConfigErrors for each tracker whose package is missing. Imports none of them."""
+    missing = [
+        Mistake(
+            path=f"logging.trackers[{i}]",
+            found=f"{name}, and the package {KINDS[name].module} is not installed",
+            wanted=f"the package {KINDS[name].module}",
+            remedy=f"{KINDS[name].install}, or remove {name}",
+        )
+        for i, name in enumerate(config.logging.trackers)
+        if importlib.util.find_spec(KINDS[name].module) is None
+    ]
+    if missing:
+        raise ConfigErrors("a tracker's package is missing", mistakes=missing)
+
+
+# ---- threads -------------------------------------------------------------------------------------------------------
+
+Call = Callable[[Tracker], None]
+
+
+class _Thread:
+    """One tracker's thread and queue. `tell` gets the first failure."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
+        self.name = name
+        self.failed = self.dropped = 0  # calls
+        self._make, self._tell = make, tell
+        self._failures_in_row = 0
+        self._queue: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Call) -> None:
+        """Never waits."""
+        try:
+            self._queue.put_nowait(call)
+        except queue.Full:
+            self.dropped += 1
+            if self.dropped == 1:
+                self._tell(f"{self.name} is too slow: what its queue cannot take is left out")
+
+    def finish(self) -> None:
+        """The last call: no more work."""
+        self.put(lambda tracker: tracker.end())
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            self.dropped += 1
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether all calls were made in this time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.qsize()
+
+    def _work(self) -> None:
+        tracker: Tracker | None = None
+        try:
+            tracker = self._make()
+        except Exception as error:
+            self._fail(error)
+        while (call := self._queue.get()) is not None:
+            if tracker is None or self._failures_in_row >= MAX_FAILURES:
+                self.failed += 1
+                continue
+            try:
+                call(tracker)
+                self._failures_in_row = 0
+            except Exception as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed += 1
+        self._failures_in_row += 1
+        if self.failed == 1:
+            text = " ".join(str(error).split())[:300]
+            self._tell(f"{self.name} failed, the run goes on without it: {type(error).__name__}: {text}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackerCount:
+    """What did not reach a tracker: calls that failed, were dropped, or were still waiting at the deadline."""
+
+    failed: int
+    dropped: int
+    unfinished: int
+
+
+@dataclass
+class Trackers:
+    """All trackers of a run. `tell` gets each tracker's first failure; it may be called from their threads."""
+
+    config: LoggingConfig
+    run_dir: Path
+    tell: Callable[[str], None] = log.warning
+    kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
+
+    def __post_init__(self) -> None:
+        self._ids_lock = threading.Lock()
+        self._ids = _stored_ids(self.run_dir)
+        names = dict.fromkeys(self.config.trackers)
+        self._threads = [_Thread(name, functools.partial(self._make, name), self._say) for name in names]
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        self._all(lambda tracker: tracker.begin(config))
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if values:
+            self._all(lambda tracker: tracker.scalars(values, step))
+
+    def pictures(self, draw: Pictures, step: int) -> None:
+        """`draw` is called once, by a tracker's thread."""
+        once = _Once(draw)
+        self._all(lambda tracker: tracker.pictures(once(), step))
+
+    def close(self, *, report: Callable[[], Path] | None = None) -> dict[str, TrackerCount]:
+        """Hand over what is left and wait for it. What did not arrive, by tracker; {} if all did. `report` writes the
+        run's report; it is called once, by the thread of a tracker that keeps files."""
+        if report is not None:
+            once = _Once(report)
+            for thread in self._threads:
+                if thread.name in KEEP_FILES:
+                    thread.put(lambda tracker: tracker.artifact(once()))
+        for thread in self._threads:
+            thread.finish()
+        deadline = time.monotonic() + self.config.tracker_timeout_s
+        counts = {}
+        for thread in self._threads:
+            ended = thread.join(max(0.0, deadline - time.monotonic()))
+            unfinished = 0 if ended else thread.num_waiting + 1
+            if not ended:
+                waited = f"{self.config.tracker_timeout_s:g} s (logging.tracker_timeout_s)"
+                self._say(f"{thread.name} has not ended after {waited}: {unfinished} calls are given up")
+            if thread.failed or thread.dropped or unfinished:
+                counts[thread.name] = TrackerCount(failed=thread.failed, dropped=thread.dropped, unfinished=unfinished)
+        return counts
+
+    def _all(self, call: Call) -> None:
+        for thread in self._threads:
+            thread.put(call)
+
+    def _say(self, text: str) -> None:
+        log.warning("tracker %s", text)
+        self.tell(f"tracker {text}")
+
+    def _make(self, name: str) -> Tracker:
+        config = self.config
+        place = TrackerPlace(
+            project=config.project,
+            run_name=config.run_name or self.run_dir.resolve().name,
+            run_dir=self.run_dir,
+            directory=Path(config.tracker_dir) if config.tracker_dir else self.run_dir / "trackers",
+            offline=config.offline,
+            timeout_s=config.tracker_timeout_s,
+            run_id=self._ids.get(name),
+        )
+        tracker = self.kinds[name].make(place)
+        run_id = getattr(tracker, "run_id", None)
+        if run_id is not None:
+            with self._ids_lock:
+                self._ids[name] = run_id
+                (self.run_dir / IDS).write_text(json.dumps(self._ids))
+        return tracker
+
+
+class _Once:
+    """Makes a value for the first tracker that asks, and gives all others the same value or the same error."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: tuple[Any, Exception | None] | None = None
+
+    def __call__(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                try:
+                    self._made = (self._make(), None)
+                except Exception as error:
+                    self._made = (None, error)
+        value, failure = self._made
+        if failure is not None:
+            raise failure
+        return value
+
+
+def _stored_ids(run_dir: Path) -> dict[str, str]:
+    try:
+        found = json_in(run_dir / IDS)
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(run_id) for name, run_id in found.items()} if isinstance(found, dict) else {}
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A nested mapping as dotted names and values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The finite numbers of a nested mapping, by names with slashes."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield f"{prefix}{name}", float(value)
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow's names have letters, digits, _ - . / : and spaces only: `f1@0.5` becomes `f1_at_0.5`."""
+    return "".join(char if char.isalnum() or char in "_-./ " else "_" for char in name.replace("@", "_at_"))
+
+
+def _file_name(name: str) -> str:
+    return "".join(char if char.isalnum() or char in "_-." else "_" for char in name)[:100]

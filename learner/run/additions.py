@@ -1,0 +1,358 @@
+"""Writes annotations again, with more objects in them, in the format that they came in.
+
+In: the annotations of a split, as `data` names them, and objects in pixels by sample id. Out: a new file (COCO, JSONL),
+a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). What a
+format's reader would read of the old annotations, it reads of the new ones, and the new objects: the same samples, by
+the same ids, with the same images, wherever the new annotations are. Hugging Face data sets and readers of the user's
+own are refused: they have no file to add to. Old files are not touched.
+
+Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no room for it.
+
+`RunAnnotations` is such a file of a run, which is written several times. It replaces only what the run wrote, as it
+wrote it: `labels/written.json` in the run directory has the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+import yaml
+
+from learner.config.schema import RunConfig
+from learner.config.sections.data import DataConfig
+from learner.data.formats import coco, voc, yolo
+from learner.data.formats.folders import Annotations
+from learner.data.formats.source import Source, name_and_split, need_split
+from learner.data.formats.strict import identity
+from learner.data.raw import BadRecords
+from learner.data.splits import annotations_of
+from learner.records import DetectionObject, Sample
+from learner.run.files import write_atomically, writing
+from shared.errors import DataError, OutputError
+from shared.reading import is_file
+
+RECORD = Path("labels", "written.json")  # in a run directory
+_LAST_BIN = 999
+_DIGITS = 2  # of pixels
+_ORIGIN = "rollout-learner"
+
+
+class Addition(NamedTuple):
+    """A new object: x1, y1, x2, y2 in pixels. `votes`: how many of `answers` answers have it; 0 of 0: a person's.
+    `outline`: of a polygon, x1, y1, x2, y2, ..."""
+
+    desc: str
+    box: tuple[float, float, float, float]
+    votes: int = 0
+    answers: int = 0
+    outline: tuple[float, ...] = ()
+
+
+def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
+    """The object in pixels of its image, which become the same bins again."""
+    sides = (sample.width, sample.height)
+    points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
+    xs, ys = points[0::2], points[1::2]
+    votes = (obj.votes.found, obj.votes.answers) if obj.votes is not None else (0, 0)
+    outline = points if obj.kind == "poly" else ()
+    return Addition(obj.desc, (min(xs), min(ys), max(xs), max(ys)), *votes, outline)
+
+
+Added = Mapping[str, Sequence[Addition]]  # by sample id
+
+
+def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Added, out: Path) -> None:
+    """Write the annotations at `path` with what was `added` to `samples`. Raises OutputError if `out` exists, DataError
+    if the format has no file to write."""
+    found = writable_annotations(data, path)
+    if _is_taken(out):
+        raise _would_overwrite(out)
+    source = Source(data=data, path=found.path, geometry="bbox_2d", bad=BadRecords(data.bad_records))
+    if found.format in ("coco", "jsonl"):
+        write_atomically(out, (_coco if found.format == "coco" else _jsonl)(source, added, out))
+    elif found.format == "voc":
+        _in_new_folder(out, lambda folder: _voc(source, added, folder, out))
+    else:
+        sides = {sample.sample_id: (sample.width, sample.height) for sample in samples}
+        _in_new_folder(out, lambda folder: _yolo(source, sides, added, folder))
+
+
+def writable_annotations(data: DataConfig, path: str) -> Annotations:
+    """Raises DataError if they have no file to add to."""
+    if data.reader is not None:
+        raise DataError(
+            "annotations of a reader of your own can't be written again",
+            found=f"data.reader: {data.reader}",
+            wanted="COCO, JSONL, Pascal VOC or YOLO",
+            remedy="convert the annotations to one of them first",
+        )
+    found = annotations_of(data, path)
+    if found.format == "datasets":
+        raise DataError(
+            "annotations of a Hugging Face data set can't be written again",
+            found=f"{path}: format {found.format}",
+            wanted="COCO, JSONL, Pascal VOC or YOLO",
+            remedy="export the data set to one of them first",
+        )
+    return found
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+def _coco(source: Source, added: Added, out: Path) -> str:
+    content: dict[str, Any] = json.loads(source.file.read_bytes())
+    images, annotations = content["images"], content.setdefault("annotations", [])
+    if source.data.image_root is None and images:
+        folder = coco.image_folder([image["file_name"] for image in images[:1]], source)
+        for image in images:
+            image["file_name"] = _seen_from(out.parent, image["file_name"], folder)
+    number_of = _CocoNumbers(content)
+    image_id_of = {identity(image["id"]): image["id"] for image in images}
+    for sample_id, objects in added.items():
+        for one in objects:
+            x1, y1, x2, y2 = one.box
+            width, height = round(x2 - x1, _DIGITS), round(y2 - y1, _DIGITS)
+            annotations.append(
+                {
+                    "id": number_of.annotation(),
+                    "image_id": image_id_of[sample_id],
+                    "category_id": number_of.category(one.desc),
+                    "bbox": [x1, y1, width, height],
+                    "area": round(width * height, _DIGITS),
+                    "iscrowd": 0,
+                    **({"segmentation": [list(one.outline)]} if one.outline else {}),
+                    **_provenance(one),
+                }
+            )
+    return json.dumps(content) + "\n"
+
+
+class _CocoNumbers:
+    """Ids that are free. A new category joins the file."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._categories: list[dict[str, Any]] = content["categories"]
+        self._ids = {category["name"].strip(): category["id"] for category in self._categories}
+        self._last = max((int(i) for a in content["annotations"] if (i := identity(a["id"])).isdecimal()), default=0)
+
+    def annotation(self) -> int:
+        self._last += 1
+        return self._last
+
+    def category(self, name: str) -> Any:
+        if name not in self._ids:
+            numbers = [int(i) for value in self._ids.values() if (i := identity(value)).isdecimal()]
+            self._ids[name] = 1 + max(numbers, default=0)
+            self._categories.append({"id": self._ids[name], "name": name})
+        return self._ids[name]
+
+
+def _jsonl(source: Source, added: Added, out: Path) -> str:
+    root, lines = source.file.parent, []
+    for number, line in enumerate(source.file.read_bytes().decode("utf-8-sig").split("\n"), start=1):
+        row = json.loads(line) if line.strip() else None
+        if row is None:
+            lines.append(line)  # the number of a line may be an id
+            continue
+        sample_id = str(number) if row.get("id") is None else identity(row["id"])
+        row["objects"] += [
+            {
+                "desc": one.desc,
+                **({"poly": list(one.outline)} if one.outline else {"bbox_2d": list(one.box)}),
+                **_provenance(one),
+            }
+            for one in added.get(sample_id, ())
+        ]
+        if source.data.image_root is None and "images" in row:
+            row["images"] = [_seen_from(out.parent, image, root) for image in row["images"]]
+        lines.append(json.dumps(row, ensure_ascii=False))
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
+    """Into `folder`, which becomes `out`."""
+    annotations, files = voc.files_of(source)
+    old, new = voc.image_folder(annotations, source), voc.image_folder(out, source)
+    for file in files:
+        content = ElementTree.parse(file)
+        root = content.getroot()
+        if new.absolute() != old.absolute():
+            name = root.find("filename")
+            image = voc.image_of((root.findtext("filename") or "").strip(), file, old)
+            (ElementTree.SubElement(root, "filename") if name is None else name).text = _seen_from(new, image, old)
+        for one in added.get(file.stem, ()):
+            node = ElementTree.SubElement(root, "object")
+            ElementTree.SubElement(node, "name").text = one.desc
+            ElementTree.SubElement(node, "difficult").text = "0"
+            for key, value in _provenance(one).items():
+                ElementTree.SubElement(node, key).text = str(value)
+            box = ElementTree.SubElement(node, "bndbox")
+            for key, corner in zip(("xmin", "ymin", "xmax", "ymax"), one.box, strict=True):
+                ElementTree.SubElement(box, key).text = f"{corner:.10g}"
+        ElementTree.indent(content)
+        content.write(folder / file.name, encoding="utf-8")
+
+
+def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, folder: Path) -> None:
+    """A list of images, `SPLIT.txt`, keeps their order and their ids."""
+    name, split = name_and_split(source.path)
+    content = yolo.yolo_file(Path(name))
+    split = need_split(name, split, list(content.splits))
+    number_of = {desc.strip(): number for number, desc in sorted(content.classes.items(), reverse=True)}
+    listed = []
+    for image in yolo.images_of(content, split, Path(name)):
+        sample_id = yolo.sample_id_of(image, content)
+        place = Path(*(part for part in Path(sample_id).parts if part not in ("/", "..")))
+        link, old = folder / place, yolo.label_file(image)
+        label = folder / yolo.label_file(place)
+        for made in (link, label):
+            made.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(image.absolute())
+        listed.append(f"./{place}\n")
+        lines = old.read_text(encoding="utf-8-sig").splitlines() if old.is_file() else []
+        for one in added.get(sample_id, ()):
+            number = number_of.setdefault(one.desc, 1 + max(number_of.values(), default=-1))
+            lines.append(f"{number} {_yolo_numbers(one, sides[sample_id], content.num_keypoint_values)}")
+        if old.is_file() or lines:
+            label.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    (folder / f"{split}.txt").write_text("".join(listed), encoding="utf-8")
+    kept = {k: v for k, v in yaml.safe_load(Path(name).read_text(encoding="utf-8-sig")).items() if k == "kpt_shape"}
+    names = {**content.classes, **{number: desc for desc, number in number_of.items()}}
+    text = yaml.safe_dump({split: f"{split}.txt", "names": names, **kept}, sort_keys=False, allow_unicode=True)
+    (folder / Path(name).name).write_text(text, encoding="utf-8")
+
+
+def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:
+    """Shares of the image's sides. Nobody knows an added object's keypoints: they are zeros."""
+    if one.outline:
+        return " ".join(f"{value / sides[i % 2]:.6f}" for i, value in enumerate(one.outline))
+    x1, y1, x2, y2 = (value / sides[i % 2] for i, value in enumerate(one.box))
+    box = f"{(x1 + x2) / 2:.6f} {(y1 + y2) / 2:.6f} {x2 - x1:.6f} {y2 - y1:.6f}"
+    return box + " 0" * (num_keypoint_values or 0)
+
+
+def _provenance(one: Addition) -> dict[str, Any]:
+    if not one.answers:
+        return {"origin": _ORIGIN}
+    return {"origin": _ORIGIN, "votes": one.votes, "answers": one.answers}
+
+
+def _seen_from(new: Path, name: str, old: Path) -> str:
+    """The name, from the folder `new`, of an image whose name from the folder `old` is known. URLs, encoded images and
+    absolute paths are the same from everywhere."""
+    here, there = Path(os.path.realpath(old)), Path(os.path.realpath(new))
+    if here == there or Path(name).is_absolute() or not is_file(here / name):
+        return name
+    return os.path.relpath(here / name, there)
+
+
+def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
+    """Filled beside `out`, then moved there."""
+    work = out.with_name(f".{out.name}.{os.getpid()}")
+    with writing(out):
+        _remove(work)
+        work.mkdir(parents=True)
+        try:
+            fill(work)
+            work.rename(out)
+        finally:
+            _remove(work)
+
+
+# ---- a run's own file -----------------------------------------------------------------------------------------------
+
+
+def run_annotations(config: RunConfig) -> RunAnnotations | None:
+    """None: the run writes none."""
+    complete, training = config.labels.complete, config.training
+    if complete is None or complete.write is None:
+        return None
+    run_dirs, where = [Path(training.output_dir)], training.resume_from_checkpoint
+    if where is not None and where != "latest":
+        run_dirs.append(Path(where).parent)
+    return RunAnnotations(config.data, Path(complete.write), *run_dirs)
+
+
+class RunAnnotations:
+    """`labels.complete.write`. `run_dirs`: the run's directory, then that of the run that it goes on with."""
+
+    def __init__(self, data: DataConfig, out: Path, *run_dirs: Path) -> None:
+        self._data, self._out, self._run_dirs = data, out, run_dirs
+
+    def check(self) -> None:
+        """Raises OutputError if there is something that the run did not write, DataError if the format can't be
+        written."""
+        writable_annotations(self._data, self._data.train)
+        if _is_taken(self._out) and _digest(self._out) not in self._written():
+            raise _would_overwrite(self._out)
+
+    def write(self, samples: Sequence[Sample]) -> None:
+        """The annotations with the samples' completed labels. Raises OutputError and DataError."""
+        self.check()
+        added = {
+            sample.sample_id: [addition_of(obj, sample) for obj in sample.objects if obj.votes is not None]
+            for sample in samples
+        }
+        new = self._out.with_name(f".{self._out.name}.new")
+        with writing(self._out):
+            _remove(new)
+            write_with(self._data, self._data.train, samples, added, new)
+            # Both digests are known before the file is replaced: a run that is killed here knows either as its own.
+            digests = [_digest(path) for path in (self._out, new) if _is_taken(path)]
+            record = {"file": str(self._out.absolute()), "digests": digests}
+            write_atomically(self._run_dirs[0] / RECORD, json.dumps(record) + "\n")
+            if self._out.is_dir():
+                _remove(self._out)
+            new.replace(self._out)
+
+    def _written(self) -> list[str]:
+        """Digests of what the run wrote there."""
+        found: list[str] = []
+        for path in (run_dir / RECORD for run_dir in self._run_dirs):
+            try:
+                record = json.loads(path.read_text())
+                if record["file"] == str(self._out.absolute()):
+                    found += record["digests"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # nothing is known of it: it will not be replaced
+        return found
+
+
+def _digest(path: Path) -> str:
+    """Of a file's bytes; of a folder's files, their names and where links point."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        digest.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))
+        if file.is_symlink():
+            digest.update(str(file.readlink()).encode(errors="surrogateescape"))
+        elif file.is_file():
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _is_taken(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _would_overwrite(out: Path) -> OutputError:
+    return OutputError(
+        "the new annotations would overwrite something",
+        found=f"{out} exists",
+        wanted="a name that is free",
+        remedy="choose another name, or remove it",
+    )

@@ -1,0 +1,124 @@
+"""Which evaluation was the best, and when to stop early (D17).
+
+In: the metrics of each evaluation, by step. Out: whether it is the best so far, so that the trainer saves it, and
+whether `patience` evaluations in a row were not better. Rank 0 decides, and every rank gets the same answer: `add` and
+`restore` are collective.
+
+`best.json` in the run directory has every value by step; `best` is a link to the checkpoint of the best step, and
+`CheckpointStore` does not remove what it points to. A resumed run forgets what was measured after the step that it goes
+on from, and measures it again. The weights before the first step are compared but not kept: they are the model that the
+run began with.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from learner.config.sections.training import TrainingConfig
+from learner.run.files import write_atomically, writing
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from learner.policy.parallel import Ranks
+
+BEST_LINK, BEST_FILE = "best", "best.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What one evaluation means: `is_best` of all so far (of equal ones the first), `gives_up`: patience is over."""
+
+    is_best: bool = False
+    gives_up: bool = False
+
+
+@dataclass
+class BestEvaluation:
+    """The values of `metric` so far, by step. `metric` None: nothing is kept and nothing stops early."""
+
+    root: Path
+    ranks: Ranks
+    metric: str | None
+    patience: int | None = None
+    values: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, metric: str | None, training: TrainingConfig, ranks: Ranks) -> BestEvaluation:
+        root = Path(training.output_dir)
+        return cls(root=root, ranks=ranks, metric=metric, patience=training.early_stop_patience)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the largest value; of equal ones the first."""
+        return max(self.values, key=lambda step: (self.values[step], -step), default=None)
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether the last `patience` evaluations were not better than the best one."""
+        if self.patience is None or self.best_step is None:
+            return False
+        return sum(step > self.best_step for step in self.values) >= self.patience
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+        """One evaluation. Collective. Raises ConfigError if it has no such metric."""
+        if self.metric is None:
+            return Verdict()
+        if self.metric not in metrics:
+            raise ConfigError(
+                "training.keep_best: an evaluation has no such metric",
+                found=self.metric,
+                wanted=f"one of {', '.join(sorted(metrics))}",
+                remedy="name one of these, or set training.keep_best: null",
+            )
+        value = float(metrics[self.metric])
+        self.values[step] = value if math.isfinite(value) else -math.inf
+        verdict = self.ranks.broadcast_object(Verdict(is_best=self.best_step == step, gives_up=self.gives_up))
+        self._write()
+        return verdict
+
+    def link(self, checkpoint: Path) -> None:
+        """Point `best` to a checkpoint of the same folder."""
+        if not self.ranks.is_main:
+            return
+        with writing(self.root):
+            link, work = self.root / BEST_LINK, self.root / f".{BEST_LINK}.partial"
+            work.unlink(missing_ok=True)
+            work.symlink_to(checkpoint.name)
+            work.replace(link)
+
+    def restore(self, step: int) -> None:
+        """Take up what was measured until `step`. Collective. A file that cannot be read counts as none."""
+        if self.metric is None:
+            return
+        found: dict[int, float] = {}
+        if self.ranks.is_main:
+            try:
+                stored = json.loads((self.root / BEST_FILE).read_text())
+                if stored["metric"] == self.metric:
+                    found = {int(at): float(value) for at, value in stored["values"].items()}
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                log.warning("%s cannot be read, so evaluations are compared from here on: %s", BEST_FILE, error)
+        values = self.ranks.broadcast_object(found)
+        self.values = {at: value for at, value in values.items() if at <= step}
+
+    def _write(self) -> None:
+        if self.ranks.is_main:
+            values = {str(step): value for step, value in self.values.items() if math.isfinite(value)}
+            stored = {"metric": self.metric, "best_step": self.best_step, "values": values}
+            write_atomically(self.root / BEST_FILE, json.dumps(stored, indent=2) + "\n")
+
+
+def kept(root: Path) -> Path | None:
+    """The checkpoint that `best` points to, if there is one."""
+    link = root / BEST_LINK
+    return link.resolve() if link.is_dir() else None

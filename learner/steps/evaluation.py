@@ -1,0 +1,135 @@
+"""Evaluation by rollouts: the current policy answers held-out samples greedily, and the task scores the answers.
+
+In: a backend that serves the current weights, samples, a task. Out: metrics over the set, and one record per sample
+(kept as JSONL for the report). Every rank rolls out a contiguous share, and all ranks get the whole result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.extensions import Task
+from learner.policy.parallel import Ranks
+from learner.records import Rollout, Sample
+from learner.rollout.backend import RolloutBackend
+from learner.run.files import write_atomically
+from learner.tasks.detection.bins import to_pixels
+from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text, image_id
+from learner.tasks.rewards import Rewards
+
+_OBJECTS = ("truth", "ignored", "predictions")
+_NAME_CHARS = 200  # of an image string: it may be a picture in base64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """`rollouts` and the task's `assignments` are in the order of the samples; `counts[i]` is what assignment i adds to
+    the metrics, and `scenes[i]` what the task says of it."""
+
+    metrics: Mapping[str, float]
+    rollouts: tuple[Rollout, ...]
+    assignments: tuple[Any, ...]
+    counts: tuple[Mapping[str, float], ...]
+    scenes: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retained:
+    """One entry of `data.retain`: samples that each evaluation scores too, with a task of their own."""
+
+    name: str
+    task: Task
+    samples: list[Sample]
+
+
+def evaluate(
+    backend: RolloutBackend,
+    samples: Sequence[Sample],
+    task: Task,
+    ranks: Ranks,
+    *,
+    global_step: int,
+    rewards: Rewards | None = None,
+) -> Evaluation:
+    """Roll out `samples` greedily, one share per rank, and score them together. Raises RewardError if a reward function
+    fails."""
+    share = -(-len(samples) // ranks.world_size)
+    mine = samples[ranks.rank * share : (ranks.rank + 1) * share]
+    rollouts = backend.generate(
+        mine, global_step=global_step, micro_step_idx=0, first_req_idx=ranks.rank * share, greedy=True
+    )
+    scored = [(rollout, task.match(task.parse(rollout))) for rollout in rollouts]
+    everything = [pair for part in ranks.all_gather_object(scored) for pair in part]
+    answers, assignments = tuple(rollout for rollout, _ in everything), tuple(found for _, found in everything)
+    means = rewards.means(answers, assignments) if rewards else {}
+    return Evaluation(
+        metrics={**task.evaluate(assignments), **means},
+        rollouts=answers,
+        assignments=assignments,
+        counts=tuple(task.counts(assignments)),
+        scenes=tuple(task.scene(assignment) for assignment in assignments),
+    )
+
+
+def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:
+    """One JSON line per sample: image, size, what the task says of the answer, version, and its counts. Objects have
+    their place in bins, and as `pixels` of the image. Beside it, where the answers have objects, the predictions as
+    COCO results: `step_N.coco.json`. `categories`: ids of class names, of annotations that have some."""
+    lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))
+    write_atomically(path, "".join(f"{line}\n" for line in lines))
+    if any("predictions" in scene for scene in evaluation.scenes):
+        rows = coco_rows(_found(evaluation), categories or _numbered(evaluation))
+        write_atomically(path.with_suffix(".coco.json"), coco_text(rows))
+
+
+def _numbered(evaluation: Evaluation) -> dict[str, int]:
+    """The names of the ground truth, in alphabetical order from 1."""
+    names = {item["desc"] for scene in evaluation.scenes for item in scene.get("truth", ())}
+    return {name: number for number, name in enumerate(sorted(names), 1)}
+
+
+def _found(evaluation: Evaluation) -> Iterator[FoundBox]:
+    for rollout, scene in zip(evaluation.rollouts, evaluation.scenes, strict=True):
+        sample = rollout.sample
+        file_name = Path(sample.images[0][-_NAME_CHARS:]).name if sample.images else ""
+        for item, score in zip(scene.get("predictions", ()), scene.get("scores", ()), strict=True):
+            pixels = _pixels(item, sample)
+            x, y = pixels[0::2], pixels[1::2]
+            yield FoundBox(
+                image_id(sample.sample_id),
+                file_name,
+                item["desc"],
+                score,
+                (min(x), min(y), max(x), max(y)),
+                tuple(pixels) if "poly" in item else (),
+            )
+
+
+def _pixels(item: Mapping[str, Any], sample: Sample) -> list[float]:
+    """Where an object is: x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
+    bins = item["bbox_2d"] if "bbox_2d" in item else item["poly"]
+    return [round(value, 2) for value in to_pixels(bins, sample.width, sample.height)]
+
+
+def _with_pixels(name: str, value: Any, sample: Sample) -> Any:
+    if name not in _OBJECTS or not isinstance(value, list):
+        return value
+    is_detected = all(isinstance(item, Mapping) and ("bbox_2d" in item or "poly" in item) for item in value)
+    return [{**item, "pixels": _pixels(item, sample)} for item in value] if is_detected else value
+
+
+def _line(rollout: Rollout, scene: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, Any]:
+    sample = rollout.sample
+    return {
+        "id": sample.sample_id,
+        "images": list(sample.images),
+        "width": sample.width,
+        "height": sample.height,
+        **{name: _with_pixels(name, value, sample) for name, value in scene.items()},
+        "ver": rollout.ver,
+        "counts": dict(counts),
+    }

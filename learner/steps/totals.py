@@ -1,0 +1,104 @@
+"""The sums of one optimizer step: over its rows, then over ranks, then as a `StepResult`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from learner.data.batches import Shortfall
+from learner.policy.loss import RowLoss
+from learner.policy.parallel import Ranks
+from learner.policy.policy_gradient import policy_metrics
+from learner.records import Channel, PackedRow, StepResult
+from learner.steps.groups import TAUGHT
+from learner.tasks.rewards import TOTAL, mean_rewards
+
+# Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
+_COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
+
+
+@dataclass
+class StepTotals:
+    """`counts` are by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them. Rows
+    that are filled less than `min_fill` are counted as `underfilled`; None: rows hold one segment each, and nothing is.
+    """
+
+    min_fill: float | None = None
+    counts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: PackedRow, loss: RowLoss) -> None:
+        """One row that was learned: what it held, and its summed weighted loss."""
+        counted = {
+            "loss": loss.loss_sum,
+            "weight": loss.weight_sum,
+            "supervised": loss.num_supervised,
+            "segments": len(row.segments),
+            "rows": 1 if row.segments else 0,
+            "tokens": row.num_tokens,
+        }
+        if self.min_fill is not None:
+            counted["underfilled"] = 1 if row.segments and row.fill < self.min_fill else 0
+        for counts in (counted, loss.counts, *(segment.stats for segment in row.segments)):
+            self._merge(counts)
+
+    @property
+    def weight(self) -> float:
+        """The sum of all loss weights: what the step's gradient is divided by."""
+        return self.counts.get("weight", 0.0)
+
+    def share_of(self, shortfall: Shortfall | None) -> float:
+        """What part of an update the step makes: an epoch's short last step makes as much of one as it has samples, so
+        that one sample does not count as much as a batch elsewhere. 1 for every other step."""
+        if shortfall is None:
+            return 1.0
+        return min(1.0, (self.counts.get("segments", 0.0) - self.counts.get(TAUGHT, 0.0)) / shortfall.whole)
+
+    def reduced(self, ranks: Ranks) -> StepTotals:
+        """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
+        if ranks.world_size == 1:
+            return self
+        total = StepTotals()
+        for part in ranks.all_gather_object(self.counts):
+            total._merge(part)
+        return total
+
+    def _merge(self, counts: Mapping[str, float]) -> None:
+        for name, value in counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + value
+
+    def result(
+        self,
+        *,
+        global_step: int,
+        channel: Channel,
+        grad_norm: float,
+        learning_rate: float,
+        ver: int,
+        seconds: Mapping[str, float],
+        capacity: int,
+        extra: Mapping[str, float] | None = None,
+    ) -> StepResult:
+        """The step's record; `extra` are metrics besides those that follow from the counts."""
+        counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
+        metrics = {**seconds, **(extra or {})}
+        metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]
+        metrics["packing_fill"] = counts["tokens"] / (max(1, counts["rows"]) * capacity)
+        metrics.update({name: float(value) for name, value in counts.items() if name not in _COUNTS})
+        metrics.pop(TOTAL, None)
+        metrics.update(mean_rewards(counts))
+        metrics.update(policy_metrics(counts))
+        if "matched" in counts:
+            metrics["match_rate"] = counts["matched"] / max(1.0, counts["matched"] + counts["missed"])
+        return StepResult(
+            global_step=global_step,
+            channel=channel,
+            loss=counts["loss"] / counts["weight"] if counts["weight"] else 0.0,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_segments=int(counts["segments"]),
+            num_rows=int(counts["rows"]),
+            num_tokens=int(counts["tokens"]),
+            num_supervised=int(counts["supervised"]),
+            ver=ver,
+            metrics=metrics,
+        )

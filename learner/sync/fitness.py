@@ -1,0 +1,156 @@
+"""Is a rollout server fit for a run: does it answer, has it the learner's model, and does it read prompts alike?
+
+In: a server's status, and prompts as the learner encodes them. Out: nothing, or an error that names the server (R03,
+R08, R16). A first sync would find most of it too, but after it has overwritten the server's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from learner.data.prompt import PromptCheck, check_prompt_prefix
+from learner.rollout.client import LAST_LOOK_S, ServerClient
+from learner.rollout.membership import Member
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import CanaryItem, score_items
+from learner.sync.groups import named
+from learner.sync.source import SyncRanks
+from shared.aio import gather
+from shared.checkpoint import differences
+from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, ServerUnreachableError
+from shared.pixels import ImageProcessing
+from shared.waits import within
+from shared.wire import ScoreCall, ScoreReply, ServerStatus
+
+T = TypeVar("T")
+CheckServer = Callable[[ServerClient, ServerStatus], None]  # raises what makes a server unfit
+
+
+def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
+    """Are all servers fit (R16)? A first sync would find most of it too, but after it has overwritten the servers'
+    weights. Rank 0 asks every server; collective. Raises what `check` raises."""
+
+    def ask_all() -> None:
+        for client, status in zip(backend.clients, backend.statuses(), strict=True):
+            check(client, status)
+
+    on_rank_0(ranks, ask_all)
+
+
+def server_check(
+    backend: ServerBackend,
+    *,
+    architecture: Mapping[str, str],
+    prompts: Sequence[CanaryItem],
+    image_processing: ImageProcessing | None = None,
+) -> CheckServer:
+    """Does a server have the learner's model, and read its prompts and their images alike (R03, R16, R45)?
+
+    What it gives raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
+    """
+
+    same = PromptCheck(image_processing=image_processing)
+
+    def check(client: ServerClient, status: ServerStatus) -> None:
+        check_architecture(client.base_url, status, architecture)
+        for item in prompts:
+            if status.gate == "poisoned":
+                return  # it scores nothing before the first sync, whose own check then covers the prompt
+            reply = backend.loop.run(client.score(ScoreCall(items=score_items([item], pixels=True))))
+            check_vision(client.base_url, item, reply, same)
+            check_prompt(client.base_url, item, reply)
+
+    return check
+
+
+def check_architecture(base_url: str, status: ServerStatus, architecture: Mapping[str, str]) -> None:
+    """Raises ServerMismatchError if a size of the model differs."""
+    found = differences(architecture, status.architecture)
+    if found:
+        raise ServerMismatchError(
+            f"{base_url}: the server's model has other tensors than the learner's",
+            found=f"{'; '.join(found[:5])} ({status.model})",
+            wanted="the architecture of model.path",
+            remedy="start the server with the model that the learner starts from",
+        )
+
+
+def check_adapter(base_url: str, status: ServerStatus, *, rank: int) -> None:
+    """Raises ServerMismatchError if the server does not take adapters of this rank (R08)."""
+    if status.max_lora_rank < rank:
+        raise ServerMismatchError(
+            f"{base_url}: the server does not take the adapter",
+            found=f"max_lora_rank: {status.max_lora_rank}" if status.max_lora_rank else "enable_lora: false",
+            wanted=f"adapters of rank {rank}",
+            remedy="set enable_lora and max_lora_rank in the server's configuration and restart it, or set "
+            "sync.mode: full",
+        )
+
+
+def check_vision(base_url: str, item: CanaryItem, reply: ScoreReply, check: PromptCheck) -> None:
+    """Raises ServerMismatchError if the server's vision tower is fed other pixels than the learner's."""
+    vision, theirs = item.prompt.vision, reply.pixels[0] if reply.pixels else None
+    if vision is not None and theirs is not None:
+        check.pixels(vision, theirs, sample_id=item.sample.sample_id, name=base_url)
+
+
+def check_prompt(base_url: str, item: CanaryItem, reply: ScoreReply) -> None:
+    """Raises PromptMismatchError, with the server named, if its prompt token ids are not the learner's."""
+    try:
+        check_prompt_prefix(item.prompt.token_ids, reply.prompt_token_ids[0], item.sample.sample_id)
+    except PromptMismatchError as error:
+        raise named(error, base_url) from error
+
+
+def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Member, ServerStatus]]) -> None:
+    """Raises ServerMismatchError if an added server is one of the others, under another URL."""
+    for other, known in others:
+        if member.is_new and known.server_id == status.server_id:
+            raise ServerMismatchError(
+                f"{member.base_url}: this server is in the run already",
+                found=f"the server of {other.base_url}, {status.server_id!r}",
+                wanted="each server once",
+                remedy="name it by one URL only",
+            )
+
+
+async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
+    """A server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
+    try:
+        return await within(LAST_LOOK_S, backend.look(client, 0.0))
+    except TimeoutError:
+        raise ServerUnreachableError(
+            f"{client.base_url}: the rollout server does not answer",
+            found=f"silence for {LAST_LOOK_S:g} s",
+            wanted="an answer at /health/ and /status/",
+            remedy="look at the server's log",
+        ) from None
+
+
+async def all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> list[ServerStatus | ProjectError]:
+    """What each gave, or its error."""
+
+    async def outcome(call: Coroutine[Any, Any, ServerStatus]) -> ServerStatus | ProjectError:
+        try:
+            return await call
+        except ProjectError as error:
+            return error
+
+    return await gather(outcome(call) for call in calls)
+
+
+def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
+    """`work()`, run by rank 0 alone; its result, or its ProjectError, on every rank."""
+    ranks.barrier()
+    outcome: tuple[T | None, ProjectError | None] = (None, None)
+    if ranks.is_main:
+        try:
+            outcome = (work(), None)
+        except ProjectError as error:  # raised below, on every rank
+            outcome = (None, error)
+    result, failure = ranks.broadcast_object(outcome)
+    ranks.barrier()
+    if failure is not None:
+        raise outcome[1] or failure  # rank 0's own has its traceback
+    return result

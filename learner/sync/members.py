@@ -1,0 +1,116 @@
+"""Who takes part in syncs: the membership of a run's rollout servers, decided by rank 0 and the same on every rank.
+
+In: servers that a rank has lost, what the user and the cluster ask for, and servers that failed a sync. Out: the next
+`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to those
+that are ready to; only who has completed it serves (D15, R40).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from learner.records import ServerChange
+from learner.rollout.control import ServerControl, ServerRequest
+from learner.rollout.discovery import Discovery
+from learner.rollout.membership import Member, Membership
+from learner.rollout.servers import ServerBackend
+from learner.sync.fitness import on_rank_0
+from learner.sync.returning import ReturnWatch
+from learner.sync.source import SyncRanks
+from shared.errors import ProjectError
+
+T = TypeVar("T")
+log = logging.getLogger("learner.sync")
+
+
+class Members:
+    """`control` brings what the user asks for, `discovery` what a cluster has. Methods are for rank 0, unless they are
+    collective."""
+
+    def __init__(
+        self, backend: ServerBackend, ranks: SyncRanks, *, control: ServerControl | None, discovery: Discovery | None
+    ) -> None:
+        self._backend, self._ranks, self._control, self._discovery = backend, ranks, control, discovery
+        self._returning = ReturnWatch(backend)
+        self._changes: list[ServerChange] = []  # that `changes` has not given yet
+
+    def together(self, work: Callable[[], T]) -> T:
+        """`work()` on rank 0, after all ranks have agreed; its result and the membership it left, on every rank.
+        Collective. Raises ServerError if too few servers are left."""
+        self.agree()
+        result, membership = on_rank_0(self._ranks, lambda: (work(), self._backend.membership))
+        self._backend.adopt(membership)
+        return result
+
+    def changes(self) -> Sequence[ServerChange]:
+        """Changes since the last call, after all ranks have agreed. Collective. Raises ServerError if too few servers
+        are left."""
+        self.agree()
+        changes, self._changes = self._changes, []
+        return changes
+
+    def agree(self) -> None:
+        """Make the membership the same on every rank. Collective. Raises ServerError if too few servers are left."""
+        lost = self._backend.lost()
+        reports = self._ranks.all_gather_object(lost)
+        membership = self._decided(reports) if self._ranks.is_main else self._backend.membership
+        agreed = self._ranks.broadcast_object(membership)
+        self._backend.adopt(agreed, told=lost)
+        if not agreed.enough:
+            raise agreed.too_few()
+
+    def change_to(self, membership: Membership) -> None:
+        """Adopt the next membership, log what changed, and watch who may return."""
+        changes = membership.changes_since(self._backend.membership)
+        for change in changes:
+            log.warning("server %s %s, %d serve %s", change.base_url, change.what, change.serving, change.because)
+        self._changes += changes
+        self._backend.adopt(membership)
+        self._returning.follow(membership.out)
+        if self._control is not None:
+            self._control.show(membership)
+
+    def leave_out(self, base_url: str, error: ProjectError) -> None:
+        """Take out a server that failed the sync. Raises ServerError if too few are left."""
+        membership, now_s = self._backend.membership, time.time()
+        member = membership.get(base_url)
+        if member is not None and member.state == "out":
+            membership = membership.refuse(base_url, str(error), now_s=now_s)
+        else:
+            membership = membership.leave_out(base_url, str(error), now_s=now_s)
+        self.change_to(membership)
+        if (member := membership.get(base_url)) is not None:
+            self._returning.refused(member)
+        if not membership.enough:
+            raise membership.too_few() from error
+
+    def to_reach(self) -> list[Member]:
+        """Servers that a sync goes to: those that serve, and those that are ready to."""
+        membership = self._backend.membership
+        ready = self._returning.ready()
+        return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
+
+    def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
+        """The membership that follows from what the ranks found and from what is asked for."""
+        membership, now_s = self._backend.membership, time.time()
+        for report in reports:
+            for base_url, because in report.items():
+                membership = membership.leave_out(base_url, because, now_s=now_s)
+        for request in self._requests(membership):
+            if request.action == "add":
+                membership = membership.add(request.base_url, request.group_port, now_s=now_s)
+            else:
+                smaller = membership.remove(request.base_url, now_s=now_s)
+                if not smaller.serving or not smaller.enough:
+                    log.warning("%s is not removed: too few others serve", request.base_url)
+                    continue
+                membership = smaller
+        self.change_to(membership)
+        return membership
+
+    def _requests(self, membership: Membership) -> list[ServerRequest]:
+        asked = self._control.take() if self._control else []
+        return asked + (self._discovery.take(membership) if self._discovery else [])

@@ -1,0 +1,167 @@
+"""Labels of matched coordinates and descriptions, in the rollout's own context ("Loss on Y_train").
+
+In: an `Assignment`, and the tokens of its prefix with the one that follows. Out: which of these tokens are supervised,
+and their labels. Pure.
+
+One rule for both spellings of coordinates: a number's own tokens are labels as long as the ground-truth number has the
+same tokens. At the first token that differs, the ground-truth token is the label. The rest of the number is masked. A
+coordinate token is a number of one token, so its label is simply the ground truth. Digits may be fused with their
+surroundings (`spelling.py`). Then the token that differs may hold structure too. If the ground truth is longer (`12,`
+against `123,`), it may be the token after the number, even if that one already belongs to the tail. If two numbers
+claim one token, the first has it. A pair with different kinds of geometry, or polygons with different numbers of
+points, has no corresponding coordinates and is not supervised. All numbers of an answer are labelled together, because
+there are hundreds.
+
+Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
+wrong name. The loss on Y_train does not correct it: prefix text has weight 0. If a model's errors are names, they stay.
+The rule is that of numbers: own tokens count up to the first difference, whose label is the true token, and the rest is
+masked. A token that holds any byte of the description belongs to it. If the true description is longer, the token that
+differs may be the next one. A description is masked as a whole if the rollout split its text in other tokens than the
+tokenizer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.extensions import Tokenizer
+from learner.records import Assignment, PredictedObject
+from learner.tasks.detection.spelling import NO_TOKEN, WINDOW, Ints, Numbers, spelling_of
+from learner.tasks.tokens import TokenPieces, TokenText, pieces_of, ranges
+from shared.errors import LossError
+
+
+def description_labels(
+    assignment: Assignment, desc_text: Callable[[str], str], tokenizer: Tokenizer
+) -> Iterator[tuple[int, int]]:
+    """(position in the prefix, label) of every supervised token of a matched description."""
+    parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
+    pieces = pieces_of(tokenizer)
+    text = pieces.text(parsed.token_ids[: parsed.prefix_length].tolist())
+    for index, truth_index, _ in assignment.pairs:
+        predicted, wanted = parsed.objects[index], truth[truth_index].desc
+        begin, end = _inside_quotes(predicted)
+        if end >= len(text.data):
+            continue  # fused with the prefix's end, which the tail repeats
+        if predicted.object.desc == wanted:
+            tokens = range(text.token_at(begin), text.tokens_until(end))
+            yield from zip(tokens, text.ids[tokens].tolist(), strict=True)
+        else:
+            yield from _up_to_parting(text, predicted, desc_text(wanted), pieces)
+
+
+def _up_to_parting(
+    text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
+) -> Iterator[tuple[int, int]]:
+    """The labels if the name is wrong: the tokens of `wanted` in the same place, between the same bytes."""
+    begin, end = _inside_quotes(predicted)
+    first, last = text.token_at(begin), text.tokens_until(end)  # with the token after the description
+    last = min(last, len(text.ids) - 1)
+    before, behind = text.data[text.start(first) : begin], text.data[end : text.ends[last]]
+    own = text.ids[first : last + 1].tolist()
+    if _encoded(before + text.data[begin:end] + behind, pieces) != own:
+        return
+    labels = _encoded(before + wanted.encode() + behind, pieces) or []
+    for position, (token, label) in enumerate(zip(own, labels, strict=False), start=first):
+        yield position, label
+        if token != label:
+            return
+
+
+def _inside_quotes(predicted: PredictedObject) -> tuple[int, int]:
+    begin, end = predicted.desc_bytes
+    return begin + 1, end - 1
+
+
+def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
+    """None if the bytes are not UTF-8: a character is cut at either end."""
+    try:
+        return list(pieces.encode(data.decode()))
+    except UnicodeDecodeError:
+        return None
+
+
+def coordinate_labels(
+    assignment: Assignment, token_ids: Ints, coordinate_text: Callable[[int], str], tokenizer: Tokenizer
+) -> tuple[Ints, Ints]:
+    """Supervised positions in `token_ids` (the prefix and the token that follows it), and the label of each.
+
+    Raises LossError if a coordinate's tokens are not in the prefix, or if two numbers have the same tokens.
+    """
+    numbers = _corresponding(assignment)
+    if not len(numbers.start):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    _require_inside(numbers, len(token_ids) - 1)
+    spelling = spelling_of(coordinate_text, tokenizer)
+    if spelling.are_single(numbers, token_ids):
+        return numbers.start, spelling.single_tokens[numbers.wanted]
+    return _labels_of(numbers, spelling.tokens_in_place(numbers, token_ids), token_ids)
+
+
+def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
+    """Positions and labels; `tokens` [N, W] are the first tokens of the true numbers."""
+    right = numbers.bin == numbers.wanted
+    parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
+    behind = np.where(right, numbers.end, parting + 1)
+    first = np.maximum(numbers.start, _taken_before(np.maximum(numbers.end, behind)))
+
+    labels = token_ids.copy()
+    leaves = np.flatnonzero(~right & (parting >= first))
+    labels[parting[leaves]] = tokens[leaves, (parting - numbers.start)[leaves]]
+    positions = ranges(first, np.maximum(behind - first, 0))
+    return positions, labels[positions]
+
+
+def _corresponding(assignment: Assignment) -> Numbers:
+    """The coordinates of matched predictions, each with its true bin."""
+    parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
+    first: list[int] = []
+    lengths: list[int] = []
+    wanted: list[int] = []
+    for index, truth_index, _ in assignment.pairs:
+        said, slots, _ = parsed.objects[index]
+        true = truth[truth_index]
+        if said.kind == true.kind and len(slots) == len(true.bins):
+            first.append(slots.start)
+            lengths.append(len(slots))
+            wanted += true.bins
+    at = ranges(np.array(first, dtype=np.int64), np.array(lengths, dtype=np.int64))
+    start, end, written, lead = [column[at] for column in parsed.slots]
+    return Numbers(start, end, written, lead, np.array(wanted, dtype=np.int64))
+
+
+def _require_inside(numbers: Numbers, prefix_length: int) -> None:
+    inside = (numbers.start >= 0) & (numbers.start < numbers.end) & (numbers.end <= prefix_length)
+    if not inside.all():
+        i = int(inside.argmin())
+        raise LossError(
+            "a matched coordinate is not in the prefix",
+            found=f"tokens {numbers.start[i]}..{numbers.end[i]} of a prefix of {prefix_length}",
+            wanted="tokens inside the prefix",
+            remedy="this is a bug in the task's parser: please report the sample",
+        )
+
+
+def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
+    """[N] how many tokens each number shares with the true one. Undefined for those that are `right`."""
+    at = numbers.start[:, None] + np.arange(WINDOW)
+    own = token_ids.take(at, mode="clip")
+    differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])
+    alike = ~(differs.any(axis=1) | right)
+    if alike.any():
+        i = int(alike.argmax())
+        raise LossError(
+            "a ground-truth number and the predicted one have the same tokens",
+            found=f"{tokens[i].tolist()} for {numbers.wanted[i]}, {own[i].tolist()} for {numbers.bin[i]}",
+            wanted="tokens that differ in the number or right after it",
+            remedy="use a tokenizer that keeps the characters of numbers",
+        )
+    return differs.argmax(axis=1)
+
+
+def _taken_before(behind: Ints) -> Ints:
+    """[N] for each number, the first token that no earlier number has; `behind` is where each one's tokens end."""
+    return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

@@ -1,0 +1,127 @@
+"""How one tokenizer spells the thousand coordinates, alone and in another number's place.
+
+In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in those places. It
+is called for all numbers of an answer at once, because there are hundreds.
+
+Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). Then the ground-truth number is tokenized in the
+predicted one's place, between the same characters, up to the end of the token after the number. If the tokenizer's
+numbers stand alone (`tokens.py`), each has the same tokens everywhere, and the token after it stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.extensions import Tokenizer
+from learner.tasks.tokens import TokenPieces, pieces_of
+
+NO_TOKEN = -1
+WINDOW = 4  # tokens: a number has at most three characters, so two numbers differ by the token after it
+_NUM_BINS = 1000
+_MAX_PLACES = 1 << 10
+_NOT_MET = -2
+
+Ints = NDArray[np.int64]
+
+
+class Numbers(NamedTuple):
+    """Matched coordinates in order of appearance, each field [N]: those of `CoordSlots`, and the truth."""
+
+    start: Ints
+    end: Ints
+    bin: Ints
+    lead: Ints
+    wanted: Ints  # the ground truth's bin
+
+
+class _Context(NamedTuple):
+    """What surrounds a number: `lead` bytes of the token `before` and `tail` bytes of the token `last`, both shared
+    with the number (NO_TOKEN if none), and the token `after` that."""
+
+    before: int
+    lead: int
+    last: int
+    tail: int
+    after: int
+
+
+class Spelling:
+    """Made by `spelling_of`."""
+
+    def __init__(self, coordinate_text: Callable[[int], str], pieces: TokenPieces) -> None:
+        self._pieces = pieces
+        self._texts = tuple(coordinate_text(value) for value in range(_NUM_BINS))
+        self._lengths = np.array([len(text) for text in self._texts])
+        encoded = [pieces.encode(text) for text in self._texts]
+        # Bin -> its token; empty if some coordinates are several tokens.
+        self.single_tokens = np.array([ids[0] for ids in encoded] if all(len(ids) == 1 for ids in encoded) else [])
+        # [bin, W] its tokens; empty if they depend on their neighbours.
+        alone = [
+            (*ids, *[NO_TOKEN] * WINDOW)[:WINDOW] for ids in map(pieces.boundaries.numbers.get, self._texts) if ids
+        ]
+        self._alone = np.array(alone if len(alone) == _NUM_BINS else [], dtype=np.int64)
+        self._num_tokens = (self._alone != NO_TOKEN).sum(axis=-1)
+        self._table = Lock()
+        self._places: dict[_Context, int] = {}
+        # [place, bin, W] the first tokens of each number there, filled on demand. Dense: an answer needs hundreds.
+        self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
+
+    def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
+        """Whether each number is one token. Then its neighbours do not matter."""
+        return len(self.single_tokens) > 0 and bool((token_ids[numbers.start] == self.single_tokens[numbers.bin]).all())
+
+    def tokens_in_place(self, numbers: Numbers, token_ids: Ints) -> Ints:
+        """[N, W] the first tokens of each true number in the predicted one's place; NO_TOKEN after its last."""
+        if not len(self._alone):
+            return self._fused_tokens(numbers, token_ids)
+        tokens = self._alone[numbers.wanted]
+        tokens[np.arange(len(tokens)), self._num_tokens[numbers.wanted]] = token_ids[numbers.end]
+        return tokens
+
+    def _fused_tokens(self, numbers: Numbers, token_ids: Ints) -> Ints:
+        start, end, own, lead, wanted = numbers
+        lengths = self._pieces.lengths(token_ids)
+        ends = lengths.cumsum()
+        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes of the last token after it
+        before = np.where(lead > 0, token_ids[start], NO_TOKEN)
+        last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
+        columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
+        with self._table:  # threads share it
+            return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
+
+    def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
+        if len(self._places) > _MAX_PLACES:  # an untrained model writes anything
+            self._places.clear()
+            self._tokens[:] = _NOT_MET
+        places = np.fromiter(map(self._index_of, contexts), dtype=np.int64, count=len(contexts))
+        tokens = self._tokens[places, wanted]
+        unmet = np.flatnonzero(tokens[:, 0] == _NOT_MET)
+        for i in unmet.tolist():
+            self._tokens[places[i], wanted[i]] = self._encode(contexts[i], int(wanted[i]))
+        return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
+
+    def _index_of(self, place: _Context) -> int:
+        """The row of `place` in the table; a new place gets a new row."""
+        index = self._places.setdefault(place, len(self._places))
+        if index == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])
+        return index
+
+    def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
+        """The first tokens of `value` in its place. A character cut by the place's ends is left out."""
+        left = self._pieces[place.before][: place.lead] if place.lead else b""
+        right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
+        text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")
+        return (*self._pieces.encode(text), *[NO_TOKEN] * WINDOW)[:WINDOW]
+
+
+@lru_cache(maxsize=8)
+def spelling_of(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> Spelling:
+    """The spelling of `coordinate_text`; the same object for the same arguments, so that its tables are shared."""
+    return Spelling(coordinate_text, pieces_of(tokenizer))

@@ -1,0 +1,165 @@
+"""Y_train: what the model wrote, continued by what it missed, with labels and loss weights ("Loss on Y_train").
+
+In: an `Assignment` (or a sample alone, for plain teacher forcing). Out: a `Target`.
+
+    token_ids   [ rollout prefix | tail: missed objects, closer | EOS ]
+    labels      [ matched coordinates towards ground truth, else -100 | the tail's own tokens | EOS ]
+
+Invariants: the prefix is the rollout's own token ids, unless `prefix_repair` changes the answer first. Every missed
+object is in the tail, in canonical order. What holds for the targets of all tasks is in `learner/tasks/supervision.py`.
+Pure, no torch.
+
+Tail. Weight 1, except for descriptions: `desc_weight` on every token that holds any byte of one, fused tokens included.
+Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0. A
+completed label (`labels.complete`) has its own weight, on all its tokens.
+
+Matched predictions. `labels.py` gives the right token for each token of a coordinate and of a description. By default
+(SPEC) coordinates have weight 1 and descriptions none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.config.sections.loss import LossConfig
+from learner.extensions import Tokenizer
+from learner.records import Assignment, DetectionObject, Sample, Target
+from learner.tasks.detection.labels import coordinate_labels, description_labels
+from learner.tasks.detection.prefix import overrun_label, repaired, unmatched_behind, up_to_first_miss, up_to_last_match
+from learner.tasks.supervision import IGNORED, continued, tokens_of
+from learner.tasks.task import ObjectTask, SerializedTail
+from learner.tasks.tokens import TokenPieces, pieces_of
+
+SPECIFIED = LossConfig()  # the default loss on Y_train
+
+
+def build_target(
+    assignment: Assignment,
+    task: ObjectTask,
+    tokenizer: Tokenizer,
+    eos_token_id: int | None = None,
+    loss: LossConfig = SPECIFIED,
+) -> Target:
+    """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's), with the weights of `loss`.
+
+    Raises LossError if a coordinate's tokens are not in the prefix.
+    """
+    if loss.prefix_repair:
+        assignment = repaired(assignment, task, tokenizer)
+    whole = assignment
+    if loss.prefix_end != "last_object":
+        cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
+        assignment = cut(assignment, task)
+    unlabelled = unmatched_behind(whole, assignment, task) if loss.keep_unmatched else []
+    parsed = assignment.parsed
+    objects, factors = _appended(_missed(assignment, loss), unlabelled, task)
+    tail = task.serialize(objects, after=parsed)
+    prefix = parsed.token_ids[: parsed.prefix_length]
+    target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, loss.desc_weight, factors)
+    read = target.token_ids[: len(prefix) + 1]  # the number at the prefix's end may differ in the next token
+    if loss.matched_coordinate_weight:
+        positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
+        target.labels[positions] = labels
+        target.loss_weights[positions] = loss.matched_coordinate_weight
+        for factor, completed in _matched_by_factor(assignment):
+            positions, _ = coordinate_labels(completed, read, task.coordinate_text, tokenizer)
+            target.loss_weights[positions] = factor * loss.matched_coordinate_weight
+    if loss.matched_desc_weight:
+        for factor, some in (*_matched_by_factor(assignment), (1.0, assignment)):
+            for position, label in description_labels(some, task.desc_text, tokenizer):
+                _teach_besides(target, position, label, factor * loss.matched_desc_weight)
+    overrun = overrun_label(assignment, task, tokenizer) if loss.overrun_close_weight else None
+    if overrun is not None:
+        _teach_besides(target, *overrun, loss.overrun_close_weight)
+    return target
+
+
+def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
+    """The objects to append, in canonical order or in a random order that is fixed per sample."""
+    sample = assignment.parsed.rollout.sample
+    missed = [sample.objects[i] for i in assignment.missed]
+    if loss.missed_order == "random":
+        random.Random(sample.sample_id).shuffle(missed)
+    return missed
+
+
+def _appended(
+    missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
+) -> tuple[list[DetectionObject], dict[int, float]]:
+    """Both in canonical order, and what the loss of some of them is multiplied by: 0 for those without a label."""
+    both = [(obj, _factor(obj)) for obj in missed] + [(obj, 0.0) for obj in unlabelled]
+    if unlabelled:
+        both.sort(key=lambda pair: task.canonical_key(pair[0]))
+    return [obj for obj, _ in both], {place: factor for place, (_, factor) in enumerate(both) if factor != 1.0}
+
+
+def _factor(obj: DetectionObject) -> float:
+    return 1.0 if obj.votes is None else obj.votes.weight
+
+
+def _matched_by_factor(assignment: Assignment) -> list[tuple[float, Assignment]]:
+    """The pairs whose labels were completed with a weight other than 1, by that weight."""
+    truth = assignment.parsed.rollout.sample.objects
+    factors = sorted({_factor(truth[t]) for _, t, _ in assignment.pairs} - {1.0})
+    return [
+        (
+            factor,
+            replace(assignment, pairs=tuple(pair for pair in assignment.pairs if _factor(truth[pair[1]]) == factor)),
+        )
+        for factor in factors
+    ]
+
+
+def _teach_besides(target: Target, position: int, label: int, weight: float) -> None:
+    """Add a label, unless the token has one already: a token that is part of a coordinate keeps the coordinate's
+    label."""
+    if target.labels[position] == IGNORED:
+        target.labels[position], target.loss_weights[position] = label, weight
+
+
+def ground_truth_target(
+    sample: Sample, task: ObjectTask, tokenizer: Tokenizer, eos_token_id: int | None = None, desc_weight: float = 1.0
+) -> Target:
+    """The whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
+    objects, factors = _appended(list(sample.objects), [], task)
+    tail = task.serialize(objects, after=None)
+    return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), eos_token_id, desc_weight, factors)
+
+
+def _with_tail(
+    prefix: NDArray[np.int64],
+    tail: SerializedTail,
+    pieces: TokenPieces,
+    eos_token_id: int | None,
+    desc_weight: float,
+    factors: Mapping[int, float],
+) -> Target:
+    """Prefix, tail and EOS. The prefix is ignored, the rest is supervised. `factors`: what the weights of some of the
+    tail's objects are multiplied by; 0: they are ignored."""
+    text = tokens_of(tail.text, pieces)
+    eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+    target = continued(prefix, text, eos)
+    token_ids, weights = target.token_ids, target.loss_weights
+    marked = [(tail.object_spans[place], factor) for place, factor in factors.items() if factor]
+    if desc_weight != 1.0:
+        marked += [(span, desc_weight * factors.get(place, 1.0)) for place, span in enumerate(tail.desc_spans)]
+    marked += [(tail.object_spans[place], 0.0) for place, factor in factors.items() if not factor]
+    in_bytes = _byte_spans(tail.text, [span for span, _ in marked])
+    for (first, last), (_, weight) in zip(in_bytes, marked, strict=True):
+        if first < last:
+            begin = len(prefix) + text.token_at(first)
+            weights[begin : len(prefix) + text.tokens_until(last)] = weight
+    return replace(target, labels=np.where(weights > 0, token_ids, IGNORED))
+
+
+def _byte_spans(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of characters as offsets into the text's UTF-8 bytes."""
+    if text.isascii() or not spans:
+        return spans
+    offsets = np.cumsum([0, *(len(char.encode()) for char in text)])
+    return [(int(offsets[first]), int(offsets[last])) for first, last in spans]

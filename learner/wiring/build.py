@@ -1,0 +1,609 @@
+"""From a configuration to a run: makes every part, passes them to the `Trainer`, and closes them again.
+
+With `connect.py` the only module that knows all parts. It reads only the environment that it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.config.inference import INFERENCE_NAME, settings_of
+from learner.config.load import write_resolved
+from learner.config.modes import learns_rollouts, needs_rollouts
+from learner.config.plan import Plan, resolve, shards
+from learner.config.retained import retained_configs
+from learner.config.schema import RunConfig
+from learner.data import prompt
+from learner.data.augment import Augmented, augmented
+from learner.data.batches import (
+    Batches,
+    ShareReader,
+    WindowRepeater,
+    encoder_pool,
+    fewest_micro_batches,
+    sampler_of,
+    steps_per_epoch,
+)
+from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
+from learner.data.splits import load_split
+from learner.extensions import Task, check_extensions, loss_function, make_task, reader_of, reward_functions
+from learner.journal.answers import AnswersLog
+from learner.journal.console import Console
+from learner.journal.groups import GroupsLog
+from learner.journal.journal import Journal
+from learner.journal.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
+from learner.journal.trackers import check_trackers
+from learner.policy.load import Policy, load_policy
+from learner.policy.optim import Optimizer
+from learner.policy.parallel import Ranks, init_ranks
+from learner.records import RolloutCallLog, Sample
+from learner.report.page import write_report
+from learner.rollout.backend import RolloutBackend
+from learner.rollout.hf import HfBackend
+from learner.run.additions import run_annotations
+from learner.run.checkpoint import CheckpointStore
+from learner.run.files import writing
+from learner.run.output_dir import claim_output_dir, torchrun_agent
+from learner.run.stopping import Stopped, StopRequest, told_before_the_first_step
+from learner.steps.ahead import Stage2Ahead
+from learner.steps.buffered import BufferedSteps
+from learner.steps.completing import LabelCompletion
+from learner.steps.evaluation import Retained
+from learner.steps.groups import GroupSource
+from learner.steps.in_step import Overlap, Stage2InStep
+from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
+from learner.steps.refill import RefilledSteps
+from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
+from learner.steps.shares import Bounds
+from learner.steps.source import FreshSteps, StepSource
+from learner.steps.stage2 import Stage2Parts
+from learner.sync.sync import Sync
+from learner.tasks.detection.task import DetectionTask
+from learner.tasks.rewards import Rewards
+from learner.trainer import Trainer
+from learner.wiring.connect import Backend, connect_backend, connect_sync
+from shared.config.model import shown
+from shared.errors import ConfigError, DeadlineError
+from shared.tokens import read_token
+
+
+def step_plan(plan: Plan) -> Plan:
+    """The plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
+    share = plan.effective_batch_size // plan.world_size
+    return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
+
+
+def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
+    """Run the training that `config` describes, as one of torchrun's processes or alone. Returns the exit code."""
+    plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
+    check_extensions(config)
+    check_trackers(config)
+    with ExitStack() as stack:
+        stack.enter_context(told_before_the_first_step())
+        ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
+        stack.callback(ranks.close)
+        config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack)
+        trainer = build(config, plan, ranks, token=read_token(environment), stack=stack)
+        try:
+            with trainer.stop.installed():
+                trainer.run()
+        except Stopped as stopped:
+            trainer.journal.note(str(stopped))
+            return stopped.exit_code
+    return 0
+
+
+def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
+    """Every part of a run, checked against the servers before the first step. Parts to be closed go on `stack`."""
+    log = _open_run_dir(config, plan, ranks, stack)
+    basis = _basis(config, plan, ranks)
+    batches, total_steps = _batches(basis, stack)
+    check_packing_buffer(basis.data.train, basis.policy.encoder, config, plan, total_steps)
+    console = _console(config, ranks, total_steps, stack)
+    log.tell = console.note
+    _tell_compilation(basis.policy, log, console)
+    _tell_bad_records(basis.data, log, console)
+    timeline = Timeline(ranks.rank)
+    after_backend = stack.enter_context(ExitStack())  # parts that wait for a call until the backend closes it
+    optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
+    backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
+    clock = PhaseClock(on_phase=timeline.phase)
+    journal = Journal(
+        ranks=ranks,
+        log=log,
+        timeline=timeline,
+        clock=clock,
+        console=console,
+        answers=_answers(basis),
+        groups=_groups(basis, stack),
+    )
+    labels = _label_completion(basis, backend, console)
+    source = _step_source(basis, batches, backend, total_steps, journal)
+    after_backend.push(_closing(source))
+    stack.callback(source.stop)
+    return Trainer(
+        config=config,
+        total_steps=total_steps,
+        ranks=ranks,
+        policy=basis.policy,
+        optimizer=optimizer,
+        source=source,
+        task=basis.task,
+        rewards=basis.rewards,
+        eval_samples=basis.data.evaluation,
+        test_samples=basis.data.test,
+        retained=basis.data.retained,
+        backend=backend,
+        sync=sync,
+        checkpoints=CheckpointStore(
+            root=Path(config.training.output_dir),
+            ranks=ranks,
+            save_total_limit=config.training.save_total_limit,
+            config_digest=_digest(config),
+            notes={INFERENCE_NAME: settings_of(config, basis.data.train).to_json()},
+        ),
+        stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
+        journal=journal,
+        labels=labels,
+    )
+
+
+def export(checkpoint: str, out: str, dtype: str) -> int:
+    """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code."""
+    from learner.config.sections.model import ModelConfig
+    from learner.policy.files import export_model
+
+    policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
+    export_model(policy, Path(out), dtype=getattr(torch, dtype))
+    print(f"wrote {out}")
+    return 0
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """`test` is scored at the end, `retained` at each evaluation. `bad_records`: of each, how many were dropped or
+    clipped, by kind and action."""
+
+    train: list[Sample]
+    evaluation: list[Sample]
+    test: list[Sample]
+    retained: list[Retained]
+    bad_records: Mapping[str, Mapping[str, Mapping[str, int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """What the other parts are made from."""
+
+    config: RunConfig
+    plan: Plan
+    ranks: Ranks
+    policy: Policy
+    task: Task
+    data: RunData
+
+    @property
+    def ground_truth(self) -> GroundTruthSource:
+        return GroundTruthSource(self.task, loss=self.config.loss)
+
+    @cached_property
+    def rewards(self) -> Rewards:
+        functions, weights = reward_functions(self.config), dict(self.config.reward.weights)
+        if self.config.custom.trainer_variant == "grpo" and not functions and not weights:
+            weights = {"f1": 1.0}
+        return Rewards(tokenizer=self.policy.tokenizer, functions=functions, weights=weights, task=self.task)
+
+
+def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
+    """The run's folder with the resolved configuration, a log file per rank, and metrics that begin with the plan."""
+    run_dir = Path(config.training.output_dir)
+    with writing(run_dir):
+        log_to_file(run_dir, ranks.rank)
+        if ranks.is_main:
+            write_resolved(config, run_dir)
+            point_latest(run_dir)
+        settings = shown(config)
+        log = MetricsLog(run_dir, config.logging, enabled=ranks.is_main, settings=settings, write_report=write_report)
+    stack.callback(log.close)
+    log.write("plan", plan.to_json())
+    return log
+
+
+def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
+    """The policy, equal on all ranks, the task and the samples."""
+    torch.manual_seed(config.training.seed)
+    shard_over = ranks if shards(config, ranks.world_size) else None
+    policy = load_policy(
+        config.model,
+        device=ranks.device,
+        bf16=config.training.bf16,
+        shard_over=shard_over,
+        image_rules=config.data.image_rules,
+        loss=loss_function(config),
+        grpo=config.grpo if config.custom.trainer_variant == "grpo" else None,
+        coordinate_smoothing=config.loss.coordinate_smoothing,
+    )
+    policy.broadcast(ranks)
+    task = make_task(config.task, policy.tokenizer)
+    return Basis(
+        config=config, plan=plan, ranks=ranks, policy=policy, task=task, data=load_data(config, task, policy.encoder)
+    )
+
+
+def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None:
+    """Log whether the model is compiled, and why not. With a GPU, print the reason too."""
+    log.write("model", {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled})
+    if policy.why_not_compiled and policy.device.type == "cuda":
+        console.note(f"not compiled: {policy.why_not_compiled}")
+
+
+def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RunData:
+    """Training samples, those to evaluate on (`data.val`, or `data.test` if that is the only one), and those that are
+    scored at the end (D17). Raises DataError with file and line."""
+    data, training = config.data, config.training
+    reading: dict[str, Any] = {"geometry": config.task.geometry, "reader": reader_of(config)}
+    train = load_split(data, data.train, task, too_long=row_limit(config, task, encoder), **reading)
+    bad = {"train": train.bad.summary()}
+    path = data.val or data.test
+    evaluation: list[Sample] = []
+    test: list[Sample] = []
+    if training.eval_on_start or training.eval_on_end or training.eval_steps:
+        if path is None:
+            raise ConfigError(
+                "data.val: nothing to evaluate on",
+                found="neither data.val nor data.test",
+                wanted="a held-out set, since training.eval_* asks for evaluations",
+                remedy="name one, or switch evaluations off",
+            )
+        held_out = load_split(data, path, task, **reading)
+        bad["evaluation"], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
+    if data.val is not None and data.test is not None and training.eval_on_end:
+        scored = load_split(data, data.test, task, **reading)
+        bad["test"], test = scored.bad.summary(), scored.samples
+    retained = []
+    for name, own in retained_configs(config).items():
+        own_task = make_task(own.task, encoder.tokenizer)
+        found = load_split(own.data, own.data.train, own_task, geometry=own.task.geometry, reader=reader_of(own))
+        bad[f"retain {name}"] = found.bad.summary()
+        retained.append(Retained(name=name, task=own_task, samples=found.samples))
+    return RunData(
+        train=train.samples,
+        evaluation=evaluation,
+        test=test,
+        retained=retained,
+        bad_records={part: found for part, found in bad.items() if found},
+    )
+
+
+def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RowLimit:
+    """Which training samples fit a packed row at any step."""
+    return RowLimit(
+        encoder=encoder,
+        task=task,
+        max_tokens=config.global_max_length,
+        max_new_tokens=config.rollout_matching.decoding.max_new_tokens if learns_rollouts(config) else 0,
+    )
+
+
+def _tell_bad_records(data: RunData, log: MetricsLog, console: Console) -> None:
+    """Log what was dropped or clipped, and print a line for each."""
+    log.write(
+        "data",
+        {
+            "train": len(data.train),
+            "evaluation": len(data.evaluation),
+            "test": len(data.test),
+            "bad_records": data.bad_records,
+        },
+    )
+    for part, kinds in data.bad_records.items():
+        counts = ", ".join(f"{n} {kind} ({action})" for kind, acts in kinds.items() for action, n in acts.items())
+        console.note(f"bad records of the {part} data: {counts}")
+
+
+def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:
+    """This rank's micro-batches (in `stage2_ab_training`: whole steps), and the length of the run in steps."""
+    config = basis.config
+    plan = step_plan(basis.plan) if config.stage2_ab else basis.plan
+    batches = Batches(
+        basis.data.train,
+        config=config,
+        plan=plan,
+        rank=basis.ranks.rank,
+        encoder=basis.policy.encoder,
+        augmented=_augmented(basis, basis.policy.encoder),
+    )
+    stack.callback(batches.close)
+    return batches, config.training.max_steps or _steps_of_epochs(config, plan, batches)
+
+
+def check_packing_buffer(
+    samples: Sequence[Sample], encoder: prompt.PromptEncoder, config: RunConfig, plan: Plan, total_steps: int
+) -> None:
+    """Raises ConfigError where the carry buffer must overflow during the run: better now than after hours (D6)."""
+    training = config.training
+    if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
+        return  # how long augmented samples are is not known yet
+    if plan.per_device_train_batch_size == 1:
+        return  # every row takes at least one segment
+    sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
+    gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
+    fewest = [fewest_tokens(sample, encoder) for sample in samples]
+    overflow = carry_overflow(
+        fewest,
+        sampler,
+        row_tokens=config.global_max_length,
+        micro_steps=fewest_micro_batches(
+            total_steps, sampler.per_epoch, gradient_accumulation_steps=gas, m_steps=m_steps
+        ),
+        most_carried=training.packing_buffer,
+    )
+    if overflow is None:
+        return
+    mean = sum(fewest) / len(fewest)
+    raise ConfigError(
+        "training.packing_buffer must overflow: more segments arrive than packed rows can take",
+        found=f"at least {overflow.carried} segments left over on a rank after {overflow.micro_steps} micro-steps of "
+        f"{plan.per_device_train_batch_size} samples, which have {mean:.0f} tokens or more on average",
+        wanted=f"at most training.packing_buffer ({training.packing_buffer}); a micro-step learns one row of "
+        f"global_max_length ({config.global_max_length}) tokens",
+        remedy="lower training.per_device_train_batch_size, or raise global_max_length; a larger packing_buffer only "
+        "moves the end",
+    )
+
+
+def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack) -> Console:
+    console = Console(
+        total_steps=total_steps,
+        name=Path(config.training.output_dir).name,
+        enabled=ranks.is_main,
+        progress_bar=config.logging.progress_bar,
+    )
+    stack.callback(console.close)
+    return console
+
+
+def _rollouts(
+    basis: Basis, optimizer: Optimizer, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
+) -> tuple[Backend | None, Sync | None]:
+    """The rollout backend, and the sync that brings it weights. Both are None without rollouts. The sync is None if the
+    trained model itself generates."""
+    config, ranks, policy = basis.config, basis.ranks, basis.policy
+    if not needs_rollouts(config):
+        return None, None
+
+    def on_call(record: RolloutCallLog) -> None:
+        timeline.call(record)
+        log.write("rollout_call", record)
+        if not ranks.is_main:  # other ranks write no metrics; their seeds and chunks are in their logs (R15)
+            logging.getLogger("learner.rollout").info("%s", record)
+
+    backend = connect_backend(config, policy, ranks=ranks, optimizer=optimizer, token=token, on_call=on_call)
+    stack.callback(backend.close)
+    if isinstance(backend, HfBackend):
+        return backend, None
+    sync = connect_sync(config, policy, backend, basis.task, basis.data.train, ranks=ranks)
+    stack.callback(sync.close)
+    return backend, sync
+
+
+def _step_source(
+    basis: Basis,
+    batches: Batches,
+    backend: Backend | None,
+    total_steps: int,
+    journal: Journal,
+) -> StepSource:
+    """Where each step's rows come from."""
+    config, plan, clock = basis.config, basis.plan, journal.clock
+    source, row_maker = _segment_source(basis, backend, journal), _row_maker(config)
+    if config.stage2_ab is not None:
+        parts = Stage2Parts(
+            b_ratio=config.stage2_ab.schedule.b_ratio,
+            places_per_sample=config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1,
+            packs_per_step=plan.gradient_accumulation_steps,
+            ranks=basis.ranks,
+            batches=batches,
+            ground_truth=basis.ground_truth,
+            rollouts=source,
+            row_maker=row_maker,
+            clock=clock,
+        )
+        return _stage2(basis, parts, capacity=_places_at_once(config, backend), total_steps=total_steps)
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "ranks": basis.ranks,
+        "encoder": basis.policy.encoder,
+        "clock": clock,
+    }
+    if config.custom.trainer_variant == "grpo" and config.grpo.max_refills:
+        settings["groups_per_step"] = plan.effective_batch_size // config.grpo.num_generations
+        return RefilledSteps(batches, source, row_maker, max_refills=config.grpo.max_refills, **settings)
+    if plan.m_steps == 1:
+        drains_at = None if config.training.packing_drop_last else total_steps - 1
+        return FreshSteps(batches, source, row_maker, drains_at=drains_at, **settings)
+    repeater = WindowRepeater(
+        batches, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
+    )
+    return BufferedSteps(repeater, source, row_maker, **settings)
+
+
+def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int) -> StepSource:
+    """`capacity`: how many places of a batch the backend decodes at once for this rank."""
+    config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
+    assert config.stage2_ab is not None
+    if not plan.async_actor_learner or parts.b_ratio == 0:
+        return Stage2InStep(
+            parts, overlap=_overlap(config, parts.rollouts) if plan.overlap else None, deadline_s=deadline_s
+        )
+    settings = config.stage2_ab.async_actor_learner
+    return Stage2Ahead(
+        parts,
+        _share_reader(basis),
+        bounds=Bounds.run_ahead(settings, packs_per_step=parts.packs_per_step),
+        samples_per_pack=plan.per_device_train_batch_size,
+        capacity=capacity,
+        total_steps=total_steps,
+        max_starved_steps=settings.max_starved_steps,
+        deadline_s=deadline_s / 2,  # so that a rank's own error comes before the other ranks' timeout
+    )
+
+
+def _places_at_once(config: RunConfig, backend: Backend | None) -> int:
+    """How many places of a batch the backend decodes at once for this rank, at least one. With `grpo` places are
+    rollouts, in whole groups."""
+    chunk = backend.chunk if backend else 0
+    if config.custom.trainer_variant == "grpo":
+        return max(1, chunk // config.grpo.num_generations) * config.grpo.num_generations
+    return max(1, chunk)
+
+
+def _overlap(config: RunConfig, rollouts: SegmentSource) -> Overlap:
+    assert isinstance(rollouts, RolloutSource)
+    return Overlap(
+        rollouts=rollouts,
+        capacity=config.global_max_length,
+        in_order=config.training.deterministic,
+        share_prompts=_shares_prompts(config),
+    )
+
+
+def _shares_prompts(config: RunConfig) -> bool:
+    return config.custom.trainer_variant == "grpo" and config.grpo.share_prompts
+
+
+def _share_reader(basis: Basis) -> ShareReader:
+    config, samples = basis.config, basis.data.train
+    encoder = copy.deepcopy(basis.policy.encoder)  # the producer's thread shares nothing with the learning thread
+    return ShareReader(
+        samples,
+        sampler_of(len(samples), config=config, plan=step_plan(basis.plan), rank=basis.ranks.rank),
+        encoder_pool(config, encoder, samples_per_micro_batch=basis.plan.per_device_train_batch_size),
+        augmented=_augmented(basis, encoder, rollouts=True),
+    )
+
+
+def _augmented(basis: Basis, encoder: prompt.PromptEncoder, *, rollouts: bool = False) -> Augmented | None:
+    too_long = row_limit(basis.config, basis.task, encoder)
+    return augmented(basis.config, basis.plan, basis.data.train, too_long=too_long, rollouts=rollouts)
+
+
+def _closing(source: StepSource) -> Callable[..., None]:
+    """Closes `source` at the end of the run. A producer that does not end must not hide the error that ended the
+    run."""
+
+    def close(_: object, error: BaseException | None, __: object) -> None:
+        try:
+            source.close()
+        except DeadlineError as late:
+            if error is None:
+                raise
+            logging.getLogger(__name__).warning("%s", late)
+
+    return close
+
+
+def _answers(basis: Basis) -> AnswersLog | None:
+    """Where rank 0's newest answers go; None for other ranks, other tasks than detection, and if none are kept."""
+    size = basis.config.logging.answers
+    if (
+        not size
+        or not isinstance(basis.task, DetectionTask)
+        or not basis.ranks.is_main
+        or not learns_rollouts(basis.config)
+    ):
+        return None
+    return AnswersLog(Path(basis.config.training.output_dir), basis.policy.tokenizer, size)
+
+
+def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
+    """Where rank 0's rewards and groups go."""
+    config = basis.config
+    if not config.logging.groups or config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
+        return None
+    log = GroupsLog(Path(config.training.output_dir), basis.task, config.logging.groups)
+    stack.callback(log.close)
+    return log
+
+
+def _label_completion(basis: Basis, backend: Backend | None, console: Console) -> LabelCompletion | None:
+    """What completes `basis.data.train`, the one list that all parts of the run read samples from."""
+    config, task = basis.config, basis.task
+    if config.labels.complete is None:
+        return None
+    assert backend is not None
+    assert isinstance(task, DetectionTask)
+    return LabelCompletion(
+        basis.data.train,
+        settings=config.labels.complete,
+        backend=backend,
+        task=task,
+        ranks=basis.ranks,
+        run_dir=Path(config.training.output_dir),
+        too_long=row_limit(config, task, basis.policy.encoder),
+        tell=console.note,
+        annotations=run_annotations(config) if basis.ranks.is_main else None,
+    )
+
+
+def _segment_source(basis: Basis, backend: RolloutBackend | None, journal: Journal) -> SegmentSource:
+    if not learns_rollouts(basis.config):
+        return basis.ground_truth
+    assert backend is not None
+    config, answers, groups = basis.config, journal.answers, journal.groups
+    on_answer = answers.add if answers is not None else None
+    if config.custom.trainer_variant != "grpo":
+        return RolloutSource(
+            backend,
+            basis.task,
+            basis.rewards,
+            loss=config.loss,
+            on_answer=on_answer,
+            image_processing=basis.policy.encoder.image_processing,
+        )
+    return GroupSource(
+        backend,
+        basis.task,
+        basis.rewards,
+        grpo=config.grpo,
+        max_new_tokens=config.rollout_matching.decoding.max_new_tokens,
+        loss=config.loss,
+        ranks=basis.ranks,
+        on_answer=on_answer,
+        on_group=groups.add if groups is not None else None,
+        image_processing=basis.policy.encoder.image_processing,
+    )
+
+
+def _row_maker(config: RunConfig) -> RowMaker:
+    training = config.training
+    if not training.packing:
+        return SingleRows(config.global_max_length)
+    if config.custom.trainer_variant != "rollout_matching_sft":
+        return CompleteRows(config.global_max_length, share_prompts=_shares_prompts(config))
+    return CarriedRows(config.global_max_length, max_segments=training.packing_buffer)
+
+
+def _steps_of_epochs(config: RunConfig, plan: Plan, batches: Batches) -> int:
+    epochs = config.training.num_train_epochs
+    assert epochs is not None, "the schema wants max_steps or num_train_epochs"
+    return epochs * steps_per_epoch(
+        batches.per_epoch, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
+    )
+
+
+def _digest(config: RunConfig) -> str:
+    return hashlib.sha256(config.model_dump_json(exclude={"training": {"resume_from_checkpoint"}}).encode()).hexdigest()

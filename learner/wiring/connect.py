@@ -1,0 +1,197 @@
+"""From a configuration to the rollout backend and its weight sync.
+
+Both have reached the servers, or started the colocated engine, before they are returned. So what is wrong there is
+reported before the first step. Whoever calls closes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from learner.config.modes import sync_mode
+from learner.config.plan import tensor_parallel_size
+from learner.config.schema import RunConfig
+from learner.config.sections.loss import LossConfig
+from learner.extensions import Task
+from learner.policy.canary_scores import CanaryScorer
+from learner.policy.load import Policy
+from learner.policy.lora import AdapterWeights, base_model_path
+from learner.policy.offload import make_offload
+from learner.policy.optim import Optimizer
+from learner.policy.parallel import Ranks
+from learner.records import RolloutCallLog, Sample
+from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.control import ServerControl
+from learner.rollout.discovery import Discovery
+from learner.rollout.hf import HfBackend
+from learner.rollout.servers import ServerBackend
+from learner.sync.canary import Canary, CanaryItem
+from learner.sync.colocated import EngineDelivery
+from learner.sync.fitness import check_servers, server_check
+from learner.sync.servers import ServerDelivery
+from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
+from learner.sync.sync import Delivery, Sync
+from shared.checkpoint import signature
+
+Backend = ServerBackend | ColocateBackend | HfBackend
+ALONE = Ranks()  # one process
+
+
+def connect_backend(
+    config: RunConfig,
+    policy: Policy,
+    *,
+    ranks: Ranks = ALONE,
+    optimizer: Optimizer | None = None,
+    token: str | None = None,
+    on_call: Callable[[RolloutCallLog], None] | None = None,
+) -> Backend:
+    """A backend that is ready to generate. `optimizer`: whose moments a colocated engine may move away (`offload`).
+    `on_call` is told of each generation. Raises ServerError if a configured server is not ready, ConfigError if an
+    engine cannot start."""
+    rollouts, seed = config.rollout_matching, config.training.seed
+    if rollouts.rollout_backend == "hf":
+        return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
+    if rollouts.vllm.mode == "colocate":
+        return _colocate(config, policy, ranks, optimizer, on_call)
+    backend = ServerBackend(
+        rollouts,
+        run_seed=seed,
+        rank=ranks.rank,
+        num_ranks=ranks.world_size,
+        token=token,
+        vocab_size=policy.model.config.get_text_config().vocab_size,
+        logprobs=config.custom.trainer_variant == "grpo",
+        pixel_share=config.data.pixel_share,
+        images=policy.encoder.images,
+        on_call=on_call,
+    )
+    backend.connect()
+    return backend
+
+
+def connect_sync(
+    config: RunConfig,
+    policy: Policy,
+    backend: Backend,
+    task: Task,
+    samples: Sequence[Sample],
+    *,
+    ranks: Ranks = ALONE,
+) -> Sync:
+    """Into the colocated engine, or to every server. Servers are joined, and were found to serve the same model and to
+    render the same prompts. A sync is checked with the first of `samples`. Adapters are synced if the configuration
+    says so. Raises ServerError or SyncError. A `HfBackend` has none: the trained model itself generates."""
+    assert not isinstance(backend, HfBackend), "the trained model itself generates"
+    vllm = config.rollout_matching.vllm
+    items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
+    is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
+    answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
+    canary = Canary(
+        items=items,
+        scorer=CanaryScorer(policy, answers),
+        tolerance=vllm.sync.canary_tolerance,
+        dtype=computes_in(policy),
+    )
+    weights: WeightSource = policy
+    adapter: AdapterSource | None = _synced_adapter(config, policy)
+    delivery: Delivery
+    if isinstance(backend, ColocateBackend):
+        delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
+    else:
+        prompts = [items[0], *(_probe(sample, policy) for sample in extremes(samples))]
+        check = server_check(
+            backend,
+            architecture=signature(policy.model.config.to_dict()),
+            prompts=prompts,
+            image_processing=policy.encoder.image_processing,
+        )
+        check_servers(backend, check, ranks=ranks)
+        sync_ranks: SyncRanks = ranks
+        if policy.is_sharded:  # all ranks do what rank 0 needs of the weights
+            sync_ranks = sharded = ShardedRanks(ranks, bucket_bytes=vllm.sync.bucket_bytes)
+            weights = ShardedSource(policy, sharded)
+            adapter = ShardedAdapter(adapter, sharded) if adapter else None
+            canary = replace(canary, scorer=sharded.shared(canary.scorer))
+        delivery = ServerDelivery(
+            backend,
+            vllm,
+            canary=canary,
+            ranks=sync_ranks,
+            device=ranks.device,
+            check=check,
+            control=ServerControl(Path(config.training.output_dir)) if ranks.is_main else None,
+            discovery=Discovery(vllm.server.discovery) if vllm.server.discovery and ranks.is_main else None,
+        )
+    sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=vllm.sync.fallback_to_full)
+    sync.connect()
+    return sync
+
+
+def _colocate(
+    config: RunConfig,
+    policy: Policy,
+    ranks: Ranks,
+    optimizer: Optimizer | None,
+    on_call: Callable[[RolloutCallLog], None] | None,
+) -> ColocateBackend:
+    rollouts = config.rollout_matching
+    adapter = _synced_adapter(config, policy)
+    engine = ColocatedEngine(
+        rollouts,
+        model=base_model_path(config.model) or config.model.path,
+        dtype=computes_in(policy),
+        ranks=ranks,
+        tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
+        offload=make_offload(rollouts.offload, policy, optimizer),
+        lora_rank=adapter.rank if adapter is not None and not adapter.obstacle else 0,
+    )
+    return ColocateBackend(
+        rollouts,
+        engine,
+        policy.encoder,
+        run_seed=config.training.seed,
+        ranks=ranks,
+        logprobs=config.custom.trainer_variant == "grpo",
+        pixel_share=config.data.pixel_share,
+        on_call=on_call,
+    )
+
+
+def computes_in(policy: Policy) -> torch.dtype:
+    """The type of training's and scoring's computations."""
+    return torch.bfloat16 if policy.bf16 else policy.model.dtype
+
+
+def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:
+    return policy.adapter_weights() if sync_mode(config) == "adapter" else None
+
+
+def extremes(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with the fewest and the most pixels. Their prompts differ if the two sides have other limits
+    (`min_pixels`, `max_pixels`) that any sample meets."""
+    pictured = [sample for sample in samples if sample.images]
+    if not pictured:
+        return []
+    return [choose(pictured, key=lambda sample: sample.width * sample.height) for choose in (min, max)]
+
+
+def _probe(sample: Sample, policy: Policy) -> CanaryItem:
+    """A sample's prompt, with the shortest answer."""
+    return CanaryItem(
+        sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=(policy.tokenizer.eos_token_id,)
+    )
+
+
+def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
+    """The ground truth of a training sample: fixed, and with its image, so that the vision tower is checked too."""
+    target = task.ground_truth(sample, LossConfig())
+    return CanaryItem(
+        sample=sample,
+        prompt=policy.encoder.encode(sample),
+        response_token_ids=tuple(int(token) for token in target.token_ids),
+    )

@@ -1,0 +1,92 @@
+"""The line of a step says what a user looks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from learner.journal.console import Console, step_line
+from learner.records import ServerChange, StepResult, SyncReceipt
+
+METRICS = {"match_rate": 0.5, "missed": 7.0, "rollout_s": 0.6, "learn_s": 0.61, "sync_s": 0.4, "tokens_per_s": 1234.0}
+SYNC = SyncReceipt(ver=4, mode="full", seconds=0.4, num_bytes=10, num_tensors=2, canary_gap=0.0123, canary_gap_max=0.02)
+
+
+def result(**fields: Any) -> StepResult:
+    counts = {"num_segments": 2, "num_rows": 1, "num_tokens": 90, "num_supervised": 9}
+    base = {"global_step": 3, "channel": "B", "loss": 1.25, "learning_rate": 1e-4, "grad_norm": 0.5, "ver": 4}
+    return StepResult(**{**base, **counts, "metrics": METRICS, **fields})
+
+
+def test_a_step_with_rollouts_and_a_sync() -> None:
+    line = step_line(result(), SYNC, 100)
+    for words in (
+        "step   3/100",
+        "  B  ",
+        "loss 1.2500",
+        "match 0.50",
+        "FN 7",
+        "rollout 0.60",
+        "learn 0.61",
+        "sync 0.40",
+    ):
+        assert words in line
+    assert "1234 tok/s" in line
+    assert line.endswith("ver 4 gap 0.0123")
+
+
+def test_a_step_on_kept_rollouts_tells_their_window_and_age() -> None:
+    """R18: which accumulation window, which of its steps, and how many updates its rollouts are behind."""
+    places = {"rollout_buffer/window": 5.0, "rollout_buffer/m_step": 3.0, "rollout_buffer/rollout_age": 2.0}
+    assert "  window 5 m-step 3 age 2  " in step_line(result(metrics=METRICS | places), None, 100)
+    assert "window" not in step_line(result(), None, 100)
+
+
+def test_a_step_on_ground_truth_claims_no_matches() -> None:
+    line = step_line(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), None, 9)
+    assert "match" not in line
+    assert "ver" not in line
+
+
+def test_a_step_ahead_of_which_rollouts_run() -> None:
+    """R25, R27: packs waiting, their age, what was dropped; and why Channel-B did not run."""
+    queue = {"stage2_ab/async/queue_depth": 3.5, "stage2_ab/async/packs_dropped_oldest": 0.0}
+    queue |= {"stage2_ab/async/packs_dropped_unwanted": 1.0}
+    ages = {"stage2_ab/async/age_versions": 0.75, "stage2_ab/async/age_updates": 1.5}
+    ahead = {**METRICS, **queue, "stage2_ab/async/packs_dropped_stale": 2.0}
+    line = step_line(result(metrics={**ahead, **ages}), None, 9)
+    assert "  queue 3.5 age 0.75 (1.5 updates) dropped 3  " in line
+    skipped = {**ahead, "stage2_ab/async/b_step_skipped_due_to_queue": 1.0}
+    line = step_line(result(channel="A", metrics=skipped), None, 9)
+    assert "  A (no packs for B)  " in line
+    assert "age" not in line
+    assert "queue" not in step_line(result(), None, 9)
+
+
+def test_the_end_of_adapter_syncs_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """R08: an error's words may look like rich's markup."""
+    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False)
+    console.sync(SYNC)
+    assert capsys.readouterr().out == ""
+    console.sync(replace(SYNC, fallback="found ['q_proj'], not [/proj]"))
+    assert "full weight syncs from here on" in (out := capsys.readouterr().out)
+    assert out.endswith("found ['q_proj'], not [/proj]\n")
+
+
+def test_what_happens_to_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """R40: which one, what, how many are left, and why."""
+    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False)
+    console.server(ServerChange(base_url="http://a:1", what="lost", because="silence [1.5 s]", serving=2))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert all(word in line for word in ("http://a:1", "lost", "2 serve", "silence [1.5 s]"))
+
+
+def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    for enabled in (False, True):
+        console = Console(total_steps=5, name="run", enabled=enabled, progress_bar=True)
+        console.note("hello")
+        console.step(result(), None)
+        console.close()
+        assert bool(capsys.readouterr().out) == enabled
