@@ -1,12 +1,12 @@
 # `make help` lists the targets. Each does its own set-up, and says what it is doing.
 SHELL := /bin/bash
 PY := .venv/bin/python
-PYTEST := $(PY) -m pytest -n 2 --dist loadfile
+PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint format serve learn launch doctor docs bench bench-gpu site check
+.PHONY: help setup demo test test-slow test-again test-fast lint format serve learn launch doctor docs bench bench-gpu site check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,7 +18,13 @@ demo: setup  ## the main job end to end on this machine: serve, learn, sync, com
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
-	@$(PYTEST) tests/test_*.py tests/unit && $(PYTEST) tests/integration tests/gpu
+	@$(PYTEST) -m "not slow" tests
+
+test-slow: setup  ## what `make test` leaves out: random faults, several nodes, sharded models, the wheel
+	@$(PYTEST) -m slow tests/integration
+
+test-again: setup  ## the tests that failed last time, alone
+	@$(PY) -m pytest --last-failed --last-failed-no-failures none tests
 
 test-fast: setup  ## unit tests only
 	@$(PYTEST) tests/test_*.py tests/unit
@@ -53,4 +59,4 @@ docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages
 site: setup  ## build the documentation into site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean
 
-check: lint site test  ## what CI runs
+check: lint site test test-slow  ## what CI runs
