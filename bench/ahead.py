@@ -31,11 +31,11 @@ from bench.training import DEMO_TASK
 from deploy.launch import supervised
 from learner.data.batches import Batches, DistributedSampler, MicroBatch, ShareReader
 from learner.data.encoding import LocalPool
+from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
 from learner.rollout.distribution import Answered, Batch, Dispatcher, distribute
 from learner.rollout.servers import LoopThread
-from learner.run.log import PhaseClock
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CompleteRows

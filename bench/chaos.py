@@ -375,9 +375,9 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
 
 def write_table(model: Path, samples: Path, table: Path, config: Any) -> None:
     """What the engine answers: each sample's prompt as the learner encodes it, and its first objects."""
-    from learner.build import load_data
     from learner.policy.load import load_policy
     from learner.tasks.detection.task import DetectionTask
+    from learner.wiring.build import load_data
 
     policy = load_policy(config.model, device=torch.device("cpu"))
     task = DetectionTask(config.task, policy.tokenizer)
@@ -444,7 +444,7 @@ class Campaign:
         from bench.models import text_model
         from learner.config.load import config_of
 
-        RUNNING.set_forkserver_preload(["bench.chaos", "learner.build", "learner.sync.servers"])
+        RUNNING.set_forkserver_preload(["bench.chaos", "learner.wiring.build", "learner.sync.servers"])
         self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
         self.ahead, self._stack = ahead, contextlib.ExitStack()
         self._make_network(loopback)
@@ -642,7 +642,7 @@ def _wrong_epochs(notes: list[list[dict[str, Any]]]) -> list[str]:
 
 
 def _wrong_counts(notes: list[list[dict[str, Any]]]) -> list[str]:
-    """Of a run ahead, whose steps begin before the last ones have ended: no sample falls behind."""
+    """Check a run ahead, whose steps begin before the last ones have ended: no sample falls behind."""
     learned = Counter(chain(*(note.get("learned", []) for part in notes for note in part)))
     counts = [learned[f"s{i}"] for i in range(NUM_SAMPLES)]
     return [f"samples were learned {min(counts)} to {max(counts)} times"] if max(counts) - min(counts) > 2 else []

@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def fingerprint(tensors: Tensors) -> int:
-    """Of weights, by content; below 2**31."""
+    """A number that stands for weights by their content, below 2**31."""
     found = 0
     for name in sorted(tensors):
         found = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().tobytes(), found)
@@ -55,7 +55,7 @@ NAN_TOKEN = 999  # as if the weights gave it no number
 
 
 def logprobs(tensors: Tensors, token_ids: list[int]) -> list[float]:
-    """What these weights give to an answer's tokens: some function of all of them."""
+    """The log-probabilities that these weights give to an answer's tokens: some function of all of them."""
     total = sum(float(tensor.double().sum()) for tensor in tensors.values())
     return [math.nan if token_id == NAN_TOKEN else -abs(total) - 0.01 * token_id for token_id in token_ids]
 
@@ -116,7 +116,7 @@ class TensorEngine:
     async def models(self) -> bytes:
         return b"{}"
 
-    async def complete(self, call: OpenAICall) -> bytes:
+    async def complete(self, call: OpenAICall, ver: int) -> bytes:
         return b"{}"
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:

@@ -2,11 +2,11 @@
 
     python -m bench.families [--out FILE] [FAMILY ...]
 
-In: names of families of `tests/models.py`, by default all; each is built with random weights, tiny. Out: a table, and
-with `--out` a JSON file that keeps the other families' entries. For every family, on CPU in float32:
+In: names of families of `bench/tiny_models.py`, by default all; each is built with random weights, tiny. Out: a table,
+and with `--out` a JSON file that keeps the other families' entries. For every family, on CPU in float32:
 
 - the server's own rendering of prompts with one, two and no images is given to vLLM, and the token ids that vLLM has
-  consumed are compared with the learner's;
+  consumed and the pixels that its vision tower was fed are compared with the learner's;
 - the learner's weights are changed and synced; the canary compares vLLM's log-probabilities with the learner's;
 - vLLM's greedy answers after the sync are compared with those of transformers.
 
@@ -30,9 +30,13 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from bench.engines import colocate_sync, colocated_engine
 from bench.figures import circumstances
 from bench.runs import say
-from learner.config.schema import ModelConfig, RolloutMatchingConfig
+from bench.tiny_models import FAMILIES, MORE_FAMILIES
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.data.prompt import PromptCheck
 from learner.policy.load import Policy, load_policy
 from learner.records import Sample
 from learner.rollout.colocate import ColocatedEngine
@@ -41,9 +45,8 @@ from learner.rollout.requests import infer_request
 from learner.sync.canary import CanaryItem
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
+from shared.generation import Generation
 from shared.wire import RequestConfig
-from tests.engines import colocate_sync, colocated_engine
-from tests.models import FAMILIES, MORE_FAMILIES
 
 ALL = {**FAMILIES, **MORE_FAMILIES}
 CPU = torch.device("cpu")
@@ -89,10 +92,14 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         item = CanaryItem(sample=samples[0], prompt=encoded[0], response_token_ids=tuple(range(20, 40)))
         receipt = colocate_sync(engine, policy, item, config).sync()
         answers = served(engine, model, folder, samples)
-        for sample, prompt, (prompt_token_ids, _) in zip(samples, encoded, answers, strict=True):
-            assert tuple(prompt_token_ids) == prompt.token_ids, f"prompt of {sample.sample_id} differs"
+        check = PromptCheck(image_processing=policy.encoder.image_processing)
+        for sample, prompt, answer in zip(samples, encoded, answers, strict=True):
+            assert tuple(answer.prompt_token_ids) == prompt.token_ids, f"prompt of {sample.sample_id} differs"
+            if prompt.vision is not None:
+                assert answer.pixels is not None, f"pixels of {sample.sample_id} were not seen"
+                check.pixels(prompt.vision, answer.pixels, sample_id=sample.sample_id, name=name)
     own = HfBackend(config, policy, run_seed=0).generate(samples, global_step=1, micro_step_idx=0, first_req_idx=0)
-    equal = [list(rollout.response_token_ids) == ids for rollout, (_, ids) in zip(own, answers, strict=True)]
+    equal = [list(a.response_token_ids) == b.response_token_ids for a, b in zip(own, answers, strict=True)]
     return {
         "architecture": type(policy.model).__name__,
         "prompts": len(samples),
@@ -102,8 +109,8 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def served(engine: ColocatedEngine, model: Path, folder: Path, samples: list[Sample]) -> list[tuple[Any, list[int]]]:
-    """Prompt and answer ids of each sample, its prompt made as the server makes it."""
+def served(engine: ColocatedEngine, model: Path, folder: Path, samples: list[Sample]) -> list[Generation]:
+    """The answer to each sample, its prompt made as the server makes it, and the pixels."""
     config = ServerConfig(model=str(model), allowed_image_roots=[folder], allow_untested_family=True)
     renderer = Renderer(str(model), config)
     with contextlib.closing(renderer.decoders.share()) as share:
@@ -111,8 +118,7 @@ def served(engine: ColocatedEngine, model: Path, folder: Path, samples: list[Sam
     renderer.decoders.close()
     greedy = RequestConfig(max_tokens=NUM_NEW, repetition_penalty=PENALTY)
     with engine.awake():
-        made = engine.generate(prompts, greedy, [0] * len(prompts))
-    return [(one.prompt_token_ids, one.response_token_ids) for one in made]
+        return engine.generate(prompts, greedy, [0] * len(prompts), looks=[True] * len(prompts))
 
 
 def change(policy: Policy) -> None:

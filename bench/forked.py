@@ -13,6 +13,7 @@ The process of origin ends with the program that asks. It has one thread, so for
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import math
@@ -30,14 +31,29 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from bench.namespaces import enter
+from learner.run.environment import prepare_for_vllm
 
 ROOT = Path(__file__).parents[1]
 _MESSAGE_BYTES = 1 << 20
 
 # What each kind of program needs. Names, so that nothing is imported here.
-LEARNER = ("learner.build", "learner.trainer", "learner.run.checkpoint", "learner.sync", "transformers.models.qwen3_vl")
-RANK_OF_A_TEST = (*LEARNER, "pytest", "respx")
-SERVER = ("rollout_server.serving", "rollout_server.engine", "vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker")
+_LEARNER = (
+    "learner.wiring.build",
+    "learner.trainer",
+    "learner.run.checkpoint",
+    "learner.sync",
+    "transformers.models.qwen3_vl",
+)
+_VLLM = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.qwen3_vl",
+    "compressed_tensors",
+)
+LEARNER = (*_LEARNER, "pytest", "respx")  # a module of the tests too, as a rank
+COLOCATED = (*_LEARNER, *_VLLM)
+SERVER = ("rollout_server.serving", "rollout_server.engine", *_VLLM)
 
 
 class Forked:
@@ -132,13 +148,17 @@ class _Origin:
     """The process that is forked, and the socket through which it is asked to."""
 
     def __init__(self, loaded: tuple[str, ...]) -> None:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages may be there alone
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        if loaded == COLOCATED:
+            prepare_for_vllm(environment)  # vLLM reads some of it when it is imported
         self._channel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         with far:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "bench.forked", str(far.fileno()), *loaded],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env=environment,
                 pass_fds=[far.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -187,6 +207,10 @@ def _obey(channel: socket.socket) -> dict[str, Any]:
 def _main(number: str, *loaded: str) -> NoReturn:
     for name in loaded:
         importlib.import_module(name)
+    gc.collect()
+    # Programs never look through what was imported, nor copy its pages. An exit takes 0.4 CPU seconds, not 2, but
+    # triton's bindings (nanobind) find their frozen types alive there, and list them on stderr as leaked.
+    gc.freeze()
     with socket.socket(fileno=int(number)) as channel:
         order = _obey(channel)
     if order["node"] is not None:

@@ -59,7 +59,7 @@ from shared.errors import CommunicatorError, DeadlineError, ProjectError
 from shared.generation import Generation, Scores
 from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.group import start_join
-from shared.sync.meeting import CARD_BYTES, HELLO_BYTES, Membership, meet, num_strangers
+from shared.sync.meeting import CARD_BYTES, HELLO_BYTES, Seat, meet, num_strangers
 from shared.wire import RequestConfig, RolloutInferRequest
 
 HOST, SECRET = "127.0.0.1", b"of this group"
@@ -125,7 +125,7 @@ class Frames:
 
 @dataclass
 class Sent:
-    """What became of frames."""
+    """Counts of what became of frames."""
 
     taken: int = 0  # the whole frame was sent, and the other side has said something or hung up
     answered: int = 0  # it has said something
@@ -177,7 +177,7 @@ def _hear_out(link: socket.socket) -> Sent:
 
 @dataclass
 class Met:
-    """What the server's side of a group has seen."""
+    """Records what the server's side of a group has seen."""
 
     strangers: int = 0
     buckets: int = 0  # honest ones, that were let through
@@ -316,7 +316,7 @@ class Forger:
         return i % 500 == 7
 
     def frame(self, i: int) -> bytes:
-        """With its size before it."""
+        """The payload with its size before it."""
         content = bytearray(self._honest)
         if i % 100 == 0:
             self.num_honest += 1
@@ -338,7 +338,7 @@ def members(num_frames: int, bomb: Path) -> list[Figure]:
     begin, forger, sent, hangs = time.monotonic(), Forger(2, bomb), 0, 0
     with _group(3600.0) as (port, end):
         while sent < num_frames:
-            member = Membership(
+            member = Seat(
                 host=HOST, port=port, rank=1, world_size=2, timeout_s=HANG_S, device=torch.device("cpu"), secret=SECRET
             )
             try:
@@ -448,7 +448,7 @@ class EchoEngine:
     async def models(self) -> bytes:
         return b"{}"
 
-    async def complete(self, call: OpenAICall) -> bytes | AsyncGenerator[str]:
+    async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
         return _events() if call.stream else b"{}"
 
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:

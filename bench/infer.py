@@ -28,7 +28,7 @@ from bench import models
 from bench.figures import Figure, sampled
 from bench.runs import TrlServer, say
 from deploy.launch import supervised
-from learner.config.schema import RolloutMatchingConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.records import Sample
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.servers import LoopThread, ServerBackend
@@ -255,7 +255,7 @@ async def _text_rates(
     requests: Sequence[RolloutInferRequest],
     rounds: int,
 ) -> tuple[dict[str, list[float]], dict[int, float]]:
-    """By side, and by `decode_batch_size`."""
+    """Rates by side, and by `decode_batch_size`."""
     with Client(config) as client, Served(engine, config):
         sides: dict[str, Side] = {
             "straight to the engine": lambda i: direct(engine, _call(requests, i, MAX_TOKENS, seed=None)),

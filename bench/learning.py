@@ -34,7 +34,8 @@ from transformers import PreTrainedModel
 
 from bench.figures import Figure, median, sampled
 from bench.models import Size, text_model
-from learner.config.schema import ModelConfig, TrainingConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.training import TrainingConfig
 from learner.policy.compiled import uncompiled
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
@@ -147,17 +148,11 @@ class Learning:
         """Seconds of each part of a step alone, with waits; the median over rows."""
         optimizer = self.optimizer(policy)
         packing = [self.timed(partial(pack_inputs, row, policy.model, CPU))[0] for row in rows]
-        forward, backward = [], []
-        for row in rows:
-            seconds, (loss, _) = self.timed(partial(policy.forward_row, row))
-            forward.append(seconds)
-            backward.append(self.timed(loss.backward)[0])
-            del loss
+        learning = [self.timed(partial(policy.backward, row))[0] for row in rows]
         reducing, _ = self.timed(partial(policy.reduce_gradients, Ranks(), weight_sum=1000.0))
         updating, _ = self.timed(partial(optimizer.update, 0))
         yield sampled(f"{name}: packing a row, on the host", packing, "s")
-        yield sampled(f"{name}: forward of a row", forward, "s")
-        yield sampled(f"{name}: backward of a row", backward, "s")
+        yield sampled(f"{name}: forward and backward of a row", learning, "s")
         yield Figure(name=f"{name}: gradients scaled, once per step", value=reducing, unit="s")
         yield Figure(name=f"{name}: clipping and AdamW, once per step", value=updating, unit="s")
 
@@ -195,7 +190,7 @@ class Learning:
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def step(self, policy: Policy, optimizer: Optimizer, rows: Sequence[PackedRow]) -> None:
-        """As the trainer's: rows, one reduction, one update."""
+        """One step, as the trainer makes it: rows, one reduction, one update."""
         weight_sum = sum(policy.backward(row).weight_sum for row in rows)
         policy.reduce_gradients(Ranks(), weight_sum=weight_sum)
         optimizer.update(0)

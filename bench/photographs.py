@@ -53,7 +53,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "whole model": {"model": {}, "sync": "full"},
     "async": {"model": LORA, "sync": "full", "stage2_ab": RUN_AHEAD},
 }
-LOSS = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}  # deploy/qwen3vl_4b
+LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
 WARM_UP_STEPS = 3  # they compile
 KV_CACHE_BYTES = 24 << 30

@@ -317,7 +317,8 @@ def foreign(reference: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def first_difference(reference: Record, new: Record) -> str | None:
-    """Of one variant: the earliest step, and in it the first field, that is not the same; None where all are."""
+    """The first difference of one variant: the earliest step, and in it the first field, that is not the same; None
+    where all are."""
     for i, (old_step, new_step) in enumerate(zip(reference["steps"], new["steps"], strict=True), start=1):
         for name in {**old_step, **new_step}:
             if old_step.get(name) != new_step.get(name):

@@ -29,18 +29,20 @@ from bench.runs import Server, TrlServer, serve, served_by, start_server
 from bench.training import demo_run
 from deploy.launch import Processes, supervised
 from learner.config.load import load_config
-from learner.config.schema import ModelConfig, RolloutMatchingConfig, RunConfig
-from learner.data.readers import load_samples
+from learner.config.schema import RunConfig
+from learner.config.sections.model import ModelConfig
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.data.splits import load_samples
 from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample, SyncReceipt
-from learner.rollout.connect import connect_sync
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.servers import ServerDelivery
 from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
+from learner.wiring.connect import connect_sync
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
 from shared.sync.group import Communicator, start_join
@@ -247,7 +249,7 @@ def _syncs(config: RunConfig, policy: Policy, num_syncs: int) -> list[SyncReceip
     backend = ServerBackend(config.rollout_matching, run_seed=config.training.seed)
     try:
         backend.connect()
-        sync = connect_sync(config, Ranks(), policy, backend, task, samples)
+        sync = connect_sync(config, policy, backend, task, samples)
         receipts = []
         for _ in range(ADAPTER_WARM_UP + num_syncs):
             _change_trainable(policy)

@@ -76,7 +76,8 @@ def peak_memory(programs: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def gpu_use(every_ms: int, devices: Sequence[str] = ()) -> Iterator[dict[int, GpuUse]]:
-    """By index on the host, once the block has ended; empty without nvidia-smi. `devices`: the host's names, or all."""
+    """The use of each GPU by its index on the host, once the block has ended; empty without nvidia-smi. `devices`: the
+    host's names, or all."""
     use: dict[int, GpuUse] = {}
     if shutil.which("nvidia-smi") is None:
         yield use

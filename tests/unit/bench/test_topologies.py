@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import typer
 
+import bench.watch
 from bench import topologies
 from bench.runs import Server
 from bench.topologies import MODES, WARM_UP_STEPS, Topology, Workload, markdown, run_config, summary, taken_away
@@ -19,6 +19,7 @@ from deploy.launch import Process
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
 from shared.config.parse import write_yaml
+from tests.waits import wait_until
 
 
 def work(folder: Path, *, on_gpu: bool) -> Workload:
@@ -78,38 +79,56 @@ def test_gpus_are_sampled_while_the_block_runs(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with gpu_use(20, ["3"]) as use:
-        while not (tmp_path / "nvidia-smi.ran").exists():
-            time.sleep(0.05)
+        wait_until((tmp_path / "nvidia-smi.ran").exists)
         assert use == {}
     assert list(use) == [3]
     assert use[3].memory_mib == 900.0
     assert use[3].busy_mean == pytest.approx(0.75, abs=0.26)
 
 
-def test_the_most_memory_that_a_program_held_is_kept() -> None:
-    code = "import time; held = b'x' * (64 << 20); time.sleep(1.5); del held; time.sleep(1)"
-    holder = subprocess.Popen([sys.executable, "-c", code])
+def test_the_most_memory_that_a_program_held_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def resident_bytes(pid: int) -> int:
+        found.append(resident(pid))
+        return found[-1]
+
+    resident = bench.watch.resident_bytes
+    monkeypatch.setattr(bench.watch, "resident_bytes", resident_bytes)
+    code = "import sys; held = b'x' * (64 << 20); sys.stdin.readline(); del held; print('left', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
     with peak_memory({"holder": holder.pid}) as peaks:
-        holder.wait(30)
+        wait_until(lambda: peaks["holder"] > 64 << 20)
+        print(file=holder.stdin, flush=True)
+        assert holder.stdout.readline() == "left\n"
+        wait_until(lambda: found[-1] < 64 << 20)
     assert peaks["holder"] > 64 << 20
+    holder.communicate("\n")
 
 
 WRITER = """
-import sys, time, pathlib
-pathlib.Path(sys.argv[1]).write_bytes(bytes(300_000))
-time.sleep(2)
+import sys, pathlib
+for name, num_bytes in (("new", 300_000), ("newer", 150_000)):
+    pathlib.Path(sys.argv[1], name).write_bytes(bytes(num_bytes))
+    input()
 """
 
 
 def test_what_a_program_writes_is_counted_and_a_large_file_is_seen(tmp_path: Path) -> None:
     (tmp_path / "before").write_bytes(bytes(200_000))
-    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WRITER!r}, {str(tmp_path / 'new')!r}])"
-    starter = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(1)\n{child}"])
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WRITER!r}, {str(tmp_path)!r}])"
+    starter = subprocess.Popen([sys.executable, "-c", f"input(); {child}"], stdin=subprocess.PIPE, text=True, bufsize=1)
+    assert starter.stdin is not None
     with watch({"one": starter.pid, "me": os.getpid()}, [tmp_path], large_bytes=100_000) as seen:
         assert os.getpid() in family(os.getpid())
-        starter.wait(30)
-        time.sleep(0.1)
-    assert seen.new_files == {str(tmp_path / "new"): 300_000}
+        print(file=starter.stdin)
+        wait_until(lambda: len(seen.new_files) == 1)
+        print(file=starter.stdin)
+        wait_until(lambda: len(seen.new_files) == 2)  # a look at the files follows one at what was written
+    starter.communicate("\n")
+    assert seen.new_files == {str(tmp_path / "new"): 300_000, str(tmp_path / "newer"): 150_000}
     assert 300_000 <= seen.written["one"] < 1_000_000
     assert seen.gpus == {} or all(0 <= use.busy_mean <= 1 for use in seen.gpus.values())
 
