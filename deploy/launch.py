@@ -1,5 +1,6 @@
 """Start rollout servers and the learner together, each on its devices: `rollout-launch --config launch.yaml
-[KEY=VALUE ...]`, or `python -m deploy.launch`, which is the same.
+[KEY=VALUE ...]`, or `python -m deploy.launch`, which is the same. With `--to slurm | kubernetes | skypilot | compose
+--out DIR` it starts nothing, and writes what that place needs (`deploy.places`).
 
     servers:                                   # all must be ready before the learner starts
       - {config: server.yaml, devices: [0, 1, 2], max_restarts: 3}
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,57 +35,23 @@ from typing import Annotated
 
 import httpx
 import typer
-from pydantic import Field
 
+from deploy.launch_file import LaunchConfig, LearnerLaunch, ServerLaunch, load_launch_config
+from deploy.places import Place, write_place
 from deploy.torchrun import describe, exit_code, without_working_directory
 from deploy.wait_ready import id_of
-from learner.config.load import load_config
-from rollout_server.config import ServerConfig, load_server_config
-from shared.config.model import ConfigErrors, Mistake, Section, key
-from shared.config.parse import load_yaml, parse
+from rollout_server.config import load_server_config
+from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.processes import end_with_parent
-from shared.wire import SERVER_ID_VARIABLE, TOKEN_VARIABLE
+from shared.version import Version
+from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
 BACK_OFF_S = 1.0  # before the first restart; doubled before each of the next
 MAX_BACK_OFF_S = 60.0
 STEADY_S = 600.0
-Device = Annotated[int, Field(ge=0)]
-
-
-class ServerLaunch(Section):
-    """One rollout server."""
-
-    config: str = key("the server's configuration file", min_length=1)
-    devices: list[Device] = key("CUDA devices, passed as CUDA_VISIBLE_DEVICES; empty: all of the machine", [])
-    max_restarts: int = key(
-        "how often it is started again if it ends while the learner runs; ten minutes of service reset the count",
-        3,
-        req="R40",
-        ge=0,
-    )
-
-
-class LearnerLaunch(Section):
-    """The learner's ranks."""
-
-    config: str = key("the learner's configuration file", min_length=1)
-    devices: list[Device] = key("CUDA devices, passed as CUDA_VISIBLE_DEVICES; empty: all of the machine", [])
-    nproc: int = key("ranks, one per device", 1, req="R17", ge=1)
-    max_restarts: int = key(
-        "how often all ranks are started again after one has failed; they go on from the newest checkpoint", 0, ge=0
-    )
-
-
-class LaunchConfig(Section):
-    """Servers and learner of one run on one machine: `make launch CONFIG=launch.yaml`."""
-
-    servers: list[ServerLaunch] = key("the rollout servers", req="R17", min_length=1)
-    learner: LearnerLaunch = key("the learner", req="R17")
-    log_dir: str = key("folder of the servers' logs", min_length=1)
-    ready_timeout_s: float = key("how long the servers may take to be ready", 600.0, unit="s", gt=0.0)
 
 
 @dataclass
@@ -196,11 +163,17 @@ def supervised() -> Iterator[Processes]:
 
 
 def start_server(
-    processes: Processes, config_path: str, *, log: Path, devices: Sequence[int | str] = ()
+    processes: Processes,
+    config_path: str,
+    *,
+    log: Path,
+    devices: Sequence[int | str] = (),
+    via: Sequence[str] = (),
 ) -> tuple[Process, str]:
     """Start one rollout server; returns it and its base URL. `wait_ready` waits until it is ready."""
     config = load_server_config(config_path)
-    return processes.start("server", server_argv(config_path), devices=devices, log=log), config.base_url
+    url = config.base_url_for(config.group_host) if via else config.base_url
+    return processes.start("server", [*via, *server_argv(config_path)], devices=devices, log=log), url
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
@@ -260,57 +233,29 @@ def learner_argv(config_path: str, nproc: int, max_restarts: int = 0) -> list[st
     return [*ranks, "--", "-m", "learner", "--config", config_path]
 
 
+def ranks_argv(learner: LearnerLaunch) -> list[str]:
+    """torchrun for the learner's ranks, on this machine or wherever `via` runs it."""
+    if learner.nodes == 1:
+        return [*learner.via, *learner_argv(learner.config, learner.nproc, learner.max_restarts)]
+    # A new store for every start: in an old one ranks find the addresses of ranks that are gone.
+    torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
+    flags = {
+        "nnodes": learner.nodes,
+        "nproc-per-node": learner.nproc,
+        "max-restarts": learner.max_restarts,
+        "rdzv-backend": "c10d",
+        "rdzv-endpoint": learner.rendezvous,
+        "rdzv-id": uuid.uuid4().hex[:12],
+    }
+    numbers = [f"--{name}={value}" for name, value in flags.items()]
+    return [*learner.via, *torchrun, *numbers, "-m", "learner", "--config", learner.config]
+
+
 def _last_words(log: Path | None, num_lines: int = 3) -> str:
     if log is None or not log.exists():
         return "(no log)"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " | ".join(lines[-num_lines:]) or "(empty log)"
-
-
-def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig:
-    """The launcher's file, with KEY=VALUE laid over it. Every configuration that it names is checked too. Raises
-    ConfigErrors."""
-    config = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(claimed_once, rank_devices))
-    load_config(config.learner.config, world_size=config.learner.nproc)
-    has_token = bool(os.environ.get(TOKEN_VARIABLE))
-    servers = [load_server_config(server.config, has_token=has_token) for server in config.servers]
-    if mistakes := list(_server_devices(config, servers)):
-        raise ConfigErrors(f"{path} is wrong", mistakes=mistakes)
-    return config
-
-
-def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
-    """No device is used by two processes."""
-    owners: dict[int, str] = {}
-    claims = {f"servers[{i}].devices": server.devices for i, server in enumerate(config.servers)}
-    for owner, devices in {**claims, "learner.devices": config.learner.devices}.items():
-        for device in devices:
-            if device in owners:
-                wanted, remedy = f"each device once ({owners[device]} has it too)", "choose another device"
-                yield Mistake(path=owner, found=f"device {device}", wanted=wanted, remedy=remedy)
-            owners.setdefault(device, owner)
-
-
-def rank_devices(config: LaunchConfig) -> Iterator[Mistake]:
-    """If devices are named, each learner rank has a device of its own, and none is idle."""
-    devices, nproc = config.learner.devices, config.learner.nproc
-    if devices and len(devices) != nproc:
-        wanted, remedy = f"one for each of the {nproc} rank(s)", "name as many devices, or change learner.nproc"
-        yield Mistake(path="learner.devices", found=f"{len(devices)} device(s)", wanted=wanted, remedy=remedy)
-
-
-def _server_devices(config: LaunchConfig, servers: Sequence[ServerConfig]) -> Iterator[Mistake]:
-    urls: dict[str, int] = {}
-    for i, (entry, server) in enumerate(zip(config.servers, servers, strict=True)):
-        if entry.devices and len(entry.devices) != server.world_size:
-            found, wanted = f"{len(entry.devices)} device(s)", f"{server.world_size}, as {entry.config} asks for"
-            remedy = "name as many devices, or change tensor_parallel_size or data_parallel_size there"
-            yield Mistake(path=f"servers[{i}].devices", found=found, wanted=wanted, remedy=remedy)
-        address = f"{server.host}:{server.port}"
-        if address in urls:
-            wanted, remedy = f"an address of its own (servers[{urls[address]}] has it too)", "change its port"
-            yield Mistake(path=f"servers[{i}].config", found=address, wanted=wanted, remedy=remedy)
-        urls.setdefault(address, i)
 
 
 class Server:
@@ -319,7 +264,9 @@ class Server:
     def __init__(self, processes: Processes, index: int, entry: ServerLaunch, log_dir: Path) -> None:
         self._processes, self._name, self._entry = processes, f"server {index}", entry
         self._log = log_dir / f"server_{index}.log"
-        self.process, self.url = start_server(processes, entry.config, log=self._log, devices=entry.devices)
+        self.process, self.url = start_server(
+            processes, entry.config, log=self._log, devices=entry.devices, via=entry.via
+        )
         self.given_up = False
         self._is_ready = True  # `launch` has waited for it
         self._num_restarts = 0
@@ -361,7 +308,7 @@ class Server:
 
     def _start_again(self) -> None:
         self._is_ready, self._start_at, self._started_at = False, None, time.monotonic()
-        argv = server_argv(self._entry.config)
+        argv = [*self._entry.via, *server_argv(self._entry.config)]
         self.process = self._processes.start("server", argv, devices=self._entry.devices, log=self._log, again=True)
 
 
@@ -379,9 +326,9 @@ def launch(config: LaunchConfig) -> int:
             seconds = wait_ready(server.process, server.url, left_s, beside=alive)
             say(f"{server.url} ready after {seconds:.0f} s")
         learner = config.learner
-        say(f"learner: {learner.nproc} rank(s), devices {learner.devices or 'any'}")
-        argv = learner_argv(learner.config, learner.nproc, learner.max_restarts)
-        return _run_beside(processes.start("learner", argv, devices=learner.devices), servers, config.ready_timeout_s)
+        say(f"learner: {learner.nodes * learner.nproc} rank(s), devices {learner.devices or 'any'}")
+        process = processes.start("learner", ranks_argv(learner), devices=learner.devices)
+        return _run_beside(process, servers, config.ready_timeout_s)
 
 
 def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: float) -> int:
@@ -416,14 +363,23 @@ def start(
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Keys to set over the file, such as learner.nproc=2."),
     ] = None,
+    to: Annotated[Place | None, typer.Option(help="Start nothing; write what this place needs.")] = None,
+    out: Annotated[Path | None, typer.Option(help="With --to: the folder for it.")] = None,
+    version: Version = False,
 ) -> None:
-    """Start rollout servers and the learner together, each on its devices, and stop them at the end."""
-    raise typer.Exit(_run(config, overrides or ()))
+    """Start rollout servers and the learner together, each on its devices, and stop them at the end. Or write the same
+    run for a cluster."""
+    if (to is None) != (out is None):
+        raise typer.BadParameter("--to and --out go together", param_hint="--to")
+    if to is not None and out is not None:
+        raise typer.Exit(_told(lambda: write_place(to, config, overrides or (), out)))
+    raise typer.Exit(_told(lambda: launch(load_launch_config(config, overrides or ()))))
 
 
-def _run(config_path: str, overrides: Sequence[str]) -> int:
+def _told(command: Callable[[], int]) -> int:
+    """The command's exit code; its errors are told, without a traceback."""
     try:
-        return launch(load_launch_config(config_path, overrides))
+        return command()
     except KeyboardInterrupt as stopped:
         signum = stopped.args[0] if stopped.args else signal.SIGINT
         print(f"[launch] stopped by {signal.Signals(signum).name}", file=sys.stderr)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The rollout servers of all running jobs with one name, one URL a line, for vllm.server.discovery of the learner:
+# The rollout servers of all your own running jobs with one name, one URL a line, for vllm.server.discovery of the learner:
 #   discovery: {command: [deploy/slurm/servers.sh, rollout-server]}
 # Start more of them while the run goes on, with the run's ROLLOUT_SERVER_TOKEN in the environment:
 #   sbatch --job-name=rollout-server --nodes=1 --gpus-per-node=8 --wrap '.venv/bin/python -m rollout_server --config server.yaml'
@@ -8,7 +8,7 @@
 set -euo pipefail
 name=${1:-rollout-server} port=${2:-8000}
 
-nodes=$(squeue --noheader --states=RUNNING --name="$name" --format=%N)
+nodes=$(squeue --me --noheader --states=RUNNING --name="$name" --format=%N)
 for list in $nodes; do
   for node in $(scontrol show hostnames "$list"); do echo "http://$node:$port"; done
 done

@@ -4,10 +4,11 @@ The stand-ins are this file, run as `server CONFIG` or `learner CONFIG`. They fo
 model name, and print `NAME pid PID devices DEVICES` first, so that a test knows what ran, in which order, and is gone:
 
     server  fine | never (ready) | dies (at start) | leaves (once the learner runs)
+            expires: once it was asked whether it is ready, an hour has passed
             stubborn: ignores SIGTERM, and so does its child
             leaves-N-times: its first N starts leave
             other: answers as another start of a server
-    learner exits-N | waits | waits-for-N: until N servers have started
+    learner exits-N | waits | waits-for-N-M: until servers were ready N times, and the launcher has noticed M ends
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import yaml
+
+HOUR = "an_hour_later"
 
 
 def server(config: dict[str, object], words: str, starts: Path) -> None:
@@ -40,9 +44,14 @@ def server(config: dict[str, object], words: str, starts: Path) -> None:
             asked_rightly = (
                 self.path == f"{config.get('url_prefix', '')}/ready/" and "Authorization" not in self.headers
             )
-            self.send_response(200 if asked_rightly and "never" not in words else 503)
+            is_ready = asked_rightly and "never" not in words
+            self.send_response(200 if is_ready else 503)
             self.end_headers()
             self.wfile.write(answer)
+            if is_ready:
+                starts.with_name(f"{os.getpid()}.ready").touch()
+            if "expires" in words:
+                starts.with_name(HOUR).touch()
 
         def log_message(self, *args: object) -> None:
             pass
@@ -59,11 +68,12 @@ def learner(words: str, folder: Path) -> None:
     if "exits-" in words:
         sys.exit(int(words.split("exits-")[1]))
     if "waits-for-" in words:
-        wanted = int(words.split("waits-for-")[1])
-        while sum(path.stat().st_size for path in folder.glob("*.starts")) < wanted:
+        num_ready, num_ended = map(int, words.split("-")[2:])
+        while True:
+            pids = [path.stem for path in folder.glob("*.ready")]
+            if len(pids) == num_ready and sum(not Path(f"/proc/{pid}").exists() for pid in pids) == num_ended:
+                sys.exit(0)
             time.sleep(0.05)
-        time.sleep(0.6)  # the last one becomes ready
-        sys.exit(0)
     time.sleep(60)
 
 
@@ -86,6 +96,8 @@ def run_fake(name: str, path: str) -> None:
 def main() -> None:
     from deploy import launch
 
+    hour = Path(sys.argv[sys.argv.index("--config") + 1]).with_name(HOUR)
+    launch.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0 * hour.exists(), sleep=time.sleep)
     launch.STOP_TIMEOUT_S = 1.0
     launch.server_argv = lambda config: [sys.executable, __file__, "server", config]
     launch.learner_argv = lambda config, *numbers: [sys.executable, __file__, "learner", config]

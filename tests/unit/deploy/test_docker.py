@@ -10,14 +10,16 @@ from fnmatch import fnmatch
 
 import pytest
 
-from tests.unit.deploy.manifests import DEPLOY, ROOT, WORKDIR, documents
+from deploy.places import compose, kubernetes
+from tests.unit.deploy.manifests import DEPLOY, ROOT, WORKDIR, probe
 
+USER = 10001
 TEXT = (DEPLOY / "docker" / "Dockerfile").read_text()
 IGNORED = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
 LINES = [
     tuple(line.split(maxsplit=1))
     for line in TEXT.replace("\\\n", " ").splitlines()
-    if line.strip() and not line.startswith("#")
+    if line.strip() and not line.lstrip().startswith("#")
 ]
 
 
@@ -25,23 +27,53 @@ def instructions(name: str) -> list[str]:
     return [rest for instruction, rest in LINES if instruction == name]
 
 
-def test_the_base_is_one_public_image_with_a_version() -> None:
-    """Both programs on the same one, so that NCCL is the same on both ends of a sync (R09)."""
-    assert [arg for arg in instructions("ARG") if re.fullmatch(r"VLLM_TAG=v0\.(2[6-9]|3[0-3])\.\d+", arg)]
-    assert instructions("FROM") == ["vllm/vllm-openai:${VLLM_TAG} AS base", "base AS server", "base AS learner"]
+def stages() -> dict[str, list[tuple[str, ...]]]:
+    """The instructions of each stage, with those of the stage that it is built on."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    name = ""
+    for line in LINES:
+        if line[0] == "FROM":
+            base, name = line[1].split(" AS ")
+            found[name] = list(found.get(base, []))
+        elif name:
+            found[name].append(line)
+    return found
 
 
-def test_they_do_not_run_as_root() -> None:
-    [user] = instructions("USER")
-    assert int(user) > 0
-    assert f"useradd --uid {user}" in TEXT
-    of_pods = [
-        document["spec"]["template"]["spec"]["securityContext"]
-        for name in ("server", "learner")
-        for document in documents(DEPLOY / "kubernetes" / f"{name}.yaml")
-        if "template" in document["spec"]
-    ]
-    assert [context["runAsUser"] for context in of_pods] == [int(user)] * 2
+def test_the_base_is_one_image_that_a_build_names_by_digest() -> None:
+    """Both programs on the same one, so that NCCL is the same on both ends of a sync (R09). No default: no tag."""
+    assert instructions("ARG") == ["BASE"]
+    froms = ["${BASE} AS wheel", "${BASE} AS program", "program AS server", "program AS learner"]
+    assert instructions("FROM") == froms
+
+
+@pytest.mark.parametrize("side", ["server", "learner"])
+def test_a_final_stage_has_no_root_no_sources_and_no_build_tools(side: str) -> None:
+    stage = stages()[side]
+    said = " ".join(rest for _, rest in stage)
+    assert [rest for name, rest in stage if name == "USER"] == [f"{USER}:{USER}"]
+    assert f"useradd --uid {USER}" in said
+    assert not [rest for name, rest in stage if name == "COPY"]
+    assert not re.search(r"apt-get|build-essential|gcc|uv build", said)
+
+
+def test_pods_and_containers_run_as_the_images_user() -> None:
+    assert (kubernetes.USER, compose.USER) == (USER, USER)
+
+
+def test_what_programs_write_lies_on_volumes() -> None:
+    """A read-only root: home, caches and runs are elsewhere, and pods mount these places."""
+    variables = dict(re.findall(r"(\w+)=(\S+)", " ".join(instructions("ENV"))))
+    assert (variables["HOME"], variables["XDG_CACHE_HOME"]) == ("/tmp", "/cache")
+    assert variables["HF_HOME"].startswith("/cache/")
+    assert [json.loads(line) for line in instructions("VOLUME")] == [[f"{WORKDIR}/runs", "/cache"]]
+
+
+def test_health_is_asked_where_the_server_answers() -> None:
+    health, none = instructions("HEALTHCHECK")
+    assert "http://127.0.0.1:8000/health/" in health
+    assert probe("/health/") == 200
+    assert none == "NONE"
 
 
 def test_what_is_copied_exists_and_reaches_the_builder() -> None:
@@ -54,7 +86,7 @@ def test_what_is_copied_exists_and_reaches_the_builder() -> None:
     assert not any(
         fnmatch(name, pattern) for name in (".venv", ".git", "runs") for pattern in IGNORED if "!" in pattern
     )
-    assert instructions("WORKDIR") == [WORKDIR]
+    assert instructions("WORKDIR")[-1] == WORKDIR
 
 
 @pytest.mark.parametrize("command", [json.loads(line) for line in instructions("CMD")])

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from deploy import launch
-from deploy.launch import load_launch_config
+from deploy.launch_file import LearnerLaunch, load_launch_config
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
 from shared.addresses import free_port
@@ -28,7 +28,7 @@ from tests.servers import wait_gone
 from tests.unit.learner.config.examples import changed, minimal
 
 SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,9 @@ def finish(launcher: subprocess.Popen[str], folder: Path) -> Run:
         out, err = "", "Traceback of a launcher that hangs"
     text = "".join(log.read_text() for log in sorted((folder / "logs").glob("*"))) + out
     said = [(name, int(pid), devices) for name, pid, devices in SAID.findall(text)]
-    left = [(name, pid) for name, pid, _ in said if is_alive(pid)]
-    for _, pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert left == []
+    assert wait_gone([pid for _, pid, _ in said], 30.0) == []
     assert "Traceback" not in err
     return Run(launcher.returncode, out, err, said)
-
-
-def is_alive(pid: int) -> bool:
-    """Not gone, and no zombie that waits for a parent."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def mistakes_of(path: Path) -> tuple[Mistake, ...]:
@@ -115,6 +104,27 @@ def test_a_device_is_in_one_process(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(("share", "fits"), [(0.4, True), (0.45, True), (0.46, False)])
+def test_a_shared_device_needs_room_for_all_that_share_it(tmp_path: Path, share: float, fits: bool) -> None:
+    """Two servers and the learner on device 0, where the learner's configuration allows it."""
+    path = files(tmp_path, ["fine", "fine"], server={"gpu_memory_utilization": share}, launch={"learner.devices": [0]})
+    for i in range(2):
+        path.write_text(path.read_text().replace(f"server_{i}.yaml", f"server_{i}.yaml\n  devices: [0]", 1))
+    told = [mistake.remedy for mistake in mistakes_of(path)]
+    assert len(told) == 2
+    assert all("allow_shared_gpu" in remedy for remedy in told)
+
+    server = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
+    write_yaml(tmp_path / "learner.yaml", changed(minimal(), {"model.path": "exits-0", server: True}))
+    if fits:
+        load_launch_config(str(path))
+        return
+    (mistake,) = mistakes_of(path)
+    assert mistake.path == "servers[1].devices"
+    assert "0.92" in mistake.found
+    assert "gpu_memory_utilization" in mistake.remedy
+
+
 @pytest.mark.parametrize(
     ("change", "path"),
     [
@@ -130,6 +140,40 @@ def test_a_device_is_in_one_process(tmp_path: Path) -> None:
 )
 def test_bad_keys(tmp_path: Path, change: dict[str, Any], path: str) -> None:
     assert [mistake.path for mistake in mistakes_of(files(tmp_path, ["fine"], launch=change))] == [path]
+
+
+@pytest.mark.parametrize(
+    ("servers", "learner", "path"),
+    [
+        ({"count": 2}, {}, "servers[0].count"),
+        ({}, {"nodes": 2}, "learner.nodes"),
+        ({}, {"nodes": 2, "via": ["srun"]}, "learner.nodes"),
+        ({"via": ["srun"], "devices": [0]}, {}, "servers[0].devices"),
+        ({}, {"via": ["srun"], "devices": [0]}, "learner.devices"),
+    ],
+)
+def test_r46_what_one_machine_cannot_do(
+    tmp_path: Path, servers: dict[str, Any], learner: dict[str, Any], path: str
+) -> None:
+    launch_file = files(tmp_path, ["fine"])
+    values = yaml.safe_load(launch_file.read_text())
+    values["servers"][0] |= servers
+    values["learner"] |= learner
+    write_yaml(launch_file, values)
+    assert [mistake.path for mistake in mistakes_of(launch_file)] == [path]
+
+
+def test_r46_torchruns_of_several_machines_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = LearnerLaunch(config="run.yaml", nproc=8, nodes=2, max_restarts=3, via=["srun"], rendezvous="n2:29400")
+    argv = launch.ranks_argv(learner)
+    assert argv[0] == "srun"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in argv[1:3]
+    assert {"--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-endpoint=n2:29400"} <= set(argv)
+    assert argv[-4:] == ["-m", "learner", "--config", "run.yaml"]
+    [first], [second] = (
+        [word for word in launch.ranks_argv(learner) if word.startswith("--rdzv-id")] for _ in range(2)
+    )
+    assert first != second
 
 
 @pytest.mark.parametrize("devices", [[0], [0, 1, 2]])
@@ -176,6 +220,20 @@ def test_r17_servers_then_learner_each_on_its_devices(tmp_path: Path) -> None:
     assert run.out.index("ready after") < run.out.index("learner: ") < run.out.index("learner pid")
 
 
+def test_r46_each_start_goes_through_its_command(tmp_path: Path) -> None:
+    """Also a server's second one. `ready` is asked at the address that the group has."""
+    note = tmp_path / "note.sh"
+    note.write_text(f'echo "$1" >> {tmp_path}/notes; shift; exec "$@"\n')
+    path = files(tmp_path, ["leaves-1-times"], "waits-for-2-1")
+    values = yaml.safe_load(path.read_text())
+    values["servers"][0]["via"] = ["bash", str(note), "server"]
+    values["learner"]["via"] = ["bash", str(note), "learner"]
+    write_yaml(path, values)
+    run = finish(start(path), tmp_path)
+    assert run.code == 0, run.err
+    assert (tmp_path / "notes").read_text().split() == ["server", "learner", "server"]
+
+
 def test_without_devices_the_environment_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
     run = finish(start(files(tmp_path, ["fine"])), tmp_path)
@@ -183,9 +241,7 @@ def test_without_devices_the_environment_is_left_alone(tmp_path: Path, monkeypat
 
 
 def test_readiness_has_a_deadline(tmp_path: Path) -> None:
-    started = time.monotonic()
-    run = finish(start(files(tmp_path, ["fine", "never"], launch={"ready_timeout_s": 2.0})), tmp_path)
-    assert time.monotonic() - started < 15
+    run = finish(start(files(tmp_path, ["fine", "never-expires"], launch={"ready_timeout_s": 3600.0})), tmp_path)
     assert (run.code, run.names()) == (1, ["server", "server"])
     assert "not ready in time" in run.err
     assert "server_1.log" in run.err
@@ -221,7 +277,7 @@ def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
 @pytest.mark.parametrize("servers", [["dies"], ["never", "dies"]])
 def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: list[str]) -> None:
     """At once, also while another server is waited for."""
-    run = finish(start(files(tmp_path, servers, launch={"ready_timeout_s": 25.0})), tmp_path)
+    run = finish(start(files(tmp_path, servers, launch={"ready_timeout_s": 600.0})), tmp_path)
     assert (run.code, "learner" in run.names()) == (1, False)
     assert "exit code 1" in run.err
     assert "out of memory, said the fake" in run.err
@@ -238,7 +294,7 @@ def test_a_server_that_ends_while_the_learner_runs_is_started_again(tmp_path: Pa
 
 def test_the_run_goes_on_beside_a_restarted_server_and_one_that_is_given_up(tmp_path: Path) -> None:
     overrides = ("servers[1].max_restarts=0",)
-    run = finish(start(files(tmp_path, ["leaves-1-times", "leaves", "fine"], "waits-for-4"), *overrides), tmp_path)
+    run = finish(start(files(tmp_path, ["leaves-1-times", "leaves", "fine"], "waits-for-4-2"), *overrides), tmp_path)
     assert (run.code, run.err) == (0, "")
     assert run.names().count("server") == 4
     assert "server 0 ready again" in run.out
@@ -247,7 +303,7 @@ def test_the_run_goes_on_beside_a_restarted_server_and_one_that_is_given_up(tmp_
 
 def test_only_the_process_that_was_started_is_believed_to_be_ready(tmp_path: Path) -> None:
     """An older server on the port answers 200 too."""
-    run = finish(start(files(tmp_path, ["other"], launch={"ready_timeout_s": 1.5})), tmp_path)
+    run = finish(start(files(tmp_path, ["other-expires"], launch={"ready_timeout_s": 3600.0})), tmp_path)
     assert (run.code, run.names()) == (1, ["server"])
     assert "another server (id old)" in run.err
 
@@ -265,7 +321,7 @@ def test_a_killed_launcher_takes_its_children_with_it(tmp_path: Path) -> None:
     text = seen + "".join(log.read_text() for log in (tmp_path / "logs").glob("*"))
     started = [int(pid) for _, pid, _ in SAID.findall(text)]
     assert len(started) == 3
-    assert wait_gone(started, 5) == []
+    assert wait_gone(started, 30) == []
 
 
 def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
@@ -290,11 +346,12 @@ def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> No
     assert f"stopped by {signum.name}" in run.err
     assert sorted(run.names()) == ["child", "server", "server"]
     ((_, learner, _),) = [(name, int(pid), devices) for name, pid, devices in SAID.findall(seen)]
-    assert not is_alive(learner)
+    assert wait_gone([learner], 30.0) == []
     assert "did not stop within 1 s: killed" in run.err
 
 
-SHIPPED = sorted((Path(__file__).parents[3] / "deploy" / "qwen3vl_4b").glob("launch*.yaml"))
+HERE = Path(__file__).parents[3] / "deploy" / "qwen3vl_4b"
+SHIPPED = sorted(path for path in HERE.glob("launch*.yaml") if path.name != "launch-cluster.yaml")
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from learner.config.schema import DiscoveryConfig
+from learner.config.sections.servers import DiscoveryConfig
 from learner.rollout.discovery import read
 from shared.errors import ConfigError
 from tests.unit.deploy.manifests import DEPLOY
 
-SQUEUE = 'case "$*" in *--name=mine*) printf "a[1-2]\\nb1\\n" ;; esac; exit "${SQUEUE_CODE:-0}"'
+SQUEUE = 'case "$*" in *--me*--name=mine*) printf "a[1-2]\\nb1\\n" ;; esac; exit "${SQUEUE_CODE:-0}"'
 SCONTROL = 'case "$3" in "a[1-2]") printf "a1\\na2\\n" ;; *) echo "$3" ;; esac'
-GETENT = 'case "$2" in mine-0.mine | mine-2.mine) echo "10.0.0.1 $2" ;; *) exit 2 ;; esac'
+GETENT = 'case "$2" in mine-0.mine | mine-2.mine | other-1.other) echo "10.0.0.1 $2" ;; *) exit 2 ;; esac'
 
 
 @pytest.fixture(autouse=True)
@@ -43,4 +43,7 @@ def test_slurm_that_does_not_answer_is_no_empty_list(monkeypatch: pytest.MonkeyP
 
 
 def test_kubernetes_lists_the_pods_that_have_an_address() -> None:
-    assert listed("kubernetes/servers.sh", "mine", "9000") == {f"http://mine-{i}.mine:9000": 51216 for i in (0, 2)}
+    assert listed("kubernetes/servers.sh", "mine", "other") == {
+        **{f"http://mine-{i}.mine:8000": 51216 for i in (0, 2)},
+        "http://other-1.other:8000": 51216,
+    }

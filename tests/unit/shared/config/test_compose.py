@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.config.model import ConfigErrors
+from shared.config.model import ConfigErrors, Section, key, shown
 from shared.config.parse import dump_yaml, load_yaml, parse
+from shared.config.yaml import MAX_BYTES
 from tests.examples import examples
 from tests.unit.shared.config.examples import Outer, mistakes_of, read, write
 
@@ -78,6 +81,21 @@ def test_a_missing_base_names_itself(tmp_path: Path) -> None:
         read(tmp_path, "base: gone.yaml\n")
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe.yaml", "."])
+def test_a_base_is_a_regular_file(tmp_path: Path, name: str) -> None:
+    """A pipe would be waited for, and a device read for ever."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigErrors) as raised:
+        read(tmp_path, f"base: {name}\n")
+    assert any(name in mistake.path or mistake.path.endswith(tmp_path.name) for mistake in raised.value.mistakes)
+
+
+def test_no_more_of_a_file_is_read_than_a_configuration_may_have() -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        load_yaml("/dev/zero")
+    assert str(MAX_BYTES) in raised.value.mistakes[0].wanted
+
+
 # ---- environment ---------------------------------------------------------------------------------------------------
 
 
@@ -116,3 +134,33 @@ def test_a_variable_in_a_replaced_value_is_not_needed(tmp_path: Path) -> None:
 def test_a_variable_can_not_give_a_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigErrors, match="can only fill a string"):
         parse(Outer, read(tmp_path, 'count: "${N}"\n', N="5"))
+
+
+class Hiding(Section):
+    header: str = key("a")
+    other: str = key("b")
+    names: list[str] = key("c")
+
+
+SECRETS = """header: "Bearer ${API_TOKEN}"\nother: "${PLACE}"\nnames: ["${DB_PASSWORD}", "x"]\n"""
+
+
+def test_secrets_are_written_as_variables(tmp_path: Path) -> None:
+    """And what was written reads back as the same configuration."""
+    env = {"API_TOKEN": "geheim", "PLACE": "here", "DB_PASSWORD": "pw"}
+    config = parse(Hiding, load_yaml(write(tmp_path, SECRETS), env))
+    assert (config.header, config.other, config.names) == ("Bearer geheim", "here", ["pw", "x"])
+    for one in (config, config.model_copy(update={"other": "there"})):
+        text = dump_yaml(shown(one))
+        assert "geheim" not in text + json.dumps(shown(one))
+        assert "pw" not in text.replace("names", "")
+    (tmp_path / "written.yaml").write_text(dump_yaml(shown(config)))
+    assert parse(Hiding, load_yaml(tmp_path / "written.yaml", env)) == config
+
+
+def test_a_mistake_does_not_show_a_secret(tmp_path: Path) -> None:
+    path = write(tmp_path, 'header: 1\nother: "a"\nnames: "${MY_KEY}"\n')
+    with pytest.raises(ConfigErrors) as raised:
+        parse(Hiding, load_yaml(path, {"MY_KEY": "geheim"}))
+    assert "geheim" not in str(raised.value)
+    assert "${MY_KEY}" in str(raised.value)

@@ -1,0 +1,82 @@
+"""One launch file, several places: `rollout-launch --config launch.yaml --to PLACE --out DIR` (R46).
+
+A place is a module with three functions: `mistakes(plan, out)`, what it cannot do; `files(plan, out)`, name to text;
+and `submit(plan, out)`, how to start what was written. They read a `Plan` and nothing else. The files under
+deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose are what they write for `EXAMPLES`;
+`python -m deploy.docs` writes them again, and a test compares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, cast
+
+from deploy.places import compose, kubernetes, skypilot, slurm
+from deploy.places.plan import Plan, read_plan
+from shared.config.model import ConfigErrors, Mistake
+from shared.errors import OutputError
+
+
+class Place(StrEnum):
+    SLURM = "slurm"
+    KUBERNETES = "kubernetes"
+    SKYPILOT = "skypilot"
+    COMPOSE = "compose"
+
+
+class Writer(Protocol):
+    def mistakes(self, plan: Plan, out: Path) -> Iterable[Mistake]: ...
+
+    def files(self, plan: Plan, out: Path) -> Mapping[str, str]: ...
+
+    def submit(self, plan: Plan, out: Path) -> str: ...
+
+
+WRITERS: Mapping[Place, Writer] = {
+    Place.SLURM: cast(Writer, slurm),
+    Place.KUBERNETES: cast(Writer, kubernetes),
+    Place.SKYPILOT: cast(Writer, skypilot),
+    Place.COMPOSE: cast(Writer, compose),
+}
+EXAMPLES = {
+    Place.SLURM: "deploy/qwen3vl_4b/launch-cluster.yaml",
+    Place.KUBERNETES: "deploy/qwen3vl_4b/launch-cluster.yaml",
+    Place.SKYPILOT: "deploy/qwen3vl_4b/launch-cluster.yaml",
+    Place.COMPOSE: "deploy/qwen3vl_4b/launch.yaml",
+}
+
+
+def write_place(place: Place, config_path: str, overrides: Sequence[str], out: Path) -> int:
+    """Write what `place` needs into `out`, and print how to submit it. Raises ConfigErrors, and OutputError."""
+    plan, writer = read_plan(config_path, overrides), WRITERS[place]
+    if not re.fullmatch(r"[\w./-]+", str(out)):
+        wanted, remedy = "letters, digits, - _ . and /, which no shell changes", "name another folder"
+        raise ConfigErrors(mistakes=[Mistake(path="--out", found=str(out), wanted=wanted, remedy=remedy)])
+    if mistakes := list(writer.mistakes(plan, out)):
+        raise ConfigErrors(f"{config_path} does not fit {place}", mistakes=mistakes)
+    files = writer.files(plan, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(
+            f"{out} cannot be written",
+            found=error.strerror or str(error),
+            wanted="a folder",
+            remedy="name another one with --out",
+        ) from error
+    print(f"wrote {', '.join(str(out / name) for name in files)}\n\n{writer.submit(plan, out)}")
+    return 0
+
+
+def examples() -> dict[str, str]:
+    """The shipped files by their path. Their images are placeholders, which no place takes."""
+    found: dict[str, str] = {}
+    for place, path in EXAMPLES.items():
+        out = Path("deploy") / place
+        found |= {str(out / name): text for name, text in WRITERS[place].files(read_plan(path), out).items()}
+    return found

@@ -1,0 +1,352 @@
+"""Kubernetes: a StatefulSet with a headless service for each entry of `servers`, and an indexed Job for the learner.
+
+Every server has an address of its own, because the learner names each one and joins its group. Pods run as a user
+without rights, on a root file system that is read-only: they write to the claim (`runs`, the cache) and to memory or
+scratch (`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the servers.
+
+Restarts: the StatefulSet's for servers. torchrun's for ranks; then the Job's for pods (`max_requeues`), where a drained
+machine does not count, and a wrong configuration (exit code 2) ends the Job. All starts of a Job are one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from deploy.places.objects import dump
+from deploy.places.plan import (
+    GROUP_PORT,
+    RENDEZVOUS_PORT,
+    SYSTEM_PORTS,
+    Plan,
+    ServerPlan,
+    image_mistakes,
+)
+from shared.config.model import Mistake
+from shared.wire import JOB_VARIABLE
+
+Object = dict[str, Any]
+
+HTTP_PORT = 8000
+USER = 10001  # as in deploy/docker/Dockerfile
+FOLDER = "/etc/rollout-matching"  # configurations
+WORKDIR = "/app"
+LIST = """\
+#!/usr/bin/env bash
+# The pods of StatefulSets behind their headless services, one URL a line, for vllm.server.discovery of the learner:
+#   discovery: {command: [deploy/kubernetes/servers.sh, rollout-server]}
+# `kubectl scale statefulset rollout-server --replicas=3` adds a server, and removes the last one. It names pods as
+# the learner's configuration does, so that no server has two URLs. `rollout-launch --to kubernetes` puts it there.
+set -euo pipefail
+port=${PORT:-8000}
+
+for name in "${@:-rollout-server}"; do
+  # Ordinals have no gaps, but a pod that is being replaced has no address for a while.
+  missing=0
+  for ((i = 0; missing < 3; i++)); do
+    if getent hosts "$name-$i.$name" > /dev/null; then
+      echo "http://$name-$i.$name:$port"
+    else
+      missing=$((missing + 1))
+    fi
+  done
+done
+"""
+
+
+def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
+    yield from image_mistakes(plan.cluster)
+
+
+def files(plan: Plan, out: Path) -> dict[str, str]:
+    header = plan.header("kubernetes")
+    groups = [(server_name(plan, i), server) for i, server in enumerate(plan.servers)]
+    return {
+        "config.yaml": dump(header, [config_map(plan, groups)]),
+        **({} if plan.cluster.storage else {"storage.yaml": dump(header, [claim(plan)])}),
+        "network.yaml": dump(header, network(plan)),
+        "server.yaml": dump(
+            header, [part for i, group in enumerate(groups) for part in server_objects(plan, *group, file=i)]
+        ),
+        "servers.sh": LIST,
+        "learner.yaml": dump(header, [headless(learner_name(plan), {"rendezvous": RENDEZVOUS_PORT}), job(plan)]),
+    }
+
+
+def submit(plan: Plan, out: Path) -> str:
+    others = "".join(f" --from-literal={name}=..." for name in plan.secrets if name != "ROLLOUT_SERVER_TOKEN")
+    token = "--from-literal=ROLLOUT_SERVER_TOKEN=$(openssl rand -hex 32)"
+    data = f"kubectl apply -f {out}/storage.yaml   # copy the data into its folder data/ before the rest\n  "
+    return (
+        "Submit it:\n"
+        f"  kubectl create secret generic {plan.cluster.name} {token}{others}\n"
+        f"  {data if plan.cluster.storage is None else ''}"
+        f"kubectl apply -f {out}/network.yaml -f {out}/config.yaml -f {out}/server.yaml -f {out}/learner.yaml\n"
+        f"  kubectl logs -f job/{learner_name(plan)}"
+    )
+
+
+def server_name(plan: Plan, entry: int) -> str:
+    return f"{plan.cluster.name}-server" + (str(entry) if len(plan.servers) > 1 else "")
+
+
+def learner_name(plan: Plan) -> str:
+    return f"{plan.cluster.name}-learner"
+
+
+def labels(plan: Plan, part: str, name: str = "") -> dict[str, str]:
+    own = {"app.kubernetes.io/instance": name} if name else {}
+    return {"app.kubernetes.io/name": plan.cluster.name, "app.kubernetes.io/component": part, **own}
+
+
+# ---- configuration, storage, network -------------------------------------------------------------------------------
+
+
+def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:
+    """Both configurations, and the list of servers that the learner reads while it runs."""
+    urls = [f"http://{name}-{i}.{name}:{HTTP_PORT}" for name, server in groups for i in range(server.count)]
+    discovery = {"command": ["bash", f"{FOLDER}/servers.sh", *(name for name, _ in groups)]}
+    data = {f"server-{i}.yaml": server.file("${POD_IP}", HTTP_PORT) for i, (_, server) in enumerate(groups)}
+    data |= {"learner.yaml": plan.learner_file(urls, discovery), "servers.sh": LIST}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": plan.cluster.name}, "data": data}
+
+
+def claim(plan: Plan) -> Object:
+    """One volume for data, runs and downloaded models. Every pod mounts its folders at the same place: images cross the
+    wire as paths, and all ranks write into one run directory. Many machines mount it at once."""
+    spec = {
+        "accessModes": ["ReadWriteMany"],
+        "resources": {"requests": {"storage": f"{plan.cluster.storage_gib}Gi"}},
+    }
+    metadata = {"name": plan.cluster.name}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
+
+
+def network(plan: Plan) -> list[Object]:
+    """Only the learner reaches the servers; only learner and servers reach the learner. Both sides of a weight sync,
+    and ranks among each other, listen on ports that the system chooses."""
+    first, last = SYSTEM_PORTS
+    chosen = {"protocol": "TCP", "port": first, "endPort": last}
+    learner, server = ({"podSelector": {"matchLabels": labels(plan, part)}} for part in ("learner", "server"))
+    return [
+        policy(plan, "server", [{"from": [learner], "ports": [*tcp(HTTP_PORT, GROUP_PORT), chosen]}]),
+        policy(
+            plan,
+            "learner",
+            [
+                {"from": [learner], "ports": [*tcp(RENDEZVOUS_PORT), chosen]},
+                {"from": [server], "ports": [chosen]},
+            ],
+        ),
+    ]
+
+
+def tcp(*ports: int) -> list[Object]:
+    return [{"protocol": "TCP", "port": port} for port in ports]
+
+
+def policy(plan: Plan, part: str, ingress: list[Object]) -> Object:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"{plan.cluster.name}-{part}"},
+        "spec": {
+            "podSelector": {"matchLabels": labels(plan, part)},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
+    }
+
+
+def headless(name: str, ports: dict[str, int]) -> Object:
+    """Names for pods. Also for those that are not ready: a server that waits for a sync after a failed one is not
+    ready, and the learner must reach it; ranks meet before any of them is ready."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"app.kubernetes.io/instance": name},
+            "ports": [{"name": port, "port": number} for port, number in ports.items()],
+        },
+    }
+
+
+# ---- pods ----------------------------------------------------------------------------------------------------------
+
+
+def server_objects(plan: Plan, name: str, server: ServerPlan, file: int) -> list[Object]:
+    ports = {"http": HTTP_PORT, "weights": GROUP_PORT}
+    chosen = labels(plan, "server", name)
+    spec = pod(
+        plan,
+        {
+            "name": "server",
+            "image": plan.cluster.server_image,
+            "args": ["rollout_server", "--config", f"{FOLDER}/server-{file}.yaml"],
+            "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
+            # 503 while weights change, and after a failed sync. A server that does not answer is started again.
+            "startupProbe": probe("/health/", periodSeconds=10, failureThreshold=_tries(plan, 10)),
+            "livenessProbe": probe("/health/", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+            "readinessProbe": probe("/ready/", periodSeconds=5, timeoutSeconds=5),
+        },
+        devices=server.num_devices,
+        runs=False,
+        grace_s=45,  # shutdown_timeout_s, and the engine's own end
+    )
+    return [
+        headless(name, ports),
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"name": name},
+            "spec": {
+                "serviceName": name,
+                "replicas": server.count,
+                "podManagementPolicy": "Parallel",
+                "selector": {"matchLabels": chosen},
+                "template": {"metadata": {"labels": chosen}, "spec": spec},
+            },
+        },
+    ]
+
+
+def job(plan: Plan) -> Object:
+    name, learner = learner_name(plan), plan.launch.learner
+    spec = pod(
+        plan,
+        {
+            "name": "learner",
+            "image": plan.cluster.learner_image,
+            "args": ranks(plan, name),
+            "ports": [{"name": "rendezvous", "containerPort": RENDEZVOUS_PORT}],
+        },
+        devices=learner.nproc,
+        runs=True,
+        grace_s=60,  # for the checkpoint that SIGTERM asks for
+    )
+    wait = ["deploy.wait_ready", "--config", f"{FOLDER}/learner.yaml", f"--timeout-s={plan.launch.ready_timeout_s:g}"]
+    waiting = {"name": "wait-for-servers", "image": plan.cluster.learner_image, "args": wait}
+    waiting |= {name: spec["containers"][0][name] for name in ("env", "securityContext", "volumeMounts")}
+    spec |= {"subdomain": name, "restartPolicy": "Never", "initContainers": [waiting]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": learner.nodes,
+            "parallelism": learner.nodes,
+            "backoffLimit": plan.cluster.max_requeues * learner.nodes,
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {"containerName": "learner", "operator": "In", "values": [2]},
+                    },
+                ]
+            },
+            "template": {"metadata": {"labels": labels(plan, "learner", name)}, "spec": spec},
+        },
+    }
+
+
+def ranks(plan: Plan, name: str) -> list[str]:
+    """torchrun: with readable messages on one machine, with a meeting at pod 0 on several."""
+    learner = plan.launch.learner
+    program = ["-m", "learner", "--config", f"{FOLDER}/learner.yaml"]
+    restarts = f"--max-restarts={learner.max_restarts}"
+    if learner.nodes == 1:
+        return ["deploy.torchrun", f"--nproc={learner.nproc}", restarts, "--", *program]
+    return [
+        "torch.distributed.run",
+        f"--nnodes={learner.nodes}",
+        f"--nproc-per-node={learner.nproc}",
+        restarts,
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={name}-0.{name}:{RENDEZVOUS_PORT}",
+        f"--rdzv-id={name}",
+        "--local-addr=$(POD_IP)",
+        *program,
+    ]
+
+
+def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int) -> Object:
+    """One container's pod. `runs`: it may write there."""
+    cluster = plan.cluster
+    memory = f"{devices * cluster.memory_per_device_gib}Gi"
+    gpus = {"nvidia.com/gpu": str(devices)} if cluster.gpu else {}
+    shares = ["data", "runs", "cache"] if runs else ["data", "cache"]
+    paths = {"data": f"{WORKDIR}/data", "runs": f"{WORKDIR}/runs", "cache": "/cache"}
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [
+            container
+            | {
+                "env": environment(plan, of_job=runs),
+                "resources": {
+                    "requests": {"cpu": str(devices * cluster.cpus_per_device), "memory": memory},
+                    "limits": {"memory": memory, **gpus},
+                },
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "volumeMounts": [
+                    {"name": "config", "mountPath": FOLDER, "readOnly": True},
+                    *(
+                        {"name": "storage", "mountPath": paths[share], "subPath": share, "readOnly": share == "data"}
+                        for share in shares
+                    ),
+                    {"name": "tmp", "mountPath": "/tmp"},
+                    {"name": "shm", "mountPath": "/dev/shm"},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "config", "configMap": {"name": cluster.name}},
+            {"name": "storage", "persistentVolumeClaim": {"claimName": cluster.storage or cluster.name}},
+            {"name": "tmp", "emptyDir": {"sizeLimit": "32Gi"}},
+            # For vLLM's processes and NCCL: a pod's own /dev/shm has 64 MB.
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
+        ],
+    }
+
+
+def environment(plan: Plan, *, of_job: bool) -> list[Object]:
+    """Secrets by name; the pod's address; the Job, so that its starts are one run; caches where the pod may write."""
+    uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
+    return [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        *([{"name": JOB_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": uid}}}] if of_job else []),
+        {"name": "HOME", "value": "/tmp"},
+        {"name": "XDG_CACHE_HOME", "value": "/cache"},
+        # A new store for every start: in an old one ranks find the addresses of ranks that are gone.
+        {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": plan.cluster.name, "key": name}}}
+            for name in plan.secrets
+        ),
+    ]
+
+
+def probe(path: str, **numbers: int) -> Object:
+    return {"httpGet": {"path": path, "port": "http"}, **numbers}
+
+
+def _tries(plan: Plan, every_s: int) -> int:
+    return max(1, -(-int(plan.launch.ready_timeout_s) // every_s))

@@ -1,0 +1,156 @@
+"""A launch file as every place needs it: `read_plan`, from launch.yaml to a `Plan`.
+
+The configurations of the servers and the learner become self-contained: bases are merged and variables filled in,
+except secrets (`${NAME}` where the name says TOKEN, KEY, SECRET or PASSWORD), which the place provides. Paths stay
+relative: every place starts both programs in a folder that has `data/` and `runs/`.
+
+Raises ConfigErrors. Nothing is looked up on this machine, which may be a laptop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.launch_file import IMAGE, NO_IMAGE, ClusterLaunch, LaunchConfig, rank_devices
+from learner.config.load import config_of
+from learner.config.modes import uses_servers
+from learner.config.sections.servers import SERVER
+from rollout_server.config import ServerConfig
+from shared.config.model import ConfigErrors, Hidden, Mistake, without_secrets
+from shared.config.parse import Document, dump_yaml, load_yaml, parse
+from shared.config.yaml import merge
+from shared.wire import TOKEN_VARIABLE
+
+GROUP_PORT = 51216  # weight sync
+RENDEZVOUS_PORT = 29400  # torchruns of several machines
+SYSTEM_PORTS = (32768, 60999)  # Linux chooses from these for NCCL and gloo
+HEADER = "# Written by `rollout-launch --to {place}` from {source}. Do not edit: change that file and write it again.\n"
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """One entry of `servers`: `count` servers alike."""
+
+    values: Mapping[str, Any]
+    config: ServerConfig
+    count: int
+    max_restarts: int
+    devices: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return self.config.world_size
+
+    def file(self, address: str, port: int) -> str:
+        """Its configuration where it listens on every interface, and the group meets at `address`."""
+        address = Hidden(address)  # written as it is: it may be `${NAME}`
+        return dump_yaml({**self.values, "host": "0.0.0.0", "port": port, "communicator_host": address})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One run. `source` is the launch file's path, `secrets` the environment variables that hold secrets."""
+
+    source: str
+    launch: LaunchConfig
+    servers: tuple[ServerPlan, ...]
+    learner: Mapping[str, Any]
+    secrets: tuple[str, ...]
+
+    @property
+    def cluster(self) -> ClusterLaunch:
+        return self.launch.cluster
+
+    @property
+    def num_servers(self) -> int:
+        return sum(server.count for server in self.servers)
+
+    @property
+    def each_server(self) -> list[ServerPlan]:
+        return [server for server in self.servers for _ in range(server.count)]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.launch.learner.nodes * self.launch.learner.nproc
+
+    def learner_values(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The learner's configuration with these servers."""
+        servers = [{"base_url": Hidden(url), "group_port": GROUP_PORT} for url in urls]
+        over: dict[str, Any] = {"servers": servers, "base_url": None, "group_port": None}
+        if discovery is not None:
+            over["discovery"] = discovery
+        for name in reversed(SERVER.split(".")):
+            over = {name: over}
+        merged: dict[str, Any] = merge(self.learner, over)
+        return merged
+
+    def learner_file(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> str:
+        return dump_yaml(self.learner_values(urls, discovery))
+
+    def header(self, place: str) -> str:
+        return HEADER.format(place=place, source=self.source)
+
+
+def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
+    """The run that a launch file describes. Raises ConfigErrors."""
+    launch = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(rank_devices, nothing_elsewhere))
+    servers, secrets = [], {TOKEN_VARIABLE}
+    for entry in launch.servers:
+        document = load_yaml(entry.config)
+        secrets |= _secrets(document)
+        servers.append(
+            ServerPlan(
+                values=without_secrets(dict(document), document.secrets),
+                config=parse(ServerConfig, document),
+                count=entry.count,
+                max_restarts=entry.max_restarts,
+                devices=tuple(entry.devices),
+            )
+        )
+    document = load_yaml(launch.learner.config)
+    plan = Plan(
+        source=path,
+        launch=launch,
+        servers=tuple(servers),
+        learner=without_secrets(dict(document), document.secrets),
+        secrets=tuple(sorted(secrets | _secrets(document))),
+    )
+    _check_learner(plan, document)
+    return plan
+
+
+def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
+    """The place says where things run."""
+    for owner, entry in config.parts.items():
+        if entry.via:
+            remedy = "remove it, or launch without --to"
+            yield Mistake(path=f"{owner}.via", found=f"{entry.via}", wanted="none with --to", remedy=remedy)
+
+
+def _check_learner(plan: Plan, document: Document) -> None:
+    """The learner's file alone, and with as many servers as the launch has."""
+    config_of(document, world_size=plan.num_ranks)
+    urls = [f"http://server-{i}:8000" for i in range(plan.num_servers)]
+    learner = config_of(plan.learner_values(urls), world_size=plan.num_ranks)
+    if not uses_servers(learner):
+        found, wanted = "a run without rollout servers", "vllm.mode: server"
+        remedy = "change it, or start this learner with torchrun alone"
+        raise ConfigErrors(mistakes=[Mistake(path="learner.config", found=found, wanted=wanted, remedy=remedy)])
+
+
+def _secrets(document: Document) -> set[str]:
+    return {name for written in document.secrets.values() for name in _VARIABLE.findall(written)}
+
+
+def image_mistakes(cluster: ClusterLaunch) -> Iterator[Mistake]:
+    """Images are named by digest: a tag may be another image tomorrow."""
+    for key in ("server_image", "learner_image"):
+        image = getattr(cluster, key)
+        if not re.fullmatch(IMAGE, image):
+            found = "the placeholder" if image == NO_IMAGE else image
+            remedy = "build and push it (deploy/docker/Dockerfile); `docker push` prints the digest"
+            yield Mistake(path=f"cluster.{key}", found=found, wanted="NAME@sha256:<64 digits>", remedy=remedy)
