@@ -18,10 +18,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
+from deploy.places import examples
 from deploy.reference import pages
 from learner.config.load import RETIRED
-from learner.config.rules import RULES
-from learner.config.schema import RunConfig
+from learner.config.schema import RULES, RunConfig
 from rollout_server.config import ServerConfig
 from shared.config.model import describe_field, dotted, item_of, section_of, walk_keys
 
@@ -57,6 +57,7 @@ REQUIREMENT = re.compile(r" ?\([RD]\d\d?(?:,? [RD]\d\d?)*\)")
 def main() -> None:
     """Write CONFIG.md, the JSON Schemas and the reference pages into the working directory."""
     for name, text in documents().items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
 
@@ -68,6 +69,7 @@ def documents() -> dict[str, str]:
         "config.schema.json": json_schema(RunConfig, "Learner configuration"),
         "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
         **pages(),
+        **examples(),
     }
 
 

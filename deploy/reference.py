@@ -25,7 +25,7 @@ from deploy.launch import LaunchConfig
 from deploy.requirements import REQUIREMENTS
 from learner import __main__ as learner_command
 from learner.config.schema import RunConfig
-from learner.run import metrics
+from learner.journal import metrics
 from rollout_server import __main__ as server_command
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
