@@ -77,7 +77,7 @@ class Row:
     status: tuple[int, ...] = (400, 413, 422)
     mib: float = 120.0
     decoding_mib: float = 100.0
-    stall_s: float = 0.6  # seconds of its thread; twice what was measured, because machines differ
+    stall_s: float = 0.5  # seconds of its thread; twice what SECURITY.md says, because machines differ
     cpu_s: float = 6.0
 
 
@@ -226,6 +226,9 @@ def _in_child(pipe: Connection, path: str, body: bytes) -> None:
         async with httpx.AsyncClient(
             transport=transport, base_url="http://127.0.0.1", timeout=None, verify=False
         ) as http:
+            await http.post(path, content=_parts(json.dumps(RIGHT.get(path, {})).encode()), headers=JSON)
+            await asyncio.sleep(0)
+            stalls.clear()  # the first call of a process imports what it needs: seconds, once
             status = (await http.post(path, content=_parts(body), headers=JSON)).status_code
         mib = sum(_kib("VmHWM", pid) for pid in descendants(os.getpid())) / 1024
         engine.decoders.close()
