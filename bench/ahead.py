@@ -34,6 +34,7 @@ from learner.data.encoding import LocalPool
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
+from learner.rollout.backend import MicroStep
 from learner.rollout.distribution import Answered, Batch, Dispatcher, distribute
 from learner.rollout.servers import LoopThread
 from learner.steps.ahead import Stage2Ahead
@@ -203,13 +204,13 @@ class SleepingServer(SegmentSource, StreamingSource):
         self.cap_use: float | None = None  # of the last stream
         self.loop = LoopThread("sleeping-servers")
 
-    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+    def segments(self, step: MicroStep, prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
         ver = self.ver
-        self.slept_s += sleep(self.each_s * len(samples))
-        return [_segment(sample, ver) for sample in samples]
+        self.slept_s += sleep(self.each_s * len(step.samples))
+        return [_segment(sample, ver) for sample in step.samples]
 
-    def stream(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> SegmentStream:
-        return SleepingStream(self, samples)
+    def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], **place: Any) -> SegmentStream:
+        return SleepingStream(self, step.samples)
 
 
 class SleepingStream(SegmentStream):
@@ -271,8 +272,8 @@ class GroundTruth(SegmentSource):
     channel: Channel = "A"
     needs_rollouts = False
 
-    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
-        return [_segment(sample, None) for sample in samples]
+    def segments(self, step: MicroStep, prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+        return [_segment(sample, None) for sample in step.samples]
 
 
 class RepeatedBatch:

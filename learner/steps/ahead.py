@@ -31,6 +31,7 @@ from learner.config.schedule import ChannelDecision, decide_channel
 from learner.data.batches import MicroBatch, ShareReader, Shortfall
 from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
+from learner.rollout.backend import MicroStep
 from learner.steps.producer import CallStages, Producer
 from learner.steps.shares import Bounds, Call, Counts, Served, ShareQueue, Shares
 from learner.steps.source import Fence
@@ -300,11 +301,6 @@ class Stage2Ahead(Stage2Steps):
 
     def _roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
         """A sample's seed follows from its share, which no other step learns, and its place among all ranks' in it."""
-        return self._parts.rollouts.segments(
-            part.samples,
-            part.prompts,
-            global_step=call.share,
-            micro_step_idx=NO_MICRO_STEP,
-            first_req_idx=part.first_req_idx,
-            clock=PhaseClock(),  # the trainer's own belongs to the thread that learns
-        )
+        step = MicroStep(samples=part.samples, micro_step_idx=NO_MICRO_STEP, first_req_idx=part.first_req_idx)
+        clock = PhaseClock()  # the trainer's own belongs to the thread that learns
+        return self._parts.rollouts.segments(step, part.prompts, global_step=call.share, clock=clock)

@@ -27,7 +27,7 @@ from learner.extensions import PrefixRewards, Task
 from learner.journal.groups import ScoredAnswer
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
-from learner.records import EncodedPrompt, PolicyTokens, Rollout, Sample, Segment, Target
+from learner.records import EncodedPrompt, PolicyTokens, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
 from learner.steps.advantages import object_advantages, overlong_penalty, sequence_advantages
 from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
@@ -207,22 +207,13 @@ class GroupSource(RolloutSource):
     # ---- as the step sources ask -----------------------------------------------------------------------------------
 
     def segments(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        clock: PhaseClock,
+        self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
         """Segments of each rollout, in order. Behind them, of each group, what is taught besides: the ground truth with
         `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
-        rollouts = self._rollouts(
-            samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
-        )
+        rollouts = self._rollouts(step, global_step=global_step, clock=clock)
         with clock.phase("target"):
-            groups = self._scored.pop((global_step, micro_step_idx), None)
+            groups = self._scored.pop((global_step, step.micro_step_idx), None)
             standard = self._standard
             if groups is None:  # of no window: all that the step learns
                 groups = self._groups(rollouts)

@@ -23,6 +23,7 @@ from typing import Self
 
 from learner.data.batches import MicroBatch
 from learner.records import PackedRow, Segment
+from learner.rollout.backend import MicroStep
 from learner.steps.packing import ArrivingRows
 from learner.steps.segments import SegmentStream, StreamingSource
 from learner.steps.source import Fence
@@ -72,13 +73,8 @@ class Stage2InStep(Stage2Steps):
             batch = next(self._parts.batches)
         if not batch.samples:
             return
-        segments = overlap.rollouts.stream(
-            batch.samples,
-            batch.prompts,
-            global_step=self._global_step,
-            micro_step_idx=0,
-            first_req_idx=batch.first_req_idx,
-        )
+        step = MicroStep(samples=batch.samples, micro_step_idx=0, first_req_idx=batch.first_req_idx)
+        segments = overlap.rollouts.stream(step, batch.prompts, global_step=self._global_step)
         rows = ArrivingRows(
             overlap.capacity,
             number=len(batch.samples),

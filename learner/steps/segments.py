@@ -16,7 +16,7 @@ from learner.config.sections.loss import LossConfig
 from learner.data.prompt import PromptCheck
 from learner.extensions import Task
 from learner.journal.log import PhaseClock
-from learner.records import Channel, EncodedPrompt, Rollout, Sample, Segment, Target
+from learner.records import Channel, EncodedPrompt, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import IGNORED, build_segment
@@ -34,16 +34,9 @@ class SegmentSource(Protocol):
         return
 
     def segments(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        clock: PhaseClock,
+        self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
-        """One segment per sample, in order."""
+        """One segment per sample of the micro-step, in order."""
         ...
 
 
@@ -59,15 +52,7 @@ class SegmentStream(Protocol):
 
 
 class StreamingSource(Protocol):
-    def stream(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-    ) -> SegmentStream:
+    def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
         """The segments of `SegmentSource.segments`, each as it becomes ready."""
         ...
 
@@ -82,19 +67,12 @@ class GroundTruthSource(SegmentSource):
         self._task, self._loss = task, loss
 
     def segments(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        clock: PhaseClock,
+        self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
         with clock.phase("target"):
             return [
                 build_segment(prompt, self._task.ground_truth(sample, self._loss), sample_id=sample.sample_id)
-                for sample, prompt in zip(samples, prompts, strict=True)
+                for sample, prompt in zip(step.samples, prompts, strict=True)
             ]
 
 
@@ -129,46 +107,29 @@ class RolloutSource(SegmentSource, StreamingSource):
         self._made = {(global_step, step.micro_step_idx): rollouts for step, rollouts in zip(window, made, strict=True)}
 
     def segments(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-        clock: PhaseClock,
+        self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
-        rollouts = self._rollouts(
-            samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx, clock=clock
-        )
+        rollouts = self._rollouts(step, global_step=global_step, clock=clock)
         with clock.phase("target"):
             return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
-    def _rollouts(
-        self, samples: Sequence[Sample], *, global_step: int, micro_step_idx: int, first_req_idx: int, clock: PhaseClock
-    ) -> list[Rollout]:
+    def _rollouts(self, step: MicroStep, *, global_step: int, clock: PhaseClock) -> list[Rollout]:
         """Those of the window, or made now."""
-        rollouts = self._made.pop((global_step, micro_step_idx), None)
+        rollouts = self._made.pop((global_step, step.micro_step_idx), None)
         if rollouts is None:
             with clock.phase("rollout"):
                 rollouts = self._backend.generate(
-                    samples, global_step=global_step, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx
+                    step.samples,
+                    global_step=global_step,
+                    micro_step_idx=step.micro_step_idx,
+                    first_req_idx=step.first_req_idx,
                 )
-        assert [rollout.sample for rollout in rollouts] == list(samples), "the window was of other samples"
+        assert [rollout.sample for rollout in rollouts] == list(step.samples), "the window was of other samples"
         return rollouts
 
-    def stream(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[EncodedPrompt],
-        *,
-        global_step: int,
-        micro_step_idx: int,
-        first_req_idx: int,
-    ) -> SegmentStream:
+    def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
         backend = self._backend
         assert isinstance(backend, StreamingBackend), "only servers hand on rollouts as they end"
-        step = MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)
         return self._stream_of(backend.stream([step], global_step=global_step), prompts)
 
     def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:

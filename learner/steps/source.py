@@ -24,7 +24,7 @@ from learner.data.batches import Batches, MicroBatch, Shortfall, Upcoming, Windo
 from learner.data.prompt import PromptEncoder
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
-from learner.records import Channel, EncodedPrompt, PackedRow, Sample, Segment
+from learner.records import Channel, EncodedPrompt, PackedRow, Segment
 from learner.rollout.backend import MicroStep
 from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
@@ -165,41 +165,35 @@ class FreshSteps(StepSource):
             for micro_step_idx, (samples, first_req_idx) in enumerate(window)
         ]
         if self._owed:
-            owed = self._owed_samples()
-            place = {"micro_step_idx": self._gradient_accumulation_steps, "first_req_idx": self._first_owed}
-            steps.append(MicroStep(samples=owed, **place))
+            steps.append(self._owed_step())
         self._source.begin_window(steps, global_step=self._global_step, clock=self._clock)
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
         """The rows to learn in this micro-step. Raises DataError for a segment that is longer than a row."""
-        segments = self._segments(batch.samples, batch.prompts, micro_step_idx, batch.first_req_idx)
+        step = MicroStep(samples=batch.samples, micro_step_idx=micro_step_idx, first_req_idx=batch.first_req_idx)
+        segments = self._segments(step, batch.prompts)
         if self._owed:
             segments += self._owed_segments()
         with self._clock.phase("pack"):
             return self._row_maker.rows(segments)
 
     def _owed_segments(self) -> list[Segment]:
-        """Their requests have a micro-step of their own, so that no two of all ranks' requests share a seed (R11)."""
-        samples, self._owed = self._owed_samples(), []
+        step, self._owed = self._owed_step(), []
         with self._clock.phase("data"):
-            prompts = [self._encoder.encode(sample) for sample in samples]
-        return self._segments(samples, prompts, self._gradient_accumulation_steps, self._first_owed)
+            prompts = [self._encoder.encode(sample) for sample in step.samples]
+        return self._segments(step, prompts)
 
-    def _owed_samples(self) -> tuple[Sample, ...]:
-        """As they were seen when they were handed out."""
-        return tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed)
-
-    def _segments(
-        self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], micro_step_idx: int, first_req_idx: int
-    ) -> list[Segment]:
-        return self._source.segments(
-            samples,
-            prompts,
-            global_step=self._global_step,
-            micro_step_idx=micro_step_idx,
-            first_req_idx=first_req_idx,
-            clock=self._clock,
+    def _owed_step(self) -> MicroStep:
+        """The samples as they were seen when they were handed out. Their requests have a micro-step of their own, so
+        that no two of all ranks' requests share a seed (R11)."""
+        return MicroStep(
+            samples=tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed),
+            micro_step_idx=self._gradient_accumulation_steps,
+            first_req_idx=self._first_owed,
         )
+
+    def _segments(self, step: MicroStep, prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+        return self._source.segments(step, prompts, global_step=self._global_step, clock=self._clock)
 
     def _due_on_resume(self) -> list[str]:
         """Samples that a run resumed from here must make segments of, besides those that its data hands out."""

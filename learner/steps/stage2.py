@@ -20,6 +20,7 @@ from learner.data.batches import Batches, MicroBatch, Shortfall
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Channel, PackedRow
+from learner.rollout.backend import MicroStep
 from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
 from learner.steps.source import StepSource, own_share
@@ -144,14 +145,12 @@ class Stage2Steps(StepSource):
         learned row by row."""
         with self._clock.phase("data"):
             batch = self._next_batch()
-        segments = source.segments(
-            batch.samples[::every],
-            batch.prompts[::every],
-            global_step=self._global_step,
+        step = MicroStep(
+            samples=batch.samples[::every],
             micro_step_idx=0,  # requests are numbered over the whole step, so that seeds do not depend on the ranks
             first_req_idx=batch.first_req_idx,
-            clock=self._clock,
         )
+        segments = source.segments(step, batch.prompts[::every], global_step=self._global_step, clock=self._clock)
         with self._clock.phase("pack"):
             rows = self._parts.row_maker.rows(segments)
         yield from rows

@@ -28,7 +28,7 @@ from learner.data.batches import Batches, ShareReader, sampler_of
 from learner.data.encoding import LocalPool
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
-from learner.records import EncodedPrompt, Sample, Segment, ServerChange
+from learner.records import EncodedPrompt, Segment, ServerChange
 from learner.rollout import client
 from learner.rollout.backend import MicroStep
 from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
@@ -457,16 +457,17 @@ class ServedSegments(SegmentSource):
         self.weights: dict[int, int] = {}  # fingerprints by version
         self.told: dict[tuple[int, str], Told] = {}
 
-    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
-        del place["clock"]
-        if happens := self._during.pop(place["global_step"], None):
+    def segments(
+        self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
+    ) -> list[Segment]:
+        if happens := self._during.pop(global_step, None):
             threading.Timer(0.05, happens).start()
-        rollouts = self._learner.backend.generate(samples, **place)
+        [rollouts] = self._learner.backend.generate_window([step], global_step=global_step)
         for rollout in rollouts:
             number, seed, weights = rollout.response_token_ids
             assert rollout.ver is not None
             assert (seed, weights) == (rollout.seed, self.weights[rollout.ver]), "other weights than those synced"
-            self.told[place["global_step"], rollout.sample.sample_id] = (number, seed)
+            self.told[global_step, rollout.sample.sample_id] = (number, seed)
         return [segment(rollout.sample.sample_id, rollout.ver) for rollout in rollouts]
 
 

@@ -13,7 +13,6 @@ from learner.config.load import RESOLVED_NAME
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.loss import LossConfig
 from learner.journal.groups import NAME, GroupsLog
-from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.report.groups import MAX_GROUPS, NUM_BINS, reward_section
 from learner.report.page import write_report
@@ -21,7 +20,7 @@ from learner.report.read import read_run
 from learner.steps.groups import GroupSource
 from learner.tasks.rewards import Rewards
 from tests.unit.learner.steps.test_groups import LONGEST, ONE, SHORT, TWO, WHOLE, Answers, prompt_of
-from tests.unit.learner.steps.test_segments import PLACE, TASK, TOKENIZER, sample, truth
+from tests.unit.learner.steps.test_segments import TASK, TOKENIZER, sample, segments_in, truth
 
 
 def logged(folder: Path, steps: int, *, every: int, **grpo: Any) -> list[dict[str, Any]]:
@@ -40,7 +39,7 @@ def logged(folder: Path, steps: int, *, every: int, **grpo: Any) -> list[dict[st
     )
     samples = [sample(i // 2) for i in range(4)]
     for step in range(1, steps + 1):
-        source.segments(samples, [prompt_of(one) for one in samples], **PLACE, clock=PhaseClock())
+        segments_in(source, samples, [prompt_of(one) for one in samples])
         log.write(step)
     log.write(steps + 1)  # nothing was scored: no line
     log.close()

@@ -15,6 +15,7 @@ from learner.data.batches import MicroBatch, Upcoming, WindowRepeater, WindowSte
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PackedRow, Sample, Segment, VisionInputs
+from learner.rollout.backend import MicroStep
 from learner.steps.buffered import BufferedSteps, copy_row
 from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
@@ -72,9 +73,9 @@ class Answers(SegmentSource):
     def __init__(self) -> None:
         self.made: list[tuple[int, int]] = []
 
-    def segments(self, samples: Sequence[Sample], prompts: Any, **place: Any) -> list[Segment]:
-        self.made.append((place["global_step"], place["micro_step_idx"]))
-        return [segment(sample.sample_id) for sample in samples]
+    def segments(self, step: MicroStep, prompts: Any, **place: Any) -> list[Segment]:
+        self.made.append((place["global_step"], step.micro_step_idx))
+        return [segment(sample.sample_id) for sample in step.samples]
 
 
 class OneRow(RowMaker):

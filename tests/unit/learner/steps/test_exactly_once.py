@@ -23,7 +23,8 @@ from learner.data.batches import Batches, ShareReader, sampler_of
 from learner.data.encoding import LocalPool
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
-from learner.records import EncodedPrompt, Sample, Segment
+from learner.records import EncodedPrompt, Segment
+from learner.rollout.backend import MicroStep
 from learner.steps.ahead import Stage2Ahead, StarvedError
 from learner.steps.packing import CompleteRows
 from learner.steps.segments import SegmentSource
@@ -89,7 +90,7 @@ class Rollouts(SegmentSource):
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.chance = world, rank, random.Random(f"{world.case.chaos} {rank}")
 
-    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+    def segments(self, step: MicroStep, prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
         world = self.world
         with world.lock:
             world.in_flight += 1
@@ -98,19 +99,19 @@ class Rollouts(SegmentSource):
         with world.lock:
             world.in_flight -= 1
             assert ver == world.ver, "weights moved under a call in flight"
-            for i, sample in enumerate(samples):
-                index = {"global_step": place["global_step"], "micro_step_idx": place["micro_step_idx"]}
-                seed = request_seed(run_seed=0, **index, req_idx=place["first_req_idx"] + i)
+            for i, sample in enumerate(step.samples):
+                index = {"global_step": place["global_step"], "micro_step_idx": step.micro_step_idx}
+                seed = request_seed(run_seed=0, **index, req_idx=step.first_req_idx + i)
                 world.seeds.setdefault(f"{place['global_step']} {sample.sample_id}", set()).add(seed)
-        return [segment(sample.sample_id, ver) for sample in samples]
+        return [segment(sample.sample_id, ver) for sample in step.samples]
 
 
 class Truth(SegmentSource):
     channel = "A"
     needs_rollouts = False
 
-    def segments(self, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
-        return [segment(sample.sample_id, None) for sample in samples]
+    def segments(self, step: MicroStep, prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
+        return [segment(sample.sample_id, None) for sample in step.samples]
 
 
 def make_source(world: World, ranks: Ranks, *, total_steps: int, samples_per_step: int, stack: ExitStack) -> Any:

@@ -30,7 +30,16 @@ from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError, PromptMismatchError
 from tests.runs import events
 from tests.unit.learner.policy.rows import gradients, policy_of, row
-from tests.unit.learner.steps.test_segments import IGNORED, PLACE, TASK, TOKENIZER, answer_text, sample, truth
+from tests.unit.learner.steps.test_segments import (
+    IGNORED,
+    PLACE,
+    TASK,
+    TOKENIZER,
+    answer_text,
+    sample,
+    segments_in,
+    truth,
+)
 from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run, snapshot, trainer
 
 EOS = TOKENIZER.eos_token_id
@@ -105,7 +114,7 @@ def made(texts: Sequence[str], size: int, *, logprobs: bool = True, cut: Sequenc
     """The segments of these answers, `size` of each sample."""
     samples = [sample(i // size) for i in range(len(texts))]
     source = source_of(Answers(texts, logprobs=logprobs, cut=cut), num_generations=size, **grpo)
-    return source.segments(samples, [prompt_of(one) for one in samples], **PLACE, clock=PhaseClock())
+    return segments_in(source, samples, [prompt_of(one) for one in samples])
 
 
 def learned(segment: Segment) -> np.ndarray:
@@ -296,12 +305,7 @@ def step_advantages(texts: Sequence[str], *, num_ranks: int, micro_steps: int, *
             segment
             for step in window
             for segment in source.segments(
-                step.samples,
-                [prompt_of(one) for one in step.samples],
-                global_step=3,
-                micro_step_idx=step.micro_step_idx,
-                first_req_idx=step.first_req_idx,
-                clock=PhaseClock(),
+                step, [prompt_of(one) for one in step.samples], global_step=3, clock=PhaseClock()
             )
         ]
 
@@ -368,7 +372,7 @@ def test_what_objects_do_not_earn_is_compared_rollout_by_rollout() -> None:
     samples = [ONE, ONE]
     backend = Answers([WHOLE, WHOLE[:-1]])
     source = source_of(backend, weights={"f1": 1.0, "format": 0.5}, num_generations=2, credit="object")
-    whole, cut = source.segments(samples, [prompt_of(ONE)] * 2, **PLACE, clock=PhaseClock())
+    whole, cut = segments_in(source, samples, [prompt_of(ONE)] * 2)
     np.testing.assert_allclose(advantages(whole), 0.25, atol=1e-6)
     np.testing.assert_allclose(advantages(cut), -0.25, atol=1e-6)
 
@@ -382,7 +386,7 @@ def test_a_task_that_cannot_tell_is_refused() -> None:
     task = NoPrefixes(TASK.config, TOKENIZER)
     source = source_of(Answers([WHOLE, SHORT]), task=task, num_generations=2, credit="object")
     with pytest.raises(ConfigError, match="credit"):
-        source.segments([ONE, ONE], [prompt_of(ONE)] * 2, **PLACE, clock=PhaseClock())
+        segments_in(source, [ONE, ONE], [prompt_of(ONE)] * 2)
 
 
 # ---- as they arrive, and what is refused ---------------------------------------------------------------------------
@@ -405,7 +409,7 @@ def test_a_stream_hands_on_whole_groups_in_any_order_of_arrival(seed: int) -> No
         assert set(group) <= set(order[: arriving.taken])
     assert sorted(places) == list(range(6))
     assert all(places[i] + 1 == places[i + 1] for i in range(0, 6, 2)), "both places of a group come together"
-    whole = source.segments(samples, prompts, **PLACE, clock=PhaseClock())
+    whole = segments_in(source, samples, prompts)
     for place, segment in met:
         assert segment.sample_id == samples[place].sample_id
         np.testing.assert_array_equal(segment.input_ids, whole[place].input_ids)
@@ -415,11 +419,11 @@ def test_a_stream_hands_on_whole_groups_in_any_order_of_arrival(seed: int) -> No
 def test_another_prompt_than_the_learner_s_is_refused() -> None:
     source = source_of(Answers([WHOLE, SHORT]), num_generations=2)
     with pytest.raises(PromptMismatchError, match="s0"):
-        source.segments([ONE, ONE], [prompt_of(TWO)] * 2, **PLACE, clock=PhaseClock())
+        segments_in(source, [ONE, ONE], [prompt_of(TWO)] * 2)
 
 
 def test_nothing_in_nothing_out() -> None:
-    assert source_of(Answers([])).segments([], [], **PLACE, clock=PhaseClock()) == []
+    assert segments_in(source_of(Answers([])), [], []) == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

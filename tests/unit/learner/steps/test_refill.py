@@ -22,7 +22,8 @@ from learner.config.schema import RunConfig
 from learner.data.batches import Batches, sampler_of
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
-from learner.records import Sample, Segment
+from learner.records import Segment
+from learner.rollout.backend import MicroStep
 from learner.steps.groups import GROUPS, NO_SIGNAL
 from learner.steps.packing import CompleteRows
 from learner.steps.refill import REFILLS, RefilledSteps
@@ -64,11 +65,12 @@ class Scored(SegmentSource):
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def segments(self, samples: Sequence[Sample], prompts: Sequence[Any], **place: Any) -> list[Segment]:
+    def segments(self, step: MicroStep, prompts: Sequence[Any], **place: Any) -> list[Segment]:
+        samples = step.samples
         found = [segment(sample.sample_id, 1) for sample in samples]
         with self.world.lock:
             for i in range(len(samples)):
-                key = (place["global_step"], place["micro_step_idx"], place["first_req_idx"] + i)
+                key = (place["global_step"], step.micro_step_idx, step.first_req_idx + i)
                 self.world.places[key] += 1
             for i in range(0, len(samples), SIZE):
                 assert len({sample.sample_id for sample in samples[i : i + SIZE]}) == 1, "a group is torn"

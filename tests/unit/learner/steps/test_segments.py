@@ -12,7 +12,8 @@ from deploy.demo.model import build_tokenizer
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
 from learner.journal.log import PhaseClock
-from learner.records import DetectionObject, EncodedPrompt, Rollout, Sample
+from learner.records import DetectionObject, EncodedPrompt, Rollout, Sample, Segment
+from learner.rollout.backend import MicroStep
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
@@ -65,8 +66,14 @@ def truth(one: Sample, count: int = 3) -> str:
     return TASK.serialize(one.objects[:count], after=None).text
 
 
+def segments_in(source: SegmentSource, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
+    """The segments of a micro-step at PLACE."""
+    step = MicroStep(samples=samples, micro_step_idx=PLACE["micro_step_idx"], first_req_idx=PLACE["first_req_idx"])
+    return source.segments(step, prompts, global_step=PLACE["global_step"], clock=PhaseClock())
+
+
 def segments(source: SegmentSource) -> list[Any]:
-    return source.segments(SAMPLES, PROMPTS, **PLACE, clock=PhaseClock())
+    return segments_in(source, SAMPLES, PROMPTS)
 
 
 def rollout_source(backend: Answers) -> RolloutSource:
@@ -118,4 +125,4 @@ def test_another_prompt_than_the_learner_s_is_refused() -> None:
 def test_nothing_in_nothing_out() -> None:
     """A rank without samples at an epoch's end still asks, with nothing: backends may count calls."""
     source = rollout_source(Answers([], []))
-    assert source.segments([], [], **PLACE, clock=PhaseClock()) == []
+    assert segments_in(source, [], []) == []
