@@ -146,8 +146,9 @@ ENDPOINTS = {
     ),
     "/metrics": Endpoint(meaning="[Prometheus metrics](metrics.md#a-rollout-server).", reply="text"),
     "/infer": Endpoint(
-        meaning="Rollouts: one answer per request, in order. Request `i` is seeded with `seed + i`. A request whose "
-        "`uuid` was answered before gets the same answer again. With `Accept: application/x-ndjson`, one "
+        meaning="Rollouts: one answer per request, in order. A request is seeded with its own `seed`, or, "
+        "if it has none, by the call's and its place ([`RequestConfig`](#requestconfig)). A request whose `uuid` "
+        "was answered before gets the same answer again. With `Accept: application/x-ndjson`, one "
         "[`AnswerLine`](#answerline) per request, as each ends.",
         body=wire.InferCall,
         reply="a list of [`RolloutOutput`](#rolloutoutput)",

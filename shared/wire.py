@@ -152,7 +152,7 @@ class RolloutInferRequest(ClientModel):
     seed: int | None = Field(
         default=None, ge=0, lt=2**63, description="of its first answer; without it, it follows from the call's"
     )
-    pixels: bool = Field(default=False, description="also what the vision tower is fed of the images (R45)")
+    pixels: bool = Field(default=False, description="also what the vision tower is fed of the images")
     data_dict: dict[str, Any] = Field(default={}, description="no effect")
     chat_template_kwargs: dict[Name, TemplateValue] = Field(
         default={}, description="variables of the model's chat template, such as `enable_thinking`"
@@ -180,10 +180,10 @@ class RequestConfig(ClientModel):
     frequency_penalty: FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
-    n: int = Field(default=1, ge=1, le=MAX_ANSWERS, description="answers to each request (R39)")
+    n: int = Field(default=1, ge=1, le=MAX_ANSWERS, description="answers to each request")
     logprobs: bool = Field(
         default=False,
-        description="log-probability of each sampled token (R39), before temperature, penalties and truncation",
+        description="log-probability of each sampled token, before temperature, penalties and truncation",
     )
     return_details: bool = Field(default=False, description="no effect: token ids are always returned")
     num_beams: Literal[1] = 1

@@ -185,7 +185,11 @@ DETECTION = (
     Metric("objects_per_rollout", "objects", "valid predictions per answer"),
     Metric("truth_per_sample", "objects", "ground-truth objects per sample"),
     Metric("drop/REASON", "objects per answer", "predicted objects that were dropped, by reason (list below)"),
-    Metric("coco/ap", "share", "COCO's AP (pycocotools); all scores are 1, so its changes mean more than its value"),
+    Metric(
+        "coco/ap",
+        "share",
+        "COCO's AP (pycocotools), by the probability of each box's tokens; without log-probabilities every score is 1",
+    ),
     Metric("coco/ap50", "share", "the same at IoU 0.5"),
     Metric("coco/ap75", "share", "the same at IoU 0.75"),
     Metric("coco/ar100", "share", "COCO's AR with 100 detections"),
