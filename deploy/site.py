@@ -1,16 +1,45 @@
-"""mkdocs' hook for the documentation site: a page that would fetch anything from elsewhere ends the build.
+"""mkdocs' hooks for the documentation site.
 
-The site works without network and from disk, so scripts, styles, fonts and pictures must be its own.
+A page that would fetch anything from elsewhere ends the build: the site works without network and from disk, so
+scripts, styles, fonts and pictures must be its own. The notebook becomes a page, with the outputs that are saved in it.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
 _FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)")
+
+NOTEBOOK, PAGE = "notebooks/library.ipynb", "notebooks/library.md"
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """The site's files, and the notebook's page."""
+    notebook = json.loads((Path(config["docs_dir"]) / NOTEBOOK).read_text(encoding="utf-8"))
+    files.append(File.generated(config, PAGE, content=notebook_page(notebook["cells"])))
+    return files
+
+
+def notebook_page(cells: Iterable[Mapping[str, Any]]) -> str:
+    """The cells as Markdown: text as it is, code and what it printed as blocks."""
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else _block("python", source))
+        if printed := "".join("".join(output.get("text", ())) for output in cell.get("outputs", ())):
+            parts.append(_block("text", printed))
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(language: str, text: str) -> str:
+    return f"````{language}\n{text.rstrip()}\n````"
 
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from deploy.reference import ENDPOINTS, routes
 from deploy.requirements import REQUIREMENTS
-from deploy.site import fetched_from_elsewhere
+from deploy.site import fetched_from_elsewhere, notebook_page
 from learner.__main__ import main
 from learner.steps import ahead, shares
 from rollout_server.service import RolloutService
@@ -105,6 +105,17 @@ def test_a_page_that_fetches_something_is_found() -> None:
     html = '<script src="https://elsewhere/x.js"></script><link rel=stylesheet href=//elsewhere/x.css>'
     assert fetched_from_elsewhere(html) == ["https://elsewhere/x.js", "//elsewhere/x.css"]
     assert fetched_from_elsewhere('<a href="https://elsewhere/">x</a><script src="assets/x.js"></script>') == []
+
+
+def test_the_notebook_becomes_a_page_with_its_code_and_what_it_printed() -> None:
+    cells = json.loads((ROOT / "docs/notebooks/library.ipynb").read_text())["cells"]
+    page = notebook_page(cells)
+    assert page.startswith("# ")
+    assert page.count("````python\n") == sum(cell["cell_type"] == "code" for cell in cells)
+    for cell in cells:
+        assert "".join(cell["source"]).rstrip() in page
+        for output in cell.get("outputs", ()):
+            assert "".join(output["text"]).rstrip() in page
 
 
 def test_pictures_have_a_light_and_a_dark_form_and_a_text() -> None:
