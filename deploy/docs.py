@@ -1,4 +1,5 @@
-"""CONFIG.md, the JSON Schemas and the site's reference pages, from the code: `python -m deploy.docs` (`make docs`).
+"""CONFIG.md, the JSON Schemas, the site's reference pages and the tables of memory, from the code:
+`python -m deploy.docs` (`make docs`).
 
 In: `RunConfig`, `ServerConfig`, the learner's rules, and what `deploy.reference` reads. Out: `documents()`, file name
 to text. `main` writes them into the working directory. A test compares the committed files with `documents()`.
@@ -17,6 +18,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from deploy import memory_table
 from deploy.launch import LaunchConfig
 from deploy.places import examples
 from deploy.reference import pages
@@ -31,7 +33,8 @@ INTRO = """\
 Made by `make docs` from the schema, so do not edit it. A test compares the two.
 
 One YAML file describes a run. `rollout-learner check --config FILE [--world-size W] [--probe]` finds
-every mistake without a GPU, a model or a server, and prints the resolved plan as JSON.
+every mistake without a GPU, a model or a server, and says what the data is, how long the run is and what memory it
+takes. `--json` prints the resolved plan.
 `rollout-server --config FILE --check` does the same for a server. Both exit with 2 if something is wrong. In a clone,
 `python -m learner` and `python -m rollout_server` are the same programs.
 
@@ -50,6 +53,7 @@ every mistake without a GPU, a model or a server, and prints the resolved plan a
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.
 """
 
+ROOT = Path(__file__).parents[1]
 TABLE_HEAD = "| key | type | default | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
 REQUIREMENT = re.compile(r" ?\([RD]\d\d?(?:,? [RD]\d\d?)*\)")
 
@@ -70,6 +74,7 @@ def documents() -> dict[str, str]:
         "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
         **pages(),
         **examples(),
+        memory_table.PAGE: memory_table.with_tables((ROOT / memory_table.PAGE).read_text(encoding="utf-8")),
     }
 
 

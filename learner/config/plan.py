@@ -151,13 +151,14 @@ class Plan:
     channels: tuple[str, ...]  # of the first steps, by the schedule
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values by the names above."""
-        values = {name: getattr(self, name) for name in self.__slots__}
+        """JSON values by the names above; `channels` only with `stage2_ab`, where they differ."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "channels"}
+        channels = {} if self.b_ratio is None else {"channels": list(self.channels)}
         return {
             **values,
             "servers": [entry.model_dump() for entry in self.servers],
             "local_rollouts_per_step": list(self.local_rollouts_per_step),
-            "channels": list(self.channels),
+            **channels,
         }
 
 
@@ -198,6 +199,23 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
         async_actor_learner=bool(config.stage2_ab and config.stage2_ab.async_actor_learner.enabled),
         b_ratio=config.stage2_ab.schedule.b_ratio if config.stage2_ab else None,
         channels=_channels(config),
+    )
+
+
+def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
+    """Optimizer steps that learn an epoch of `per_epoch` micro-batches."""
+    whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)
+    return whole_windows * m_steps + (rest > 0)
+
+
+def steps_of_epoch(config: RunConfig, plan: Plan, num_samples: int) -> int:
+    """Optimizer steps of one epoch over `num_samples` training samples."""
+    if config.stage2_ab is not None:  # a dataloader batch is a whole step (R31)
+        return -(-num_samples // plan.effective_batch_size)
+    places = num_samples * (config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1)
+    micro_batches = -(-places // (plan.per_device_train_batch_size * plan.world_size))
+    return steps_per_epoch(
+        micro_batches, gradient_accumulation_steps=plan.gradient_accumulation_steps, m_steps=plan.m_steps
     )
 
 

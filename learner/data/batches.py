@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.config.plan import Plan
+from learner.config.plan import Plan, steps_per_epoch
 from learner.config.schema import RunConfig
 from learner.data.augment import Augmented
 from learner.data.encoding import EncoderPool, EncodingJob, LocalPool, PromptEncoder, WorkerPool
@@ -434,12 +434,6 @@ def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_st
     whole = steps_per_epoch(per_epoch, gradient_accumulation_steps=gradient_accumulation_steps, m_steps=m_steps)
     epochs, rest = divmod(steps, whole)
     return epochs * per_epoch + min(rest // m_steps * gradient_accumulation_steps, per_epoch)
-
-
-def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
-    """Optimizer steps that learn an epoch of `per_epoch` micro-batches."""
-    whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)
-    return whole_windows * m_steps + (rest > 0)
 
 
 class WindowRepeater(Iterator[MicroBatch]):

@@ -1,4 +1,4 @@
-"""`rollout-learner check --config F`: every mistake at once, or the resolved plan as one JSON object.
+"""`rollout-learner check --config F`: every mistake at once, or what the run is, for people or as one JSON object.
 
 A check needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. On the command line
 it also reads the annotation files. With `--probe` it asks each rollout server once, at `/ready/` and
@@ -22,6 +22,8 @@ from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
 from learner.config.sections.servers import SERVER, WAY_OUT
+from learner.doctor.length import length_report
+from learner.doctor.memory import memory_report
 from learner.extensions import check_extensions
 from learner.journal.trackers import check_trackers
 from shared.aio import gather
@@ -93,7 +95,8 @@ def _report(
     if (advice := preset_advice(config)) is not None:
         report["advice"] = [advice]
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
-    looks = [partial(_samples, config, drawing)] if read_data else []
+    report |= memory_report(config, world_size)
+    looks = [partial(_samples, config, plan, drawing)] if read_data else []
     looks += [partial(_probed, plan, read_token(env))] if probe else []
     for look in looks:
         try:
@@ -149,8 +152,8 @@ def _family(config: RunConfig) -> list[Mistake]:
     return []
 
 
-def _samples(config: RunConfig, drawing: Drawing | None) -> dict[str, Any]:
-    """How many samples each split has, what is dropped or clipped of it, and what was drawn."""
+def _samples(config: RunConfig, plan: Plan, drawing: Drawing | None) -> dict[str, Any]:
+    """How many samples each split has, what is dropped or clipped of it, how long the run is, and what was drawn."""
     from learner.data.check import check_retained, check_split, splits  # imported here: not needed to check keys
     from learner.doctor.data_report import look_at_data
 
@@ -164,7 +167,7 @@ def _samples(config: RunConfig, drawing: Drawing | None) -> dict[str, Any]:
     counts = {split: found.num_samples for split, found in everything.items()}
     report: dict[str, Any] = {"samples": counts, "bad_records": bad} if bad else {"samples": counts}
     read = {split: found.split for split, found in checked.items() if found.split is not None}
-    report |= look_at_data(config, read)
+    report |= look_at_data(config, read) | length_report(config, plan, counts["train"])
     if drawing is not None:
         from learner.doctor.pictures import draw_pictures
 

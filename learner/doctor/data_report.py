@@ -14,6 +14,8 @@ from learner.config.schema import RunConfig
 from learner.config.sections.augment import stays_upright
 from learner.data.splits import Split
 from learner.data.survey import Survey, lines_of, seen_by_model, shared_images, small_boxes, survey, warnings_of
+from learner.doctor.length import length_in_words
+from learner.doctor.memory import memory_in_words
 from shared.config.model import ConfigErrors, Mistake
 
 _MAX_NAMED = 12
@@ -71,8 +73,8 @@ def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:
         raise ConfigErrors(mistakes=[mistake])
 
 
-def in_words(report: Mapping[str, Any]) -> list[str]:
-    """The report of `check` for people, "ready" last."""
+def data_in_words(report: Mapping[str, Any]) -> list[str]:
+    """What the data is, what looks wrong with it, how long the run is, and what it takes."""
     lines: list[str] = []
     for split, number in report.get("samples", {}).items():
         found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})
@@ -81,14 +83,21 @@ def in_words(report: Mapping[str, Any]) -> list[str]:
     lines += [
         f"! {number} photographs are in both of {pair}" for pair, number in report.get("shared_images", {}).items()
     ]
-    lines += [f"! {advice}" for advice in report.get("advice", ())]
+    return [*lines, *length_in_words(report), memory_in_words(report, report["packing_length"])]
+
+
+def in_words(report: Mapping[str, Any]) -> list[str]:
+    """The report of `check` for people, "ready" last."""
+    lines = [*data_in_words(report), *(f"! {advice}" for advice in report.get("advice", ()))]
     if pictures := report.get("pictures"):
         lines.append(f"drawn: {len(pictures)} photographs with their labels, in {Path(pictures[0]).parent}")
-    plan = {
-        key: report[key]
-        for key in ("variant", "trainer_variant", "effective_batch_size", "world_size")
-        if key in report
-    }
-    lines.append(", ".join(f"{key}: {value}" for key, value in plan.items()))
+    lines.append(_method(report))
     lines.append("ready (--json prints the whole plan)")
     return lines
+
+
+def _method(report: Mapping[str, Any]) -> str:
+    ranks = report["world_size"]
+    rollouts = report["rollouts_per_step"]
+    made = f"{rollouts} rollouts a step" if rollouts else "no rollouts"
+    return f"method: {report['trainer_variant']}, {made}, {ranks} learner rank{'s' if ranks > 1 else ''}"

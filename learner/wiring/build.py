@@ -20,7 +20,7 @@ import torch
 from learner.config.inference import INFERENCE_NAME, settings_of
 from learner.config.load import write_resolved
 from learner.config.modes import learns_rollouts, needs_rollouts
-from learner.config.plan import Plan, resolve, shards
+from learner.config.plan import Plan, resolve, shards, steps_per_epoch
 from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
 from learner.data import prompt
@@ -32,7 +32,6 @@ from learner.data.batches import (
     encoder_pool,
     fewest_micro_batches,
     sampler_of,
-    steps_per_epoch,
 )
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.splits import load_split

@@ -12,7 +12,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data.batches import Batches, DistributedSampler, MicroBatch, WindowRepeater, WindowStep, steps_per_epoch
+from learner.config.plan import steps_per_epoch
+from learner.data.batches import Batches, DistributedSampler, MicroBatch, WindowRepeater, WindowStep
 from tests.unit.learner.data.fakes import CountingEncoder, make_run, make_samples
 
 Ids = tuple[str, ...]

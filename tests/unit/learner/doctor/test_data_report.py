@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from deploy.memory_table import MODELS
 from learner.__main__ import main
 from shared.config.parse import dump_yaml
 from tests.unit.learner.config.examples import changed, minimal
 from tests.unit.learner.data.annotations import FINE, jsonl
+
+NAMED = ("length", "time", "memory")
 
 
 def write(folder: Path, **keys: object) -> str:
@@ -38,3 +41,23 @@ def test_a_row_that_no_photograph_fits_is_refused(tmp_path: Path, capsys: pytest
     path = write(tmp_path, global_max_length=16, model__max_pixels=1 << 20)
     assert main(["check", "--config", path]) == 2
     assert "global_max_length" in capsys.readouterr().err
+
+
+def test_people_read_length_time_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **MODELS["2B"]}))
+    path = write(tmp_path, model__path=str(model), training__effective_batch_size=3)
+    assert main(["check", "--config", path]) == 0
+    told = capsys.readouterr().out.splitlines()
+    length, time, memory = (next(line for line in told if line.startswith(f"{name}: ")) for name in NAMED)
+    assert "10 steps of 3" in length
+    assert "5 epochs" in length
+    assert "not known" in time
+    assert "gradients" in memory
+    assert not any("variant" in line for line in told), "keys of the plan are for --json"
+    assert main(["check", "--config", path, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["length"]["steps"] == 10
+    assert f"{report['memory_gib']['total']:g} GiB" in memory
+    assert "channels" not in report, "they are of stage 2"

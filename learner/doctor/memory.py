@@ -1,0 +1,283 @@
+"""How much memory learning takes on one GPU, computed from a model's `config.json`. Imports neither torch nor numpy.
+
+In: a checkpoint's configuration and how it is trained. Out: an `Estimate` in bytes, by what takes it. The page
+docs/performance/guide.md compares it with what was measured.
+
+Per layer and token, the backward pass needs the inputs of every matrix product and of every norm: 4 x hidden, 3 x
+(query + key + value width), 3 x intermediate values. With checkpointing only the layer's input stays, and one layer at
+a time is computed again, with its gradients beside it. Attention keeps no square matrix. The output head runs on
+LOGITS_CHUNK tokens at a time. The vision tower sees `merge ** 2` patches for each image token of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from learner.config.modes import colocates
+from learner.config.plan import shards
+from learner.config.schema import RunConfig
+from shared.reading import json_in
+
+GIB = 2**30
+LOGITS_CHUNK = 1024  # supervised tokens, the same as in learner/policy/loss.py; a test compares them
+IMAGE_SHARE = 0.5  # of a row's tokens, assumed
+OTHER_BYTES = GIB  # CUDA's context and what the allocator cannot reuse
+EAGER = 1.55  # activations of an eager layer over a compiled one, measured for 4B: (126 - 32) / (92 - 31) GiB
+COMPILED_FROM = 5e8  # parameters, of `model.compile: auto`
+COMPILED_LOGITS, EAGER_LOGITS = 4, 14  # bytes a logit: in bfloat16 with its gradient; in float32 three times too
+FILLED = 0.9  # of a GPU's memory: the estimate was up to 12% off
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tower:
+    """Layers of one width. `inner`: values per token between up and down projections. `attention`: query, key and
+    value."""
+
+    layers: int
+    hidden: int
+    inner: int
+    attention: int
+    layer_parameters: int
+    adapted: int  # sum of inputs and outputs of a layer's linear modules, which an adapter multiplies by its rank
+
+    @property
+    def values(self) -> int:
+        """Values per token that a layer's backward pass needs."""
+        return 4 * self.hidden + 3 * self.attention + 3 * self.inner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What the estimate needs of a model."""
+
+    text: Tower
+    vision: Tower | None
+    patches_per_token: int
+    vocab_size: int
+    embedding_parameters: int  # with the head, if it has weights of its own
+    merger_parameters: int
+    merger_adapted: int
+
+    @property
+    def vision_parameters(self) -> int:
+        return 0 if self.vision is None else self.vision.layers * self.vision.layer_parameters + self.merger_parameters
+
+    @property
+    def num_parameters(self) -> int:
+        return self.text.layers * self.text.layer_parameters + self.embedding_parameters + self.vision_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Use:
+    """How the model is trained."""
+
+    row_tokens: int
+    weight_bytes: int = 2  # of a value
+    autocast: bool = True  # `training.bf16`
+    lora_rank: int | None = None
+    checkpointing: bool = True
+    compiled: bool = True
+    vision_trained: bool = True
+    parts: int = 1  # ranks that share weights, gradients and moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Bytes on one GPU while it learns, without the engine of colocated rollouts."""
+
+    weights: int
+    adapter: int  # weights of LoRA
+    gradients: int
+    moments: int
+    activations: int
+    logits: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def to_json(self) -> dict[str, float]:
+        """GiB by name, `total` among them."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
+        return {name: round(value / GIB, 1) for name, value in named.items()}
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The shape that a `config.json` describes. Raises KeyError, TypeError or ValueError if it lacks a size."""
+    text = config.get("text_config") or config
+    hidden, vocab_size = int(text["hidden_size"]), int(text["vocab_size"])
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    vision = config.get("vision_config")
+    merged = int(vision.get("spatial_merge_size", 2)) ** 2 if vision else 0
+    mergers = 1 + len(vision.get("deepstack_visual_indexes") or ()) if vision else 0
+    joined = merged * int(vision["hidden_size"] if "depth" in vision else hidden) if vision else 0
+    return Shape(
+        text=_text_tower(text),
+        vision=_vision_tower(vision) if vision else None,
+        patches_per_token=merged,
+        vocab_size=vocab_size,
+        embedding_parameters=vocab_size * hidden * (1 if tied else 2),
+        merger_parameters=mergers * joined * (joined + hidden),
+        merger_adapted=mergers * (3 * joined + hidden),
+    )
+
+
+def _text_tower(text: Mapping[str, Any]) -> Tower:
+    hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+    head = int(text.get("head_dim") or hidden // heads)
+    query, key_value = heads * head, int(text.get("num_key_value_heads") or heads) * head
+    attention = 2 * hidden * (query + key_value)
+    adapted = (hidden + query) * 2 + (hidden + key_value) * 2
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+    if experts:
+        width = int(text["moe_intermediate_size"])
+        inner = width * int(text["num_experts_per_tok"])
+        wide = experts * (3 * hidden * width + hidden)  # experts are one tensor each, which LoRA leaves alone
+    else:
+        inner = int(text["intermediate_size"])
+        wide = 3 * hidden * inner
+        adapted += 3 * (hidden + inner)
+    return Tower(
+        layers=int(text["num_hidden_layers"]),
+        hidden=hidden,
+        inner=inner,
+        attention=query + 2 * key_value,
+        layer_parameters=attention + wide,
+        adapted=adapted,
+    )
+
+
+def _vision_tower(vision: Mapping[str, Any]) -> Tower:
+    hidden, inner = int(vision.get("embed_dim") or vision["hidden_size"]), int(vision.get("intermediate_size") or 0)
+    inner = inner or int(hidden * float(vision.get("mlp_ratio", 4)))
+    gated = 3 if vision.get("hidden_act") == "silu" else 2  # Qwen2.5-VL's tower has a gate
+    return Tower(
+        layers=int(vision["depth"]),
+        hidden=hidden,
+        inner=inner,
+        attention=3 * hidden,
+        layer_parameters=4 * hidden * hidden + gated * hidden * inner,
+        adapted=6 * hidden + gated * (hidden + inner),
+    )
+
+
+def estimate(shape: Shape, use: Use) -> Estimate:
+    """Bytes of each kind at the moment that takes most."""
+    adapter = _adapter_parameters(shape, use.lora_rank) if use.lora_rank else 0
+    if adapter:
+        trained, value_bytes = adapter, 4  # peft keeps an adapter in float32
+    else:
+        trained = shape.num_parameters - (0 if use.vision_trained else shape.vision_parameters)
+        value_bytes = use.weight_bytes
+    activations, logits = _of_a_row(shape, use)
+    other = OTHER_BYTES
+    if use.parts > 1:  # two layers and the embedding are gathered while they are used
+        other += use.weight_bytes * (2 * shape.text.layer_parameters + shape.embedding_parameters)
+    return Estimate(
+        weights=use.weight_bytes * shape.num_parameters // use.parts,
+        adapter=4 * adapter // use.parts,
+        gradients=value_bytes * trained // use.parts,
+        moments=2 * value_bytes * trained // use.parts,
+        activations=activations,
+        logits=logits,
+        other=other,
+    )
+
+
+def _adapter_parameters(shape: Shape, rank: int) -> int:
+    adapted = shape.text.layers * shape.text.adapted
+    if shape.vision is not None:
+        adapted += shape.vision.layers * shape.vision.adapted + shape.merger_adapted
+    return rank * adapted
+
+
+def _of_a_row(shape: Shape, use: Use) -> tuple[int, int]:
+    """Activations and logits. With checkpointing the head's work is over when a layer is computed again, so the larger
+    of the two counts."""
+    stream = use.weight_bytes  # of a value between layers
+    inside = 2 if use.autocast else use.weight_bytes
+    eager = 1.0 if use.compiled else EAGER
+    towers = [(shape.text, use.row_tokens)]
+    if shape.vision is not None:
+        towers.append((shape.vision, int(use.row_tokens * IMAGE_SHARE) * shape.patches_per_token))
+    kept, largest = 0, 0
+    for tower, tokens in towers:
+        layer = tokens * (4 * tower.hidden * stream + (tower.values - 4 * tower.hidden) * inside)
+        if use.checkpointing:
+            kept += tower.layers * tokens * tower.hidden * stream
+            largest = max(largest, int(layer * (1 + eager)))
+        else:
+            kept += int(tower.layers * layer * eager)
+    if use.autocast and use.weight_bytes > 2:
+        kept += 2 * shape.num_parameters  # autocast keeps a bfloat16 copy of the weights for the row
+    a_logit = COMPILED_LOGITS if use.compiled else EAGER_LOGITS
+    logits = a_logit * min(use.row_tokens, LOGITS_CHUNK) * shape.vocab_size
+    return (kept + max(0, largest - logits), logits) if use.checkpointing else (kept, logits)
+
+
+def longest_row(shape: Shape, use: Use, gpu_bytes: float, lengths: tuple[int, ...]) -> int | None:
+    """The longest of `lengths` that fits FILLED of a GPU; None if none does. `use.row_tokens` is not read."""
+    fitting = [n for n in lengths if estimate(shape, replace(use, row_tokens=n)).total <= FILLED * gpu_bytes]
+    return max(fitting, default=None)
+
+
+# ---- of a run ------------------------------------------------------------------------------------------------------
+
+
+def of_run(config: RunConfig, world_size: int) -> Estimate | None:
+    """What the run's model takes on a GPU. None if `model.path` has no readable `config.json` on this machine."""
+    shape = _shape_at(Path(config.model.path))
+    if shape is None:
+        return None
+    model = config.model
+    compiled = shape.num_parameters >= COMPILED_FROM if model.compile == "auto" else model.compile
+    return estimate(
+        shape,
+        Use(
+            row_tokens=config.global_max_length,
+            weight_bytes=2 if model.dtype == "bfloat16" else 4,
+            autocast=config.training.bf16,
+            lora_rank=model.lora.r if model.lora else None,
+            checkpointing=model.gradient_checkpointing,
+            compiled=compiled and not shards(config, world_size),
+            vision_trained="model.visual." not in model.freeze,
+            parts=world_size if shards(config, world_size) else 1,
+        ),
+    )
+
+
+def _shape_at(folder: Path) -> Shape | None:
+    try:
+        adapter = folder / "adapter_config.json"
+        if adapter.is_file():
+            folder = Path(str(json_in(adapter)["base_model_name_or_path"]))
+        return shape_of(json_in(folder / "config.json"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who loads the model says what is wrong with it
+        return None
+
+
+def engine_share(config: RunConfig) -> float:
+    """The share of each GPU that colocated vLLM takes; 0 without it."""
+    return config.rollout_matching.vllm.gpu_memory_utilization if colocates(config) else 0.0
+
+
+def memory_report(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """`memory_gib` for `--json`: {} if the model is not on this machine."""
+    found = of_run(config, world_size)
+    return {} if found is None else {"memory_gib": found.to_json(), "engine_share": engine_share(config)}
+
+
+def memory_in_words(report: Mapping[str, Any], row_tokens: int) -> str:
+    """One line of the report of `memory_report`."""
+    gib = report.get("memory_gib")
+    if gib is None:
+        return "memory: not known, because model.path has no config.json on this machine"
+    parts = ", ".join(f"{name} {value:g}" for name, value in gib.items() if name != "total" and value)
+    line = f"memory: learning rows of {row_tokens} tokens takes about {gib['total']:g} GiB of each GPU ({parts})"
+    if share := report.get("engine_share"):
+        line += f"; vLLM takes {share:.0%} of the GPU beside it, or in turn with it if both do not fit"
+    return line
