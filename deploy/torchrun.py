@@ -22,6 +22,8 @@ from typing import Annotated
 
 import typer
 
+from shared.version import Version
+
 # Longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of `deploy.launch`,
 # whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
 SHUTDOWN_TIMEOUT_S = 28
@@ -35,6 +37,7 @@ def main(
     command: Annotated[list[str], typer.Argument(help="After `--`: -m MODULE or SCRIPT, and its arguments.")],
     nproc: Annotated[int, typer.Option(help="Number of ranks.")] = 1,
     max_restarts: Annotated[int, typer.Option(min=0, help="How often all ranks are started again.")] = 0,
+    version: Version = False,
 ) -> None:
     """Run the ranks of one machine to their end."""
     if nproc < 1:

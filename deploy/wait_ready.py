@@ -23,6 +23,7 @@ from learner.config.load import load_config
 from learner.config.modes import uses_servers
 from shared.addresses import is_loopback
 from shared.errors import ConfigError, DeadlineError, ProjectError
+from shared.version import Version
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -45,6 +46,7 @@ def wait(
     config: Annotated[str, typer.Option(help="The learner's configuration file.")],
     timeout_s: Annotated[float, typer.Option(help="How long the servers may take.")] = 1800.0,
     server_ids: Annotated[str, typer.Option(help="What the server_id of each begins with; default: anything.")] = "",
+    version: Version = False,
 ) -> None:
     """Wait for a learner's rollout servers."""
     try:

@@ -33,6 +33,7 @@ from learner.run.files import write_atomically
 from shared.addresses import free_ports
 from shared.config.parse import write_yaml
 from shared.errors import ProjectError
+from shared.version import Version
 
 OUT = Path("runs/demo")
 HERE = Path("deploy/demo")
@@ -148,7 +149,7 @@ def say(text: str) -> None:
     print(f"[demo] {text}", flush=True)
 
 
-def command() -> None:
+def command(version: Version = False) -> None:
     """Serve, learn, sync and compare on this machine: the case that rollouts are for. Writes to runs/demo."""
     raise typer.Exit(main())
 
