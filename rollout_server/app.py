@@ -163,7 +163,7 @@ def _openai_routes(service: RolloutService) -> list[Route]:
 
     def completions(model: type[OpenAICall]) -> Handler:
         async def complete(request: Request) -> Response:
-            call = await read_body(request, model)
+            call = await read_body(request, model, "correct these fields; the server's /docs lists those that it takes")
             if call.stream:
                 events = _openai_events(service.completion_events(call))
                 return AnswerStream(await _while_connected(request, _first(events)), events, EVENTS)
@@ -226,6 +226,10 @@ def _documentation(routes: Sequence[Route], config: ServerConfig, with_token: bo
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what, found = f"{request.method} {request.url.path} is not served", f"HTTP {error.status_code}: {error.detail}"
+    if error.status_code == 405:
+        methods = (error.headers or {}).get("Allow", "another method")
+        remedy = f"use {methods}; {request.app.state.config.url_prefix}/docs shows every call"
+        return error_response(refused(405, what, found, f"{methods} {request.url.path}", remedy))
     wanted = "an endpoint of the rollout server, below its url_prefix"
     return error_response(refused(error.status_code, what, found, wanted, "check base_url"))
 

@@ -30,8 +30,11 @@ _TURN_S = 0.02
 _MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
 
 
-async def read_body(request: Request, model: type[Body]) -> Body:
-    """Raises RequestError, which names the wrong fields."""
+SAME_VERSION = "run the same version of this project on both sides"
+
+
+async def read_body(request: Request, model: type[Body], remedy: str = SAME_VERSION) -> Body:
+    """Raises RequestError, which names the wrong fields. `remedy`: what to do about them."""
     try:
         chunks = [chunk async for chunk in request.stream()]
     except ClientDisconnect:
@@ -41,6 +44,7 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         value = from_json(b"".join(chunks))  # reading bytes takes a quarter of the time that a bytearray takes
         await turns.give()
         _check_number(value, request.app.state.config)
+        _check_tools(request.url.path, value)
         if await _num_objects(value, turns) <= _FEW_OBJECTS:
             return _built(model, value, "")
         return await _built_in_turns(model, value, "", turns)
@@ -52,7 +56,7 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         f"{request.url.path}: malformed body",
         found=found,
         wanted=f"a {model.__name__}",
-        remedy="run the same version of this project on both sides",
+        remedy=remedy,
     )
 
 
@@ -78,6 +82,20 @@ def _check_number(value: Any, config: ServerConfig) -> None:
         items = value.get(field) if isinstance(value, dict) else None
         if isinstance(items, list) and not (field == "prompt" and items and isinstance(items[0], int)):
             check_number(field, len(items), config)
+
+
+def _check_tools(path: str, value: Any) -> None:
+    """Raises RequestError if an OpenAI client asks for tool calls."""
+    if not isinstance(value, dict):
+        return
+    asked = [name for name in ("tools", "tool_choice", "functions") if value.get(name) not in (None, [], "none")]
+    if asked:
+        raise RequestError(
+            f"{path}: this server has no tool calls",
+            found=", ".join(asked),
+            wanted="a request without tools",
+            remedy=f"leave {' and '.join(asked)} out",
+        )
 
 
 async def _num_objects(value: Any, turns: _Turns) -> int:

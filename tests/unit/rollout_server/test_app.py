@@ -151,6 +151,35 @@ def test_url_prefix() -> None:
     serve(check, url_prefix="/a/b", tensor_parallel_size=2, data_parallel_size=3)
 
 
+def test_a_wrong_method_is_answered_with_the_right_one() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        body = ErrorBody.model_validate_json((await http.get("/a/infer/")).content)
+        assert body.wanted == "POST /a/infer/"
+        assert "/a/docs" in body.remedy
+        assert "base_url" not in body.remedy
+
+    serve(check, url_prefix="/a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"}, "tools and tool_choice"),
+        ({"tools": [{}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+    ],
+)
+def test_tools_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        reply = await http.post("/v1/chat/completions", json={**request("hi"), **fields})
+        assert reply.status_code == 400
+        said = reply.json()["error"]["message"]
+        assert f"leave {named} out" in said
+        assert "same version" not in said
+
+    serve(check)
+
+
 def test_token() -> None:
     """All but the probes want it."""
 
