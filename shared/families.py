@@ -68,9 +68,24 @@ def check_family(config: Mapping[str, Any], *, key: str, allow_untested: bool) -
     )
 
 
+def check_path(path: str, *, key: str) -> None:
+    """Raises ConfigError for what can only be a folder and is none. A name on the hub is `name` or `owner/name`."""
+    if Path(path).is_dir() or not (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1):
+        return
+    found = "a file" if Path(path).is_file() else "no such folder"
+    remedy = "correct the path; relative ones start at the working directory"
+    raise ConfigError(
+        f"{key}: there is no model",
+        found=f"{path} ({found})",
+        wanted="a checkpoint's folder, or a name on the Hugging Face hub",
+        remedy=f"{remedy}, and ~ is not expanded" if path.startswith("~") else remedy,
+    )
+
+
 def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
-    """`check_family` for a checkpoint's folder, or an adapter's that names its base model. A hub name is not looked up.
-    Raises ConfigError."""
+    """`check_path` and `check_family` for a checkpoint's folder, or an adapter's that names its base model. A hub name
+    is not looked up. Raises ConfigError."""
+    check_path(path, key=key)
     adapter = _read(Path(path) / "adapter_config.json")
     base = str(adapter.get("base_model_name_or_path", "")) if adapter else path
     config = _read(Path(base) / "config.json")

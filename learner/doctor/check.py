@@ -121,13 +121,17 @@ def _check_parts(config: RunConfig) -> None:
 
 
 def _output_dir(config: RunConfig) -> list[Mistake]:
-    from learner.run.output_dir import KEY, check_output_dir, check_start  # here, because it reads the schema too
+    from learner.run import output_dir  # here, because it reads the schema too
 
-    try:
-        check_start(config)
-        check_output_dir(config)
-    except ConfigError as error:
-        return [Mistake.of(error, KEY)]
+    for look, key in (
+        (output_dir.check_writable, output_dir.KEY),
+        (output_dir.check_resume, output_dir.RESUME_KEY),
+        (output_dir.check_output_dir, output_dir.KEY),
+    ):
+        try:
+            look(config)
+        except ConfigError as error:
+            return [Mistake.of(error, key)]
     return []
 
 

@@ -51,7 +51,7 @@ from learner.policy.weights import CheckpointWeights
 from learner.records import EncodedPrompt, PackedRow, Segment
 from learner.tasks.detection.task import coordinate_token_ids
 from shared.errors import ConfigError
-from shared.families import check_family
+from shared.families import check_family, check_path
 from shared.images import ImageRules
 from shared.wire import TensorSpec
 
@@ -320,6 +320,7 @@ def load_policy(
 
 
 def _load_model(path: str, dtype: torch.dtype, *, allow_untested: bool) -> PreTrainedModel:
+    check_path(path, key="model.path")
     try:
         settings = AutoConfig.from_pretrained(path)
         check_family(settings.to_dict(), key="model.path", allow_untested=allow_untested)

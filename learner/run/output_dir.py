@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from learner.policy.parallel import Ranks
 
 KEY = "training.output_dir"
+RESUME_KEY = "training.resume_from_checkpoint"
 JOB = ".torchrun_job"  # the torchruns whose run has claimed the folder, one on each node
 # What a learner and its report write into a run directory.
 OWN = (
@@ -99,6 +100,7 @@ def claim_output_dir(
     outcome: tuple[RunConfig, list[str], ProjectError | None] = (config, [], None)
     if ranks.is_main:
         try:
+            check_writable(config)
             if stack is not None:
                 with writing(run_dir):
                     stack.enter_context(locked(run_dir))
@@ -157,20 +159,24 @@ def check_annotations(config: RunConfig) -> None:
         annotations.check()
 
 
-def check_start(config: RunConfig) -> None:
-    """What a start would find out later. Raises ConfigError if the folder cannot be written, or if there is nothing to
-    resume from."""
-    training, run_dir = config.training, Path(config.training.output_dir)
+def check_writable(config: RunConfig) -> None:
+    """Raises ConfigError if the folder cannot be made or written."""
+    run_dir = Path(config.training.output_dir)
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         found = f"{there}, which {'cannot be written' if there.is_dir() else 'is a file'}"
         remedy = "name another folder, or change its permissions"
         raise ConfigError(f"{KEY}: no run can be written there", found=found, wanted="a folder", remedy=remedy)
+
+
+def check_resume(config: RunConfig) -> None:
+    """Raises ConfigError if there is nothing to resume from."""
+    training, run_dir = config.training, Path(config.training.output_dir)
     where = training.resume_from_checkpoint
     at = run_dir if where == "latest" else Path(where or "")
     if where is not None and not any(at.glob("checkpoint-*/manifest.json" if where == "latest" else "manifest.json")):
         raise ConfigError(
-            "training.resume_from_checkpoint: there is no checkpoint to resume from",
+            f"{RESUME_KEY}: there is no checkpoint to resume from",
             found=f"{where}: none at {at}",
             wanted="a complete checkpoint",
             remedy="unset training.resume_from_checkpoint to start at the beginning, or name a checkpoint's folder",

@@ -73,6 +73,7 @@ from learner.trainer import Trainer
 from learner.wiring.connect import Backend, connect_backend, connect_sync
 from shared.config.model import shown
 from shared.errors import ConfigError, DeadlineError
+from shared.families import check_folder
 from shared.tokens import read_token
 
 
@@ -87,6 +88,7 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
     check_extensions(config)
     check_trackers(config)
+    check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
     with ExitStack() as stack:
         stack.enter_context(told_before_the_first_step())
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
@@ -158,14 +160,29 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
 
 
 def export(checkpoint: str, out: str, dtype: str) -> int:
-    """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code."""
+    """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code. Raises
+    ConfigError if it is no such folder."""
     from learner.config.sections.model import ModelConfig
     from learner.policy.files import export_model
 
+    check_checkpoint(Path(checkpoint))
     policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
     export_model(policy, Path(out), dtype=getattr(torch, dtype))
     print(f"wrote {out}")
     return 0
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ConfigError if the folder of `--checkpoint` holds no model."""
+    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return
+    inside = sorted(path.name for path in folder.glob("checkpoint-*"))
+    raise ConfigError(
+        "--checkpoint: no checkpoint is there",
+        found=f"{folder} ({'a folder without config.json' if folder.is_dir() else 'no such folder'})",
+        wanted="a checkpoint-STEP folder of a run",
+        remedy=f"name one inside it: {', '.join(inside)}" if inside else "correct the path",
+    )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------

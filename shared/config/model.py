@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, TypeAdapter
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, PydanticUserError, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from shared.errors import ConfigError, ProjectError
@@ -44,7 +45,8 @@ class Mistake:
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
         """An error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
-        found = f"{error.what}: {error.found}" if error.found else error.what
+        what = error.what.removeprefix(f"{path}: ")  # the mistake's own line begins with the key
+        found = f"{what}: {error.found}" if error.found else what
         return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
 
     def __str__(self) -> str:
@@ -264,12 +266,13 @@ def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
     return section_of(annotation)
 
 
-def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
+def _type_at(model: type[BaseModel], path: KeyPath) -> Any:
+    """The type of a key's value or of a list's item, with its bounds; None where the schema has none."""
     last = path[-1] if path else None
     if isinstance(last, int):
         parent = _section_at(model, path[:-2])
         field = parent.model_fields.get(str(path[-2])) if parent and len(path) > 1 else None
-        return describe(item_of(field.annotation)) if field else "a valid item"
+        return item_of(field.annotation) if field else None
     parent = _section_at(model, path[:-1]) if path else None
     field = parent.model_fields.get(str(last)) if parent else None
     if (
@@ -280,8 +283,17 @@ def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
     ):
         annotation = above.model_fields[str(path[-2])].annotation  # a mapping with keys of the user's own
         if get_origin(annotation) is dict:
-            return describe(get_args(annotation)[1])
-    return describe_field(field) if field else "a mapping"
+            return get_args(annotation)[1]
+    if field is None:
+        return None
+    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
+    wanted = _type_at(model, path)
+    if wanted is not None:
+        return describe(wanted)
+    return "a valid item" if path and isinstance(path[-1], int) else "a mapping"
 
 
 # ---- pydantic's errors in words ------------------------------------------------------------------------------------
@@ -302,7 +314,7 @@ def mistake_of(
         wanted = _wanted_at(model, key)
         return key, Mistake(path=dotted(key), found="nothing", wanted=wanted, remedy="add this key"), (path, key)
     wanted = _wanted_at(model, path)
-    found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail)
+    found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail, _type_at(model, path))
     if kind in ("value_error", "assertion_error"):  # a model's own validator
         wanted = str(detail["ctx"]["error"])
     return path, Mistake(path=name, found=found, wanted=wanted, remedy=remedy), (path,)
@@ -341,15 +353,19 @@ def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPa
     return Mistake(path=dotted(path), found="an unknown key", wanted=wanted, remedy=remedy), meant
 
 
-def _remedy(value: Any, wanted: str, detail: Mapping[str, Any]) -> str:
+def _remedy(value: Any, wanted: str, detail: Mapping[str, Any], annotation: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "write a finite number"
     if isinstance(value, float) and "an integer" in wanted:
         return f"write {int(value)}" if value == int(value) else f"write {math.floor(value)} or {math.ceil(value)}"
     if "true or false" in wanted:
-        return "write true or false, without quotes"
-    if isinstance(value, str) and "a string" not in wanted and detail["type"] != "literal_error":
-        return "write it without quotes (an environment variable can only fill a string)"
+        is_quoted = isinstance(value, str) and value.lower() in ("true", "false")
+        return "write true or false, without quotes" if is_quoted else "write true or false"
+    takes_text = any(option.startswith(("a string", "a path")) for option in wanted.split(" or "))
+    if isinstance(value, str) and not takes_text and detail["type"] not in ("literal_error", "value_error"):
+        if _is_right_without_quotes(value, annotation):
+            return "write it without quotes (an environment variable can only fill a string)"
+        return f"write {wanted}"
     if isinstance(value, str) and detail["type"] == "literal_error":
         options = wanted.split(" or ")
         near = difflib.get_close_matches(value.lower(), options, n=1)
@@ -357,6 +373,17 @@ def _remedy(value: Any, wanted: str, detail: Mapping[str, Any]) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool) and "a string" in wanted:
         return "put it in quotes"
     return "change the value"
+
+
+def _is_right_without_quotes(text: str, annotation: Any) -> bool:
+    """Whether YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader does
+    not, so a text that stays one may become a number."""
+    try:
+        value = yaml.safe_load(text)
+        TypeAdapter(annotation).validate_python(value, strict=not isinstance(value, str))
+    except (yaml.YAMLError, ValueError, RecursionError, PydanticUserError):
+        return False
+    return True
 
 
 # ---- a configuration that is partly wrong --------------------------------------------------------------------------

@@ -59,6 +59,17 @@ def test_an_adapter_has_the_family_of_its_base(tmp_path: Path) -> None:
     check_folder("some/name-on-the-hub", key="model.path", allow_untested=False)
 
 
+@pytest.mark.parametrize("path", ["/no/model", "./model", "../model", "~/model", "a/b/c"])
+def test_a_model_that_is_not_there_is_not_looked_for_on_the_hub(path: str) -> None:
+    with pytest.raises(ConfigError) as checked:
+        check_folder(path, key="model", allow_untested=False)
+    assert path in checked.value.found
+    assert checked.value.remedy
+    with pytest.raises(ConfigError) as loaded:
+        load_policy(ModelConfig(path=path), device=torch.device("cpu"))
+    assert loaded.value.what.startswith("model.path: ")
+
+
 def test_both_programs_refuse_it_before_they_load_anything(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "llava")
     with pytest.raises(ConfigError, match="llava"):

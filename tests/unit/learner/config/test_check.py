@@ -73,6 +73,28 @@ def test_mistakes_are_lines_on_stderr(file: Path, capsys: pytest.CaptureFixture[
     assert all(line.count("; ") >= 2 and f"({path}:" in line for line in err.splitlines())
 
 
+def test_a_line_has_its_key_once(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "taken"
+    (run / "checkpoint-1").mkdir(parents=True)
+    key = "training.output_dir"
+    assert run_check(write(file, minimal(), {key: str(run)})) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"{key}: found ")
+    assert line.count(f"{key}:") == 1
+    resumed = {key: str(tmp_path / "new"), "training.resume_from_checkpoint": "latest"}
+    assert run_check(write(file, minimal(), resumed)) == 2
+    assert capsys.readouterr().err.startswith("training.resume_from_checkpoint: found ")
+
+
+@pytest.mark.parametrize("path", ["/nonexistent/model", "./nomodel", "../nomodel", "~/model", "runs/x/checkpoint-9"])
+def test_a_model_that_is_not_there_is_a_mistake(file: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_check(write(file, minimal(), {"model.path": path})) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("model.path: found ")
+    assert path in line
+    assert line.count("model.path:") == 1
+
+
 @pytest.mark.parametrize("world_size", [0, -3])
 def test_a_world_has_ranks(file: Path, world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_check(write(file, minimal()), world_size=world_size) == 2

@@ -28,6 +28,7 @@ from learner.policy.parallel import Ranks
 from learner.run import checkpoint
 from learner.run.checkpoint import OPTIMIZER, RNG, Cadence, CheckpointStore, TrainerState
 from learner.run.files import write_atomically
+from learner.wiring.build import export
 from shared.errors import CheckpointError, ConfigError
 from tests.full_disk import no_file_larger_than
 from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
@@ -124,6 +125,18 @@ def test_an_export_is_the_merged_model_in_the_wanted_dtype(
     for name, tensor in policy.named_weights(torch.bfloat16):
         assert torch.equal(stored[name], tensor), name
     assert AutoProcessor.from_pretrained(tmp_path).tokenizer.eos_token == policy.tokenizer.eos_token
+
+
+@pytest.mark.parametrize("name", ["nothing", "a/b/c", "run"])
+def test_an_export_of_no_checkpoint_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    """No hub is asked for it, and a run's folder names its checkpoints."""
+    (tmp_path / "run/checkpoint-7").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        export(str(tmp_path / name), str(tmp_path / "out"), "float32")
+    assert caught.value.what.startswith("--checkpoint: ")
+    assert str(tmp_path / name) in caught.value.found
+    assert ("checkpoint-7" in caught.value.remedy) is (name == "run")
+    assert not (tmp_path / "out").exists()
 
 
 def test_rotation_keeps_the_newest(tiny_vlm: Path, tmp_path: Path) -> None:

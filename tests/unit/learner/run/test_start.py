@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from learner.run.output_dir import check_start
+from learner.run.output_dir import check_resume, check_writable
 from shared.errors import ConfigError
 from tests.unit.learner.config.examples import minimal, valid
 
 
 def start(**training: object) -> None:
-    check_start(valid(minimal(), {f"training.{name}": value for name, value in training.items()}))
+    config = valid(minimal(), {f"training.{name}": value for name, value in training.items()})
+    check_writable(config)
+    check_resume(config)
 
 
 def test_a_folder_that_is_not_there_yet_can_be_made(tmp_path: Path) -> None:

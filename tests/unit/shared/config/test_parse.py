@@ -59,6 +59,38 @@ def test_a_line_reads_path_found_wanted_remedy(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "without_quotes"),
+    [
+        ("inner: {rate: '0.5'}", True),
+        ("inner: {rate: '5e-1'}", True),
+        ("inner: {rate: '7'}", False),
+        ("inner: {rate: abc}", False),
+        ("count: '3'", True),
+        ("count: 'true'", False),
+        ("count: '['", False),
+        ("inner: {flag: abc}", False),
+        ("inner: {flag: 'true'}", True),
+        ("inner: {items: '[]'}", True),
+        ("inner: {items: all}", False),
+    ],
+)
+def test_quotes_are_blamed_only_where_the_text_without_them_is_right(
+    tmp_path: Path, line: str, without_quotes: bool
+) -> None:
+    (mistake,) = mistakes_of(tmp_path, f"{line}\n")
+    assert ("without quotes" in mistake.remedy) is without_quotes
+    if not without_quotes:
+        assert mistake.wanted in mistake.remedy
+
+
+def test_a_mistake_has_its_key_once() -> None:
+    """The key that is wrong stands at the beginning of a line, whoever wrote the error."""
+    error = ConfigError("inner.rate: too much of it", found="7", wanted="1", remedy="lower it")
+    assert Mistake.of(error, "inner.rate").found == "too much of it: 7"
+    assert Mistake.of(error, "inner.flag").found == "inner.rate: too much of it: 7"
+
+
 def test_an_unknown_key_that_exists_elsewhere_is_pointed_there(tmp_path: Path) -> None:
     (mistake,) = mistakes_of(tmp_path, "flag: true\n")
     assert mistake.remedy == "did you mean inner.flag?"
