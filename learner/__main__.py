@@ -266,7 +266,7 @@ def predict(
     def work() -> int:
         from learner.detector.answers import Asked
         from learner.detector.command import Options, predict
-        from shared.wire import TOKEN_VARIABLE
+        from shared.tokens import read_token
 
         asked = Asked(
             backend=backend.value,
@@ -274,7 +274,7 @@ def predict(
             samples=samples,
             max_new_tokens=max_new_tokens,
             dtype=dtype.value,
-            token=os.environ.get(TOKEN_VARIABLE),
+            token=read_token(os.environ),
         )
         names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else ()
         options = Options(
@@ -316,14 +316,14 @@ def calibrate(
     def work() -> int:
         from learner.detector.answers import Asked
         from learner.detector.calibration import CalibrateOptions, calibrate
-        from shared.wire import TOKEN_VARIABLE
+        from shared.tokens import read_token
 
         asked = Asked(
             backend=backend.value,
             server=server,
             max_new_tokens=max_new_tokens,
             dtype=dtype.value,
-            token=os.environ.get(TOKEN_VARIABLE),
+            token=read_token(os.environ),
         )
         return calibrate(
             CalibrateOptions(
@@ -367,9 +367,9 @@ def evaluate(
     def work() -> int:
         from learner.detector.answers import Asked
         from learner.detector.evaluate import EvaluateOptions, evaluate
-        from shared.wire import TOKEN_VARIABLE
+        from shared.tokens import read_token
 
-        asked = Asked(backend=backend.value, server=server, samples=samples, token=os.environ.get(TOKEN_VARIABLE))
+        asked = Asked(backend=backend.value, server=server, samples=samples, token=read_token(os.environ))
         options = EvaluateOptions(
             annotations=annotations,
             predictions=given,
@@ -460,10 +460,10 @@ def suggest_missing(
         from learner.detector.command import quiet
         from learner.detector.model import find_model
         from learner.missing.suggest import suggest
-        from shared.wire import TOKEN_VARIABLE
+        from shared.tokens import read_token
 
         quiet()
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = read_token(os.environ)
         asked = Asked(backend=backend.value, server=server, samples=samples, dtype=dtype.value, token=token)
         data = DataConfig(train=annotations, image_root=image_root)
         found = suggest(

@@ -5,6 +5,7 @@ one worked example of each.
     reward.functions   `[my_package.my_module:my_reward]` `Reward`s: a number for each rollout
     loss.function      `my_package.my_module:my_loss`     a `LossFunction`: what the supervised tokens of a row cost
     data.reader        `my_package.my_module:my_reader`   a `Reader`: annotations in a format of your own
+    training.callbacks `[my_package.my_module:MyCallback]` `Callback`s: told of each step, evaluation and save
 
 In: a configuration. Out: the classes and functions that it names. The first part of the file is the protocols, the
 second one finds what follows them. `check_extensions` lists everything that is wrong, key by key. `rollout-learner
@@ -33,7 +34,7 @@ from learner.config.schema import RunConfig
 from learner.config.sections.data import DataConfig
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
-from learner.records import RawRecord, Rollout, Sample, Target
+from learner.records import RawRecord, Rollout, Sample, StepResult, Target
 from shared.config.model import ConfigErrors, Mistake, show
 from shared.errors import ConfigError
 
@@ -188,6 +189,31 @@ class LossFunction(Protocol):
         ...
 
 
+class Callback:
+    """Is told of each step, evaluation and checkpoint: an entry of `training.callbacks`. To be subclassed.
+
+    Made and called on rank 0 alone, in its main thread. It may write files, send messages and keep state; a resumed run
+    makes a new one. It may not change weights or call torch.distributed: the other ranks wait for it, at most
+    `training.collective_timeout_s`. What it raises ends the run on all ranks as a CallbackError, which names it; the
+    last whole step is saved before.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        """The whole configuration; `config.training.output_dir` is the run's folder."""
+        self.config = config
+
+    def on_step(self, result: StepResult) -> bool | None:
+        """After each optimizer step; `result` is reduced over ranks. True: end the run as after its last step."""
+        return None
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """After each evaluation, with its metrics by name. True: end the run as after its last step."""
+        return None
+
+    def on_save(self, step: int, folder: Path) -> None:
+        """After each checkpoint, which is complete. Not after the one that is written when the run fails."""
+
+
 # ---- finding them --------------------------------------------------------------------------------------------------
 
 TASKS = {
@@ -255,11 +281,30 @@ def reader_of(config: RunConfig) -> Reader | None:
     return None if config.task.type == "detection" else task_class(config.task).reader
 
 
+def callback_classes(config: RunConfig) -> dict[str, type[Callback]]:
+    """`training.callbacks` by their path. Raises ConfigErrors."""
+    found: dict[str, type[Callback]] = {}
+    for i, path in enumerate(config.training.callbacks):
+        key = f"training.callbacks[{i}]"
+        value = _find(key, path, "a callback")
+        wanted, remedy = "a subclass of learner.extensions.Callback", "see docs/extending.md"
+        if not (isinstance(value, type) and issubclass(value, Callback)):
+            what = "another class" if isinstance(value, type) else f"a {type(value).__name__}"
+            mistake = Mistake(path=key, found=f"{show(path)}: {what}", wanted=wanted, remedy=remedy)
+            raise ConfigErrors(mistakes=[mistake])
+        if path in found:
+            mistake = Mistake(path=key, found=f"{show(path)} again", wanted="each callback once", remedy="remove one")
+            raise ConfigErrors(mistakes=[mistake])
+        found[path] = value
+    return found
+
+
 def check_extensions(config: RunConfig) -> None:
     """Import everything that the configuration names. Raises ConfigErrors with all mistakes."""
     looks: list[Callable[[], object]] = [
         lambda: reward_functions(config),
         lambda: loss_function(config),
+        lambda: callback_classes(config),
         lambda: reader_of(config) if config.data.reader else None,
     ]
     if config.task.type != "detection":  # whose class loads more than a check needs

@@ -32,6 +32,7 @@ from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
 from learner.run.best import BestEvaluation
+from learner.run.callbacks import Callbacks
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.files import write_atomically
 from learner.run.stopping import Stopped, StopRequest
@@ -42,7 +43,7 @@ from learner.steps.source import Fence, StepSource, in_lockstep, padded
 from learner.steps.totals import StepTotals
 from learner.sync.sync import Sync
 from learner.tasks.rewards import Rewards
-from shared.errors import CheckpointError, OutOfMemoryError
+from shared.errors import CallbackError, CheckpointError, OutOfMemoryError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ class Trainer:
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
         self.best = BestEvaluation.of(kept_metric(config), training, ranks)
+        self.callbacks = Callbacks(config, ranks)
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
@@ -122,7 +124,7 @@ class Trainer:
         except CheckpointError:
             raise
         except Exception as error:
-            agreed = isinstance(error, Stopped) and error.agreed
+            agreed = isinstance(error, CallbackError) or (isinstance(error, Stopped) and error.agreed)
             self.save() if agreed else self.rescue()
             raise
 
@@ -133,16 +135,19 @@ class Trainer:
         self.mark_boundary()
         if training.eval_on_start:
             self.evaluate()
-        while self.state.global_step < self.total_steps and not self.best.gives_up:
+        while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
             self.complete_labels()
             receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
             result = self.step()
             self.journal.step(result, receipt)
             self.agree_on_servers()
+            self.callbacks.step(result)
             if self.cadence.is_due(result.global_step):
                 self.save()
             if training.eval_steps and result.global_step % training.eval_steps == 0:
                 self.evaluate()
+        if self.callbacks.ended_by:
+            self.journal.note(f"{self.callbacks.ended_by} ended the run after step {self.state.global_step}")
         if training.eval_on_end:
             self.evaluate()
             self.test()
@@ -244,7 +249,8 @@ class Trainer:
         step, data = self.state.global_step, self.config.data
         evaluation = self.score(self.eval_samples, f"step_{step:06d}.jsonl", data.val or data.test)
         self._evaluated_at = step
-        self.journal.evaluation({**evaluation.metrics, **self.score_retained()}, step=step)
+        metrics = {**evaluation.metrics, **self.score_retained()}
+        self.journal.evaluation(metrics, step=step)
         self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
         verdict = self.best.add(step, evaluation.metrics)
         self._evaluations = {s: e for s, e in self._evaluations.items() if s == self.best.best_step}
@@ -253,6 +259,7 @@ class Trainer:
             self.keep_best(is_due=self._saved_at == step)
         if verdict.gives_up:
             self.journal.early_stop(self.best.metric, best_step=self.best.best_step, step=step)
+        self.callbacks.evaluation(step, metrics)
 
     def score_retained(self) -> dict[str, float]:
         """Metrics of `data.retain` with the present weights, as `retain/NAME/METRIC`."""
@@ -318,6 +325,7 @@ class Trainer:
         self._saved_at = self.state.global_step
         self.cadence.saved()
         self.journal.note(f"saved {path}")
+        self.callbacks.save(self.state.global_step, path)
         return path
 
     def save_calibrations(self) -> None:

@@ -86,6 +86,8 @@ class ServerControl:
         found = []
         for path in self._requests():
             try:
+                if not path.is_file():  # to open a pipe would wait for its writer
+                    raise OSError("not a file")
                 with path.open("rb") as file:
                     found.append(_request(json.loads(file.read(_MAX_REQUEST_BYTES))))
             except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -120,6 +120,12 @@ class TrainingConfig(Section):
     resume_from_checkpoint: str | None = key(
         "resume from this checkpoint folder, or from the `latest` one in `output_dir`", None, req="R18 R26"
     )
+    callbacks: list[str] = key(
+        "import paths of classes, `my_package.my_module:MyCallback`, that are told of each step, evaluation and "
+        "checkpoint on rank 0, and may end the run",
+        [],
+        req="R38",
+    )
     stop_timeout_s: float = key(
         "time to write a checkpoint and end after Ctrl-C or SIGTERM; torchrun kills ranks after 30 s",
         25.0,

@@ -70,7 +70,8 @@ def yolo_file(file: Path) -> YoloFile:
         if not isinstance(content, dict) or not isinstance(content.get("names"), list | dict):
             raise ValueError("no `names`")
         return _of_content(content, file.parent)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        # The last three: PyYAML's own, for a tag that does not fit its value (`!!timestamp x`).
         found = "endless nesting" if isinstance(error, RecursionError) else str(error)[:300]
         raise place.error("not a YOLO data set", found=found, wanted=_WANTED) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,13 @@ def test_yolo_names_may_be_digits(tmp_path: Path) -> None:
 def test_a_yolo_file_does_not_contradict_itself(tmp_path: Path, content: str) -> None:
     file = yolo(tmp_path, "0 0.5 0.5 1 1")
     file.write_text(f"train: images/train\n{content}\n")
+    assert "data.yaml" in refusal(file)
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!bool zz", "!!set [a]", "!!python/name:os.system x"])
+def test_a_yolo_file_with_a_tag_that_does_not_fit_is_refused(tmp_path: Path, value: str) -> None:
+    file = yolo(tmp_path, "0 0.5 0.5 1 1")
+    file.write_text(f"train: images/train\nnames: [a]\nextra: {value}\n")
     assert "data.yaml" in refusal(file)
 
 
@@ -279,6 +287,13 @@ def test_a_polygon_is_of_numbers(tmp_path: Path, value: Any) -> None:
     """A text would be a polygon of its digits."""
     segmentation = ["123456"] if value == "12" else [[0, 0, 10, 0, 10, value]]
     assert "annotation 0: its segmentation is wrong" in refusal(coco(tmp_path, {"segmentation": segmentation}), "poly")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    file = coco(tmp_path, {})
+    file.unlink()
+    os.mkfifo(file)
+    assert "not a file" in refusal(file, format="coco")
 
 
 def test_one_nan_does_not_hide_other_mistakes(tmp_path: Path) -> None:

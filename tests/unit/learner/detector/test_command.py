@@ -20,6 +20,7 @@ from learner.detector import answers as detector_answers
 from learner.detector.model import find_model
 from shared.addresses import free_ports
 from shared.errors import ConfigError, ServerUnreachableError
+from shared.wire import TOKEN_VARIABLE
 
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
@@ -128,6 +129,25 @@ def test_a_class_that_the_model_does_not_have_is_a_mistake(
     assert "tree" in told
     assert "three" in told, "those that it has"
     Detector(find_model(CHECKPOINT, prompt="Detect every tree."), classes=["tree"], backend="hf")
+
+
+@pytest.mark.parametrize("command", ["predict", "calibrate", "evaluate", "find-missing"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "t\u00f6ken-of-mine")
+    (tmp_path / "some.json").write_text("{}")
+    some, out = str(tmp_path / "some.json"), ["--out", str(tmp_path / "out")]
+    argv = {
+        "predict": ["predict", "--model", str(CHECKPOINT), some, *out],
+        "calibrate": ["calibrate", "--model", str(CHECKPOINT), some, *out],
+        "evaluate": ["evaluate", some, "--model", f"ours={CHECKPOINT}", *out],
+        "find-missing": ["find-missing", "suggest", "--model", str(CHECKPOINT), some, *out],
+    }[command]
+    assert main([*argv, "--server", "http://127.0.0.1:9"]) == 2
+    told = capsys.readouterr().err
+    assert TOKEN_VARIABLE in told
+    assert "of-mine" not in told
 
 
 def test_a_server_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +121,32 @@ def test_servers_are_shown_with_their_gate(run_dir: Path) -> None:
     assert "http://127.0.0.1:2" in page
     assert "it did not answer" in page
     assert "http://127.0.0.1:1<" not in page
+
+
+def test_a_long_answer_of_a_server_is_not_read_to_its_end(run_dir: Path) -> None:
+    """The addresses in a run's folder may be anybody's. Packed, it would be 200 MB out of 200 KB."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 209715200\r\n\r\n")
+            for _ in range(200):
+                connection.sendall(bytes(1 << 20))
+                sent.append(1 << 20)
+
+    sent: list[int] = []
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    (run_dir / "servers").mkdir()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    member = {"base_url": url, "state": "in", "because": ""}
+    (run_dir / "servers" / "state.json").write_text(json.dumps({"servers": [member]}))
+    assert "no answer (ValueError)" in client(run_dir).get("/now").text
+    thread.join(10)
+    listening.close()
+    assert sum(sent) < 50 << 20
 
 
 def test_what_is_read_piecewise_is_what_is_read_at_once(run_dir: Path) -> None:

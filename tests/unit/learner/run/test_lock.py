@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from contextlib import ExitStack
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_the_next_run_does_not_obey_what_was_asked_before(tmp_path: Path, other:
     ask(tmp_path, ADD)
     assert control.take() == [ADD]
     other.set()
+
+
+def test_a_pipe_among_the_requests_is_not_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER / REQUESTS
+    folder.mkdir(parents=True)
+    control = ServerControl(tmp_path)
+    os.mkfifo(folder / "1.json")
+    assert control.take() == []
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '"\\ud800"', "\xff"])
