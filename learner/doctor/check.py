@@ -171,13 +171,25 @@ def _samples(config: RunConfig, plan: Plan, drawing: Drawing | None) -> dict[str
     counts = {split: found.num_samples for split, found in everything.items()}
     report: dict[str, Any] = {"samples": counts, "bad_records": bad} if bad else {"samples": counts}
     read = {split: found.split for split, found in checked.items() if found.split is not None}
-    report |= look_at_data(config, read) | length_report(config, plan, counts["train"])
+    length = length_report(config, plan, counts["train"])
+    _check_warmup(config, length["length"]["steps"])
+    report |= look_at_data(config, read) | length
     if drawing is not None:
         from learner.doctor.pictures import draw_pictures
 
         pictures = draw_pictures(config, read["train"].samples, drawing.number, drawing.out)
         report["pictures"] = [str(picture) for picture in pictures]
     return report
+
+
+def _check_warmup(config: RunConfig, steps: int) -> None:
+    """Raises ConfigErrors if the run ends before its learning rate has risen. The number of steps follows from the data
+    where the run has epochs."""
+    warmup = config.training.warmup_steps
+    if warmup > steps:
+        wanted, remedy = f"at most the run's {steps} steps", "lower it, or train longer"
+        mistake = Mistake(path="training.warmup_steps", found=str(warmup), wanted=wanted, remedy=remedy)
+        raise ConfigErrors("the run is too short", mistakes=[mistake])
 
 
 def _probed(plan: Plan, token: str | None) -> dict[str, Any]:

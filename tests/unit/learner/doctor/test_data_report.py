@@ -61,3 +61,15 @@ def test_people_read_length_time_and_memory(tmp_path: Path, capsys: pytest.Captu
     assert report["length"]["steps"] == 10
     assert f"{report['memory_gib']['total']:g} GiB" in memory
     assert "channels" not in report, "they are of stage 2"
+
+
+@pytest.mark.parametrize(("warmup", "code"), [(4, 0), (5, 2)])
+def test_a_run_of_epochs_ends_after_its_warmup(
+    tmp_path: Path, warmup: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Six samples, two epochs of two steps."""
+    length = {"training__num_train_epochs": 2, "training__max_steps": None, "training__effective_batch_size": 3}
+    path = write(tmp_path, **length, training__warmup_steps=warmup)
+    assert main(["check", "--config", path]) == code
+    told = capsys.readouterr().err
+    assert told.startswith("training.warmup_steps: found 5" if code else "")
