@@ -119,6 +119,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step. Raises ProjectError, Stopped if it was asked to stop, or whatever else ended it; the
         last whole step is saved before, so that it can be resumed."""
+        self.callbacks.make()
         try:
             self.train()
         except CheckpointError:

@@ -26,6 +26,7 @@ the same as JSON, so the server's own words reach the learner's user.
     ├── RolloutError            an answer is malformed or incomplete
     │   └── NotFiniteError          the model's log-probabilities are not finite
     ├── RewardError             a reward function of the user's failed (learner.tasks.rewards)
+    ├── CallbackError           a callback of the user's failed (learner.run.callbacks)
     ├── LossError               a supervised index outside the assistant span, or a loss that is not finite
     ├── OutOfMemoryError        a row of the learner does not fit the memory that is left
     ├── WindowMismatchError     a repeated accumulation window came with other samples than the first time
@@ -171,6 +172,10 @@ class NotFiniteError(RolloutError):
 
 
 class RewardError(ProjectError):
+    pass
+
+
+class CallbackError(ProjectError):
     pass
 
 

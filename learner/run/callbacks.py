@@ -1,0 +1,87 @@
+"""The user's callbacks (`training.callbacks`): called on rank 0 alone, and every rank learns what came of it.
+
+In: the end of a step, of an evaluation, of a save. Out: whether the run shall end. The other ranks wait for the call,
+so a hook that fails ends the run on all ranks at one place, where a checkpoint can be written. After that no hook is
+called again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from learner.config.schema import RunConfig
+from learner.extensions import Callback, callback_classes, where_raised
+from learner.policy.parallel import Ranks
+from learner.records import StepResult
+from learner.run.stopping import Stopped
+from shared.errors import CallbackError
+
+
+class Callbacks:
+    """The callbacks of a run, in the order of `training.callbacks`."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks) -> None:
+        """Imports them on every rank. Raises ConfigErrors."""
+        self._config, self._ranks, self._parts = config, ranks, callback_classes(config)
+        self._made: list[tuple[str, Callback]] = []
+        self._has_failed = False
+        self.ended_by = ""  # the callback that asked for the end of the run
+
+    def make(self) -> None:
+        """Make them, before the first step. Collective. Raises CallbackError on every rank."""
+        self._call("__init__", [(path, partial(self._make, path, made)) for path, made in self._parts.items()])
+
+    def step(self, result: StepResult) -> None:
+        """Collective. Raises CallbackError on every rank."""
+        self._call("on_step", [(path, partial(made.on_step, result)) for path, made in self._made])
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Collective. Raises CallbackError on every rank."""
+        self._call("on_eval", [(path, partial(made.on_eval, step, metrics)) for path, made in self._made])
+
+    def save(self, step: int, folder: Path) -> None:
+        """Collective. Raises CallbackError on every rank."""
+        self._call("on_save", [(path, partial(made.on_save, step, folder)) for path, made in self._made])
+
+    def _make(self, path: str, made: type[Callback]) -> None:
+        self._made.append((path, made(self._config)))
+
+    def _call(self, hook: str, calls: list[tuple[str, Callable[[], bool | None]]]) -> None:
+        if not self._parts or self._has_failed:
+            return
+        outcome: tuple[str, CallbackError | None] = ("", None)
+        if self._ranks.is_main:
+            outcome = _outcome(hook, calls)
+        ended_by, error = self._ranks.broadcast_object(outcome)
+        self.ended_by = self.ended_by or ended_by
+        if error is not None:
+            self._has_failed = True
+            raise error
+
+
+def _outcome(hook: str, calls: list[tuple[str, Callable[[], bool | None]]]) -> tuple[str, CallbackError | None]:
+    """The callback that asks for the end of the run, and the error of the first one that failed."""
+    ended_by = ""
+    for path, call in calls:
+        try:
+            answer = call()
+        except Stopped:  # a signal interrupted it
+            raise
+        except Exception as error:  # the user's code may raise anything
+            return ended_by, _failed(path, hook, where_raised(error))
+        if answer is not None and not isinstance(answer, bool):
+            return ended_by, _failed(path, hook, f"it returned {answer!r:.100}")
+        if answer and hook != "on_save":
+            ended_by = ended_by or path
+    return ended_by, None
+
+
+def _failed(path: str, hook: str, found: str) -> CallbackError:
+    return CallbackError(
+        f"training.callbacks: {hook} of {path} failed",
+        found=found,
+        wanted="no exception; True to end the run, or None",
+        remedy="correct the callback, or remove it from training.callbacks, and resume",
+    )
