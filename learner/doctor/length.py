@@ -71,7 +71,7 @@ def length_in_words(report: Mapping[str, Any]) -> list[str]:
 
 def _time_in_words(length: Mapping[str, Any]) -> str:
     if "step_s" not in length:
-        return "time: not known before the first steps; the run prints it then"
+        return "time: not known before the first steps; the run prints the seconds of each"
     step_s = length["step_s"]
     return (
         f"time: about {_duration(step_s * length['steps'])}, if a step takes {step_s:g} s as in the run in output_dir"
