@@ -39,6 +39,7 @@ def work(folder: Path, *, on_gpu: bool) -> Workload:
 @pytest.mark.parametrize("text", ["3+1", "2+2", "1+1"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_a_configuration_that_the_programs_take(text: str, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()  # both programs refuse a path that is not there
     topology = Topology.read(text)
     assert topology.name == text
     servers, learner = topology.devices(on_gpu=True)

@@ -61,7 +61,7 @@ def test_a_value_of_the_command_line_is_checked_as_the_files(
 ) -> None:
     from learner.doctor import check
 
-    monkeypatch.setattr(check, "_samples", lambda config, drawing: {})
+    monkeypatch.setattr(check, "_samples", lambda config, plan, drawing: {})
     assert main([*form, "--config", config, "training.effective_batch_size=24"]) == 0
     assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 24
     assert main([*form, "--config", config, "training.learning_rat=1e-5"]) == 2
