@@ -242,7 +242,8 @@ def _defect(path: str, error: Exception) -> ProjectError:
     return ProjectError(
         f"{path} failed inside the server",
         found=f"{type(error).__name__}: {error}",
-        remedy="see the server's log; this is a defect",
+        wanted="an answer, or an error that says what is wrong with the call",
+        remedy="see the server's log; this is a defect: report it",
     )
 
 

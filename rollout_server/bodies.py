@@ -30,10 +30,12 @@ _TURN_S = 0.02
 _MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
 
 
-SAME_VERSION = "run the same version of this project on both sides"
+CORRECT = (
+    "correct these fields, which the server's /docs explains; a learner's own call: run the same version on both sides"
+)
 
 
-async def read_body(request: Request, model: type[Body], remedy: str = SAME_VERSION) -> Body:
+async def read_body(request: Request, model: type[Body], remedy: str = CORRECT) -> Body:
     """Raises RequestError, which names the wrong fields. `remedy`: what to do about them."""
     try:
         chunks = [chunk async for chunk in request.stream()]

@@ -196,7 +196,8 @@ class RolloutService:
         """Raises ServerError once the engine is dead, or while it does not answer."""
         if self.engine.dead:
             remedy = "see the server's log, restart it"
-            raise ServerError("the engine died", wanted="a living engine", remedy=remedy).as_status(503)
+            found = "an engine that has ended"
+            raise ServerError("the engine died", found=found, wanted="a living engine", remedy=remedy).as_status(503)
         self.engine.check_answers()
 
     def check_ready(self) -> None:

@@ -366,8 +366,9 @@ class ShareQueue:
         if self.phase == "stopped":
             raise PipelineStoppedError(
                 "the rollout pipeline was used after it was stopped",
-                wanted="no packs or fences after stop()",
-                remedy="start a new pipeline from the checkpoint",
+                found="a call after stop()",
+                wanted="no packs or fences any more",
+                remedy="look for the error that came first; resume from the checkpoint",
             )
 
     def _drop(self, pack: Pack, reason: DropReason) -> Drop:

@@ -12,6 +12,7 @@ import torch
 
 from learner.policy.parallel import init_ranks
 from shared.errors import CollectiveError, ConfigError
+from shared.wire import ErrorBody
 from tests import ranks
 from tests.waits import wait_until
 
@@ -68,5 +69,19 @@ def main(hung: int, folder: Path) -> None:
     os._exit(0)
 
 
+def one_leaves() -> None:
+    """Rank 0 prints its error, as JSON, once rank 1 has gone."""
+    here = init_ranks(os.environ, timeout_s=10.0)
+    here.barrier()
+    if here.rank == 0:
+        try:
+            here.barrier()
+        except CollectiveError as error:
+            print(ErrorBody.of(error).model_dump_json(), flush=True)
+    os._exit(0)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "one leaves":
+        one_leaves()
     main(int(sys.argv[1]), Path(sys.argv[2]))
