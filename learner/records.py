@@ -309,6 +309,7 @@ class SyncReceipt:
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
     fallback: str = ""  # if adapter syncs ended with this sync, why; else empty
+    parts: Mapping[str, float] = field(default_factory=dict)  # the host's seconds in each, if they were measured
 
 
 # ---- annotations, as readers yield them -----------------------------------------------------------------------------
@@ -387,6 +388,7 @@ class RolloutCallLog:
     ver: int | None = None
     seconds: float = 0.0
     began_at: float = 0.0  # as in `CallRecord`
+    parts: dict[str, float] = field(default_factory=dict)  # seconds in each, of a call in the learner's own process
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int, int]] = field(default_factory=list)
 

@@ -158,6 +158,12 @@ SYNC = (
     Metric("canary_gap_max", "nats", "largest difference at one token"),
     Metric("merge_gap", "nats per token", "effect of merging and rounding: weights as trained against weights as sent"),
     Metric("fallback", "", "why adapter syncs ended with this sync; else empty"),
+    Metric(
+        "parts",
+        "s",
+        "colocated: the host's time for the learner's `scores`, to `wake` the engine, to `merge` adapters, to `load`, "
+        "for the engine's `canary`, and to `sleep`; what the device still has to do counts for the next part",
+    ),
 )
 
 # In `metrics` of the event `eval`: the detection task. A true positive has IoU >= t and the same description.
@@ -226,7 +232,8 @@ EVENTS: dict[str, str] = {
     "data": "once: numbers of samples (`train`, `evaluation`, `test` that is scored at the end), and `bad_records`",
     "step": "an optimizer step",
     "timeline": "a step's spans, [lane, name, begin, end] in seconds after `origin`, of all ranks and servers",
-    "rollout_call": "a generation call of rank 0: its step, `num_requests`, `ver`, `seconds`, and `calls` to servers",
+    "rollout_call": "a generation call of rank 0: its step, `num_requests`, `ver`, `seconds`, and `calls` to servers; "
+    "colocated: `parts`, the seconds to make `prompts` and in the `engine`",
     "sync": "a weight sync",
     "eval": "an evaluation; metrics of `data.retain` are `retain/NAME/METRIC`",
     "labels": "a completion of labels: how many were `added`, `min_votes` or `why` nothing was, and the `estimate`",

@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -443,12 +444,12 @@ class ColocateBackend(RolloutBackend):
             how = self._decoding.of(greedy=greedy, temperature=temperature)
             share = self._pixel_share if not greedy and temperature is None else 0.0  # others are not learned
             looks = [share > 0 and asks_pixels(share, one, global_step=global_step) for one in asked.samples]
-            return split_window(window, self._generate(_Asked(asked.samples, asked.seeds, looks), how))
+            return split_window(window, self._generate(_Asked(asked.samples, asked.seeds, looks), how, record.parts))
 
     def close(self) -> None:
         self.engine.close()
 
-    def _generate(self, asked: _Asked, how: RequestConfig) -> list[Rollout]:
+    def _generate(self, asked: _Asked, how: RequestConfig, parts: dict[str, float]) -> list[Rollout]:
         ver = self.engine.ver
         if ver is None:
             raise SyncError(
@@ -457,7 +458,7 @@ class ColocateBackend(RolloutBackend):
                 wanted="a sync before the rollouts",
                 remedy="look in the log why the last sync failed",
             )
-        generations = self._generate_together(asked, how)
+        generations = self._generate_together(asked, how, parts)
         return [
             Rollout(
                 sample=sample,
@@ -474,19 +475,24 @@ class ColocateBackend(RolloutBackend):
             for sample, seed, generation in zip(asked.samples, asked.seeds, generations, strict=True)
         ]
 
-    def _generate_together(self, asked: _Asked, how: RequestConfig) -> list[Generation]:
-        """This rank's generations, made together with those of all ranks that share its engine."""
+    def _generate_together(self, asked: _Asked, how: RequestConfig, parts: dict[str, float]) -> list[Generation]:
+        """This rank's generations, made together with those of all ranks that share its engine. Notes the seconds of
+        its parts."""
         shares, mine = [asked], 0
         size = self.engine.tensor_parallel_size
         if size > 1:
             mine = self._ranks.rank % size
             first = self._ranks.rank - mine
             shares = self._ranks.all_gather_object(asked)[first : first + size]
+        began = time.perf_counter()
         prompts = self._prompts([sample for share in shares for sample in share.samples])
+        parts["prompts"] = time.perf_counter() - began
         seeds = [seed for share in shares for seed in share.seeds]
         looks = [look for share in shares for look in share.looks]
         with self.engine.awake():
+            began = time.perf_counter()
             generations = self.engine.generate(prompts, how, seeds, looks=looks)
+            parts["engine"] = time.perf_counter() - began
         start = sum(len(share.samples) for share in shares[:mine])
         return generations[start : start + len(asked.samples)]
 

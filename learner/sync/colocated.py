@@ -11,8 +11,9 @@ log-probabilities. No engine generates after a failure. The weights below an ada
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,6 +53,7 @@ class EngineDelivery:
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: Mapping[Mode, CanaryScores] = {}
+        self._parts: dict[str, float] = {}  # of the sync under way
 
     def together(self, work: Callable[[], T]) -> T:
         return work()
@@ -78,11 +80,17 @@ class EngineDelivery:
             )
 
     @contextmanager
-    def updating(self, modes: Sequence[Mode]) -> Iterator[None]:
+    def updating(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
+        self._parts = {}
         # Before the engine wakes: scoring needs the policy on its device.
-        self._learner = {mode: self._canary.scorer(self._engine.dtype, mode == "full") for mode in modes}
-        with self._engine.awake(after_update=True):
-            yield
+        with self._part("scores"):
+            self._learner = {mode: self._canary.scorer(self._engine.dtype, mode == "full") for mode in modes}
+        with ExitStack() as stack:
+            with self._part("wake"):
+                stack.enter_context(self._engine.awake(after_update=True))
+            yield self._parts
+            with self._part("sleep"):
+                stack.close()
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         self._load(source, self._engine.load)
@@ -91,11 +99,13 @@ class EngineDelivery:
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         given = self._load(source, self._engine.load if mode == "full" else self._engine.load_adapter)
         learner = self._learner[mode]
+        with self._part("canary"):
+            gaps = self._ranks.all_succeed(lambda: self._gap(learner.logprobs, ver))
         return Delivered(
             mode=mode,
             num_bytes=given.num_bytes,
             num_tensors=given.num_tensors,
-            gap=worst_gap(self._ranks.all_succeed(lambda: self._gap(learner.logprobs, ver))),
+            gap=worst_gap(gaps),
             merge_gap=learner.merge_gap,
         )
 
@@ -110,7 +120,10 @@ class EngineDelivery:
 
         def load_counted() -> Given:
             weights = _Counted(source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)
-            load(weights)
+            with self._part("load"):
+                load(weights)
+            self._parts["merge"] = self._parts.get("merge", 0.0) + weights.seconds
+            self._parts["load"] -= weights.seconds
             return weights.given()
 
         given = self._ranks.all_succeed(load_counted)
@@ -123,6 +136,13 @@ class EngineDelivery:
                 remedy="resume from the last checkpoint; if it happens again, look at the memory of both devices",
             )
         return given[0]
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        """Around a part of a sync. What the device has still to do when the part ends counts for the next one."""
+        began = time.perf_counter()
+        yield
+        self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - began
 
     def _gap(self, learner: Logprobs, ver: int) -> CanaryGap:
         scores = self._engine.score(self._prompts, [item.response_token_ids for item in self._canary.items])
@@ -144,10 +164,16 @@ class _Counted:
     def __init__(self, weights: Iterator[tuple[str, torch.Tensor]], *, with_digest: bool) -> None:
         self._weights, self._with_digest = weights, with_digest
         self._num_tensors = self._num_bytes = 0
+        self.seconds = 0.0  # in which they were made
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights:
+        while True:
+            began = time.perf_counter()
+            name, tensor = next(self._weights, ("", None))
+            self.seconds += time.perf_counter() - began
+            if tensor is None:
+                return
             self._num_tensors += 1
             self._num_bytes += tensor.nbytes
             if self._with_digest:

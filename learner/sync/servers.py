@@ -17,7 +17,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
@@ -210,9 +210,9 @@ class ServerDelivery:
         for base_url, status in self._statuses.items():
             check_adapter(base_url, status, rank=adapter.rank)
 
-    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[None]:
+    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         self._repeated = self._accused_one = False
-        return nullcontext()
+        return nullcontext({})
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         self._update(source, "full", ver + 1, items=())

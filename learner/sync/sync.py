@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
@@ -66,8 +66,9 @@ class Delivery(Protocol):
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply it."""
 
-    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[None]:
-        """Around all that is delivered in one sync; `modes`: those in which it may be."""
+    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
+        """Around all that is delivered in one sync; `modes`: those in which it may be. Yields the seconds of its parts,
+        which are whole when it has ended."""
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         """Load the weights below an adapter, over version `ver`; the version from which to count on."""
@@ -145,7 +146,7 @@ class Sync:
         if not self._is_connected:
             self._repeated(self._connect)
         begin = time.monotonic()
-        with self._delivery.updating(self._modes()):
+        with self._delivery.updating(self._modes()) as parts:
             delivered = self._update()
         reason, self._fallback = self._fallback, ""  # reported once
         receipt = SyncReceipt(
@@ -158,6 +159,7 @@ class Sync:
             canary_gap_max=delivered.gap.max,
             merge_gap=delivered.merge_gap,
             fallback=reason,
+            parts=parts,
         )
         log.info("weights synced: %s", receipt)
         return receipt

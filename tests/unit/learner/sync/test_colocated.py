@@ -135,6 +135,8 @@ def test_a_sync_raises_the_version_and_is_counted(num_ranks: int) -> None:
             assert (receipt.ver, receipt.num_tensors, receipt.mode) == (ver, 4, "full")
             assert receipt.num_bytes == sum(tensor.nbytes for tensor in weights.tensors.values())
             assert receipt.canary_gap == 0.0
+            assert receipt.parts.keys() == {"scores", "wake", "merge", "load", "canary", "sleep"}
+            assert 0.0 < sum(receipt.parts.values()) <= receipt.seconds
             assert engine.ver == ver
             assert all(torch.equal(engine.tensors[name], tensor) for name, tensor in weights.tensors.items())
             weights.step()
