@@ -4,9 +4,11 @@ The same work on both sides: Qwen3-VL-4B's shape with random weights, LoRA of ra
 model), colocated vLLM, 8 photographs x 8 rollouts x 256 tokens, gradient checkpointing, one update. The sides run one
 after the other, each in a process of its own. Random models end no answer, so all answers have the same length.
 
-Out: a table, and FILE with all steps. Per side: seconds of a step, here also by phase, the first step's seconds, the
-most memory that the GPU had in use, and how busy it was, both from the end of the warm-up on. A side that is in FILE
-already is not run again, so a call that was cut off can be repeated. Without a GPU: `--size tiny`, only this side.
+Out: tables, and FILE with all steps. Per side: seconds of a step and of its phases, the first step's seconds, the most
+memory that the GPU had in use, and how busy it was, both from the end of the warm-up on. Here also the parts of a sync
+and of the rollouts. Each step is printed and written when it ends, so FILE keeps what was measured if a call is cut
+off. The same call again runs only the sides that have not ended. Logs are beside FILE, in `STEM-logs`. Without a GPU:
+`--size tiny`, only this side.
 
 The floor of a phase is the time that the GPU needs at least, at the copy bandwidth and the matmul rate that are
 measured here: rollouts read the weights and all keys and values once per token, learning multiplies matrices three
@@ -17,32 +19,40 @@ weights), a sync copies the weights once.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+from xml.etree import ElementTree
 
 import typer
+from PIL import Image
 
 from bench.figures import circumstances, markdown_table
-from bench.photographs import LORA, PROMPT, Size, build_model, photographs
-from bench.runs import last_words, learner_config, read_events, say, start_learner, steps_of, visible
+from bench.photographs import LORA, PROMPT, Size, build_model
+from bench.photographs import photographs as section_of
+from bench.runs import Events, last_words, learner_config, read_events, say, start_learner, steps_of, visible
 from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Process, Processes, supervised
 from learner.run.files import write_atomically
-from shared.errors import DeadlineError, ProjectError, ServerError
+from shared.errors import ConfigError, DeadlineError, ProjectError, ServerError
 
 Side = Literal["ours", "trl"]
+Photographs = Literal["published", "large"]
+T = TypeVar("T")
 WARM_UP_STEPS = 2
 GROUP = 8
-_LIMIT_S = 420.0
+LARGE = (1500, 1100)  # pixels: 1,024 image tokens for the 4B shape; as published: 640 x 480, 300
 _GPU_EVERY_MS = 100
+_LAST_LINES = 30  # of a log, if a side fails
 PHASES = ("rollout_s", "learn_s", "sync_s", "data_s", "target_s", "pack_s", "other_s")
 
 
@@ -55,9 +65,11 @@ class Race:
     steps: int
     photographs: int
     tokens: int  # of an answer
+    row_tokens: int  # of the learner's rows
     whole_model: bool
     on_gpu: bool
     share: float  # of the GPU's memory, for vLLM
+    limit_s: float  # of a side
 
     @property
     def rollouts(self) -> int:
@@ -66,15 +78,92 @@ class Race:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """`steps`: each one's seconds by name, the warm-up included. `gpu`: its use after the warm-up."""
+    """`steps`: each one's seconds by name, the warm-up included; `sync/NAME` and `rollout/NAME` are parts of phases.
+    `start`: seconds from the process's start until it said so. `gpu`: its use after the warm-up."""
 
     side: str
+    ended: bool
     run_s: float
     steps: Sequence[Mapping[str, float]]
+    start: Mapping[str, float]
     gpu: Mapping[str, float]
 
     def median_s(self, name: str) -> float:
-        return median(step.get(name, 0.0) for step in self.steps[WARM_UP_STEPS:])
+        """Of the steps after the warm-up, or of the last one if there are not that many."""
+        return median(step.get(name, 0.0) for step in self.steps[WARM_UP_STEPS:] or self.steps[-1:])
+
+
+class Results:
+    """FILE: what each side has measured so far."""
+
+    def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
+        """Raises ConfigError if FILE is of another race."""
+        self._path, self._work = path, json.loads(json.dumps(work, default=str))
+        before: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        if before and before["race"] != self._work:
+            raise ConfigError(
+                f"{path} is the result of another race",
+                found=str(before["race"]),
+                wanted=str(self._work),
+                remedy="choose another --out, or give the options of that race",
+            )
+        self.sides = {side["side"]: Result(**side) for side in before.get("sides", [])}
+        self.floors: Mapping[str, float] = before.get("floors", {})
+
+    def lacks(self, side: str) -> bool:
+        return side not in self.sides or not self.sides[side].ended
+
+    def put(self, result: Result) -> None:
+        self.sides[result.side] = result
+        self.write()
+
+    def write(self) -> None:
+        found = {"sides": [asdict(one) for one in self.sides.values()], "floors": dict(self.floors)}
+        write_atomically(self._path, json.dumps({**circumstances(), "race": self._work, **found}, indent=1) + "\n")
+
+
+@dataclass(kw_only=True, slots=True)
+class Watched:
+    """A side that runs: what it said is printed and kept when it says so."""
+
+    side: str
+    read: Callable[[], tuple[Mapping[str, float], Sequence[Mapping[str, float]]]]  # its start and its steps so far
+    results: Results
+    began_s: float = field(default_factory=time.monotonic)
+    _num_said: int = 0
+
+    def look(self) -> int:
+        """The number of its steps so far."""
+        start, steps = self.read()
+        said = [f"{name} after {seconds:.0f} s" for name, seconds in start.items()]
+        said += [f"step {i}: {_phases(step)}" for i, step in enumerate(steps, 1)]
+        for line in said[self._num_said :]:
+            say(f"{self.side}: {line}")
+        if len(said) > self._num_said and steps:
+            self.results.put(self._result(ended=False, gpu={}))
+        self._num_said = len(said)
+        return len(steps)
+
+    def run(self, wait: Callable[..., None], limit_s: float) -> None:
+        """Wait for its end. Raises ServerError or DeadlineError; what it said until then is kept."""
+        deadline = self.began_s + limit_s
+        wait(limit_s, until=lambda: self.look() >= WARM_UP_STEPS)
+        with gpu_use(_GPU_EVERY_MS) as used:
+            wait(max(1.0, deadline - time.monotonic()), until=lambda: self.look() < 0)
+        self.look()
+        first: GpuUse | None = next(iter(used.values()), None)
+        self.results.put(self._result(ended=True, gpu={} if first is None else asdict(first)))
+
+    def _result(self, *, ended: bool, gpu: Mapping[str, float]) -> Result:
+        start, steps = self.read()
+        run_s = time.monotonic() - self.began_s
+        return Result(side=self.side, ended=ended, run_s=run_s, steps=steps, start=start, gpu=gpu)
+
+
+def _phases(step: Mapping[str, float]) -> str:
+    """A step's seconds in a line, without what takes no time."""
+    parts = [f"{name.removesuffix('_s')} {step[name]:.2f}" for name in PHASES if step.get(name, 0.0) >= 0.01]
+    return ", ".join([f"{step['step_s']:.2f} s", *parts])
 
 
 def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
@@ -103,59 +192,89 @@ def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
         grpo={"num_generations": GROUP},
         task={"container": "array", "coordinates": "digits"},
         logging={"trackers": [], "progress_bar": False},
-        data={**photographs(race.data), "num_workers": 8 if race.on_gpu else 0},
+        data={**section_of(race.data), "num_workers": 8 if race.on_gpu else 0},
         # A step's rollouts in one row: launching a row's kernels takes 0.7 s for this model, whatever its length.
-        global_max_length=20_480 if race.on_gpu else 4096,
+        global_max_length=race.row_tokens,
     )
 
 
-def run_ours(processes: Processes, folder: Path, race: Race) -> Result:
-    began = time.monotonic()
+def run_ours(processes: Processes, folder: Path, race: Race, results: Results) -> None:
     config = learner_settings(race, folder / "ours")
+    began_at = time.time()
     learner = start_learner(processes, folder, "ours", config, ranks=None, devices=[0] if race.on_gpu else ())
 
-    def steps() -> list[dict[str, Any]]:
-        return steps_of(read_events(learner.run_dir))
+    def read() -> tuple[Mapping[str, float], Sequence[Mapping[str, float]]]:
+        events = read_events(learner.run_dir)
+        said = {event["event"]: event["time"] - began_at for event in events if event["event"] in ("plan", "data")}
+        return said, steps_with_parts(events)
 
-    gpu = _watched(lambda: len(steps()) >= WARM_UP_STEPS, learner.wait)
+    Watched(side="ours", read=read, results=results).run(learner.wait, race.limit_s)
+
+
+def steps_with_parts(events: Events) -> list[dict[str, float]]:
+    """A run's steps, with the parts of the sync and of the generation call that came before each ended."""
     names = ("step_s", *PHASES, "num_tokens", "rollout_tokens")
-    rows = [{name: step[name] for name in names if name in step} for step in steps()]
-    return Result(side="ours", run_s=time.monotonic() - began, steps=rows, gpu=gpu)
+    found: list[dict[str, float]] = []
+    parts: dict[str, float] = {}
+    for event in events:
+        kind = {"sync": "sync", "rollout_call": "rollout"}.get(event["event"])
+        if kind:
+            parts |= {f"{kind}/{name}": seconds for name, seconds in event.get("parts", {}).items()}
+        elif event["event"] == "step":
+            (step,) = steps_of([event])
+            found.append({name: step[name] for name in names if name in step} | parts)
+            parts = {}
+    return found
 
 
-def run_trl(processes: Processes, folder: Path, race: Race) -> Result:
-    """TRL in a process of its own, which writes the seconds of each step."""
-    began = time.monotonic()
+def run_trl(processes: Processes, folder: Path, race: Race, results: Results) -> None:
+    """TRL in a process of its own, which writes what it has reached, and the seconds of each step."""
     said, log = folder / "trl.jsonl", folder / "trl.log"
     paths = {"model": str(race.model), "data": str(race.data), "out": str(said), "prompt": PROMPT}
     settings = json.dumps({**asdict(race), **paths, "group": GROUP, "lora": None if race.whole_model else LORA["lora"]})
     argv = [sys.executable, "-m", "bench.race_trl", settings]
     process: Process = processes.start("trl", argv, devices=visible(0), log=log)
 
-    def steps() -> list[dict[str, float]]:
+    def read() -> tuple[Mapping[str, float], Sequence[Mapping[str, float]]]:
         lines = said.read_text().splitlines(keepends=True) if said.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        start = {row["reached"]: row["seconds"] for row in rows if "reached" in row}
+        return start, [row for row in rows if "step_s" in row]
 
-    def wait(timeout_s: float, *, until: Callable[[], bool] = lambda: False) -> None:
+    def wait(timeout_s: float, *, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         while (code := process.popen.poll()) is None and not until():
             if time.monotonic() > deadline:
+                process.stop(1.0)
                 raise DeadlineError("TRL's side did not end in time", found=last_words(log), wanted=f"{timeout_s:g} s")
             time.sleep(0.1)
         if code:
             raise ServerError("TRL's side failed", found=f"exit code {code}; {last_words(log)}", wanted="0")
 
-    gpu = _watched(lambda: len(steps()) >= WARM_UP_STEPS, wait)
-    return Result(side="trl", run_s=time.monotonic() - began, steps=steps(), gpu=gpu)
+    Watched(side="trl", read=read, results=results).run(wait, race.limit_s)
 
 
-def _watched(warm: Callable[[], bool], wait: Callable[..., None]) -> dict[str, float]:
-    """Wait for a side's end; how its GPU was used after the warm-up."""
-    wait(_LIMIT_S, until=warm)
-    with gpu_use(_GPU_EVERY_MS) as used:
-        wait(_LIMIT_S)
-    first: GpuUse | None = next(iter(used.values()), None)
-    return {} if first is None else asdict(first)
+def enlarged(data: Path, folder: Path, number: int) -> Path:
+    """The first `number` training photographs and their annotations, scaled to LARGE, in `folder`."""
+    if (folder / "splits" / "train.txt").is_file():
+        return folder
+    for name in ("images", "voc", "splits"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    names = (data / "splits" / "train.txt").read_text().split()[:number]
+    for name in names:
+        with Image.open(next((data / "images").glob(f"{name}.*"))) as photograph:
+            scale = dict(zip("xy", (LARGE[0] / photograph.width, LARGE[1] / photograph.height), strict=True))
+            photograph.convert("RGB").resize(LARGE, Image.Resampling.BICUBIC).save(folder / "images" / f"{name}.jpg")
+        tree = ElementTree.parse(data / "voc" / f"{name}.xml")
+        for side, axis, pixels in (("width", "x", LARGE[0]), ("height", "y", LARGE[1])):
+            tree.find(f"size/{side}").text = str(pixels)  # type: ignore[union-attr]
+            for end in ("min", "max"):
+                for corner in tree.iterfind(f"object/bndbox/{axis}{end}"):
+                    corner.text = str(min(pixels, round(float(corner.text or 0) * scale[axis])))
+        tree.find("filename").text = f"{name}.jpg"  # type: ignore[union-attr]
+        tree.write(folder / "voc" / f"{name}.xml")
+    (folder / "splits" / "train.txt").write_text("\n".join(names) + "\n")
+    return folder
 
 
 def floors(race: Race, num_tokens: float) -> dict[str, float]:
@@ -192,12 +311,13 @@ def floors(race: Race, num_tokens: float) -> dict[str, float]:
 
 def table(results: Sequence[Result]) -> str:
     """Medians after the warm-up; the factor is over the first side."""
-    head = ["side", "step s", *(phase.removesuffix("_s") for phase in PHASES), "first step s", "busy", "memory GB", "x"]
+    phases = [name for name in PHASES if any(one.median_s(name) >= 0.005 for one in results)]
+    head = ["side", "step s", *(name.removesuffix("_s") for name in phases), "first step s", "busy", "memory GB", "x"]
     rows = [
         [
-            one.side,
+            one.side if one.ended else f"{one.side}, cut off",
             f"{one.median_s('step_s'):.2f}",
-            *(f"{one.median_s(phase):.2f}" if phase in one.steps[-1] else "" for phase in PHASES),
+            *(f"{one.median_s(name):.2f}" if name in one.steps[-1] else "" for name in phases),
             f"{one.steps[0]['step_s']:.1f}",
             f"{one.gpu['busy_mean']:.2f}" if one.gpu else "",
             f"{one.gpu['memory_mib'] * 2**20 / 1e9:.1f}" if one.gpu else "",
@@ -208,50 +328,97 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(markdown_table(head, rows))
 
 
+def parts_lines(result: Result) -> list[str]:
+    """Where a sync's and a generation call's time goes, one line each: medians in seconds."""
+    lines = []
+    for phase in ("sync", "rollout"):
+        names = [name for name in result.steps[-1] if name.startswith(f"{phase}/")]
+        parts = {name.split("/")[1]: result.median_s(name) for name in names}
+        parts["rest"] = result.median_s(f"{phase}_s") - sum(parts.values())
+        lines.append(f"{phase}: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts.items()))
+    return lines
+
+
+def apart(work: Callable[..., T], *arguments: Any) -> T:
+    """`work` in a process of its own, so that this one holds no memory of the GPU while the sides run."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def run_side(side: Side, race: Race, results: Results, logs: Path) -> bool:
+    """Whether it ended well."""
+    run = {"ours": run_ours, "trl": run_trl}[side]
+    folder = Path(tempfile.mkdtemp(prefix="race-"))
+    try:
+        with supervised() as processes:
+            run(processes, folder, race, results)
+        return True
+    except ProjectError as error:
+        say(f"{side}: {error}\n{last_words(folder / f'{side}.log', _LAST_LINES)}\nits logs are in {logs}")
+        return False
+    finally:
+        logs.mkdir(parents=True, exist_ok=True)
+        for file in (*folder.glob("*.log"), *folder.glob("*/*.log"), *folder.glob("*/metrics.jsonl")):
+            shutil.copy(file, logs / file.name)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main(
     data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
     out: Annotated[Path, typer.Option(help="Result file.")],
     against: Annotated[Literal["trl"] | None, typer.Option(help="The other side; none: only this project.")] = None,
+    only: Annotated[Side | None, typer.Option(help="Run only this side now.")] = None,
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
+    photographs: Annotated[Photographs, typer.Option(help="large: scaled to 1,024 image tokens.")] = "published",
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
-    steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1)] = 8,
+    steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Two of them are warm-up.")] = 6,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
-    scratch: Annotated[Path, typer.Option(help="For the model, which is kept there.")] = Path("/dev/shm"),
+    limit: Annotated[float, typer.Option(help="Seconds after which a side is stopped.")] = 420.0,
+    scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
 ) -> None:
-    """Run the sides that FILE lacks; write FILE after each."""
-    on_gpu = size == "4B"
-    model = scratch / f"photographs-{size}"
+    """Run the sides that FILE lacks."""
+    on_gpu, is_large = size == "4B", photographs == "large"
+    model, work = scratch / f"photographs-{size}", {"photographs": 8, "tokens": 256, "row_tokens": 20_480}
+    if is_large:
+        work["row_tokens"] = 26_624
+    if not on_gpu:
+        work = {"photographs": 2, "tokens": 24, "row_tokens": 4096}
     if not (model / "config.json").is_file():
         say("making the model")
-        build_model(model) if on_gpu else build_small_model(model, "tiny")
-    shape = {"photographs": 8, "tokens": 256} if on_gpu else {"photographs": 2, "tokens": 24}
+        apart(build_model if on_gpu else build_small_model, model, *([] if on_gpu else ["tiny"]))
+    folder = enlarged(data, scratch / "photographs-large", 64) if is_large else data
     race = Race(
-        model=model, data=data.resolve(), steps=steps, whole_model=whole_model, on_gpu=on_gpu, share=share, **shape
+        model=model,
+        data=folder.resolve(),
+        steps=steps,
+        whole_model=whole_model,
+        on_gpu=on_gpu,
+        share=share,
+        limit_s=limit,
+        **work,
     )
-    results = [Result(**one) for one in json.loads(out.read_text())["sides"]] if out.is_file() else []
+    same = {name: value for name, value in asdict(race).items() if name not in ("limit_s", "data", "model")}
     failed = False
-    sides: Mapping[str, Callable[[Processes, Path, Race], Result]] = {"ours": run_ours, "trl": run_trl}
-    for side in ["ours", *([against] if against else [])]:
-        if any(one.side == side for one in results):
-            continue
-        folder = Path(tempfile.mkdtemp(prefix="race-"))
-        try:
-            with supervised() as processes:
-                results.append(sides[side](processes, folder, race))
-        except ProjectError as error:
-            say(f"{side}: {error}; logs are in {folder}")
-            failed = True
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        work = {**asdict(race), "model": size, "data": data.name}
-        found: dict[str, Any] = {**circumstances(), "race": work, "sides": [asdict(one) for one in results]}
-        if on_gpu and results[0].side == "ours":
-            found["floors"] = floors(race, results[0].median_s("num_tokens"))
-            print("floors: " + ", ".join(f"{name} {value:.3g}" for name, value in found["floors"].items()), flush=True)
-        write_atomically(out, json.dumps(found, indent=1, default=str) + "\n")
-    if results:
-        print(table(results), flush=True)
-    sys.exit(failed or not results)
+    try:
+        results = Results(out, {"model": size, "data": data.name, "images": photographs, **same})
+    except ProjectError as error:
+        say(f"error: {error}")
+        sys.exit(error.exit_code)
+    sides: list[Side] = [only] if only else ["ours", *([against] if against else [])]
+    for side in sides:
+        if results.lacks(side):
+            failed = not run_side(side, race, results, out.with_name(f"{out.stem}-logs")) or failed
+    ours = results.sides.get("ours")
+    if on_gpu and ours and not results.floors:
+        results.floors = apart(floors, race, ours.median_s("num_tokens"))
+        results.write()
+    if results.floors:
+        print("floors: " + ", ".join(f"{name} {value:.3g}" for name, value in results.floors.items()), flush=True)
+    if ours:
+        print("\n".join(parts_lines(ours)), flush=True)
+    if results.sides:
+        print(table(list(results.sides.values())), flush=True)
+    sys.exit(failed or not results.sides)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """TRL's side of `bench.race`: its GRPOTrainer on the same photographs, in a process of its own.
 
-In: the race's settings as JSON in the first argument. Out: a line of JSON per step in `out`. A step ends at
-`on_step_end`, after a synchronize. TRL ends if a random model writes an image token, so those are never sampled.
+In: the race's settings as JSON in the first argument. Out: in `out`, a line of JSON for each point that it has reached
+before the first step, and for each step. A step ends at `on_step_end`, after a synchronize. TRL ends if a random model
+writes an image token, so those are never sampled.
 """
 
 from __future__ import annotations
@@ -22,18 +23,45 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):
-    """Writes the seconds of each step."""
+    """Writes what was reached when, and the seconds of each step: all, `rollout_s`, `sync_s`, and the rest of it."""
 
     def __init__(self, out: Path) -> None:
         self._file = out.open("w")
+        self._started = self._began = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def reached(self, what: str) -> None:
+        self._write({"reached": what, "seconds": time.perf_counter() - self._started})
+
+    def timed(self, owner: Any, method: str, name: str) -> None:
+        """Count the time of `owner.method`, the device's included, as `name`."""
+        call = getattr(owner, method)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                torch.cuda.synchronize()
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+
+        setattr(owner, method, counted)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.reached("training")
         self._began = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         torch.cuda.synchronize()
         now = time.perf_counter()
-        self._file.write(json.dumps({"step_s": now - self._began}) + "\n")
+        step_s, seconds = now - self._began, self._seconds
+        self._write({"step_s": step_s, **seconds, "learn_s": step_s - sum(seconds.values())})
+        self._began, self._seconds = now, {}
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        self._began = now
 
 
 def rewards(completions: list[Any], **_: Any) -> list[float]:
@@ -48,6 +76,8 @@ ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", 
 def main(settings: dict[str, Any]) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    clock = Clock(Path(settings["out"]))
+    clock.reached("imported")
     data, lora = Path(settings["data"]), settings["lora"]
     names = (data / "splits" / "train.txt").read_text().split()
     samples = settings["steps"] * settings["photographs"]
@@ -90,8 +120,11 @@ def main(settings: dict[str, Any]) -> None:
         peft_config=LoraConfig(r=lora["r"], lora_alpha=lora["alpha"], target_modules=lora["target_modules"])
         if lora
         else None,
-        callbacks=[Clock(Path(settings["out"]))],
+        callbacks=[clock],
     )
+    clock.timed(trainer.vllm_generation, "generate", "rollout_s")
+    clock.timed(trainer.vllm_generation, "sync_weights", "sync_s")
+    clock.reached("engine and trainer ready")
     trainer.train()
 
 

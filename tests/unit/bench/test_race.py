@@ -1,0 +1,116 @@
+"""The race's file and arithmetic, without a model. Its run on CPU is in tests/integration/test_race.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from bench.race import LARGE, Result, Results, Watched, enlarged, parts_lines, steps_with_parts, table
+from deploy.launch import supervised
+from shared.errors import ConfigError, DeadlineError
+from tests.unit.bench.test_runs import started
+
+WORK = {"model": "tiny", "steps": 4, "data": "bccd"}
+
+
+def step(seconds: float) -> dict[str, float]:
+    return {"step_s": seconds, "sync_s": 0.25, "sync/merge": 0.125, "rollout_s": seconds / 2}
+
+
+def test_parts_belong_to_the_step_that_follows() -> None:
+    events = [
+        {"event": "sync", "parts": {"merge": 0.1}},
+        {"event": "rollout_call", "parts": {"engine": 1.0}},
+        {"event": "step", "loss": 0.5, "metrics": {"step_s": 2.0, "sync_s": 0.2}},
+        {"event": "rollout_call", "parts": {"engine": 1.5}},
+        {"event": "step", "loss": 0.5, "metrics": {"step_s": 1.0}},
+    ]
+    first, second = steps_with_parts(events)
+    assert first == {"step_s": 2.0, "sync_s": 0.2, "sync/merge": 0.1, "rollout/engine": 1.0}
+    assert second == {"step_s": 1.0, "rollout/engine": 1.5}
+
+
+def test_steps_are_kept_when_a_side_is_cut_off(tmp_path: Path) -> None:
+    out, steps = tmp_path / "race.json", [step(9.0)]
+
+    def read() -> tuple[Mapping[str, float], Sequence[Mapping[str, float]]]:
+        return {"plan": 3.0}, steps
+
+    def cut_off(timeout_s: float, *, until: Callable[[], bool]) -> None:
+        assert not until()
+        raise DeadlineError("the side did not end in time")
+
+    with pytest.raises(DeadlineError):
+        Watched(side="ours", read=read, results=Results(out, WORK)).run(cut_off, 5.0)
+    results = Results(out, WORK)
+    assert results.lacks("ours")
+    assert results.lacks("trl")
+    assert results.sides["ours"].steps == steps
+    assert "cut off" in table([results.sides["ours"]])
+
+    steps += [step(seconds) for seconds in (3.0, 2.0, 1.0)]
+    Watched(side="ours", read=read, results=results).run(lambda timeout_s, *, until: until(), 5.0)
+    again = Results(out, WORK)
+    assert not again.lacks("ours")
+    assert again.lacks("trl")
+    assert again.sides["ours"].median_s("step_s") == 1.5
+    assert parts_lines(again.sides["ours"])[0] == "sync: merge 0.125, rest 0.125"
+
+
+def test_a_file_of_another_race_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "race.json"
+    Results(out, WORK).write()
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match="another race"):
+        Results(out, {**WORK, "steps": 5})
+    assert out.read_bytes() == before
+
+
+def test_a_side_that_hangs_is_stopped(tmp_path: Path) -> None:
+    """What it had said is in the file."""
+    results = Results(tmp_path / "race.json", WORK)
+    with supervised() as processes:
+        run = started(processes, tmp_path, "import time; time.sleep(60)")
+        watched = Watched(side="ours", read=lambda: ({}, [step(2.0)]), results=results)
+        with pytest.raises(DeadlineError):
+            watched.run(run.wait, 0.3)
+        assert run.process.popen.poll() is not None
+    assert json.loads((tmp_path / "race.json").read_text())["sides"][0]["steps"] == [step(2.0)]
+
+
+def test_the_factor_is_over_the_first_side() -> None:
+    sides = [
+        Result(side=name, ended=True, run_s=9.0, steps=[step(seconds)] * 3, start={}, gpu={})
+        for name, seconds in (("ours", 2.0), ("trl", 8.0))
+    ]
+    assert table(sides).splitlines()[-1].split("|")[-2].strip() == "4.00"
+
+
+def test_photographs_are_enlarged_with_their_boxes(tmp_path: Path) -> None:
+    photographs(tmp_path / "data", 3)
+    folder = enlarged(tmp_path / "data", tmp_path / "large", 2)
+    assert (folder / "splits" / "train.txt").read_text().split() == ["p0", "p1"]
+    with Image.open(folder / "images" / "p1.jpg") as image:
+        assert image.size == LARGE
+    box = ElementTree.parse(folder / "voc" / "p1.xml").find("object/bndbox")
+    assert box is not None
+    assert {corner.tag: corner.text for corner in box} == {"xmin": "150", "ymin": "110", "xmax": "1500", "ymax": "550"}
+
+
+def photographs(folder: Path, number: int) -> None:
+    """Pictures of 100 x 50 pixels with one box each, as BCCD has them."""
+    for name in ("images", "voc", "splits"):
+        (folder / name).mkdir(parents=True)
+    for i in range(number):
+        Image.new("RGB", (100, 50), (40 * i, 80, 120)).save(folder / "images" / f"p{i}.jpg")
+        corners = "".join(f"<{k}>{v}</{k}>" for k, v in {"xmin": 10, "ymin": 5, "xmax": 100, "ymax": 25}.items())
+        size = "<size><width>100</width><height>50</height><depth>3</depth></size>"
+        box = f"<object><name>cell</name><bndbox>{corners}</bndbox></object>"
+        text = f"<annotation><filename>p{i}.jpg</filename>{size}{box}</annotation>"
+        (folder / "voc" / f"p{i}.xml").write_text(text)
+    (folder / "splits" / "train.txt").write_text("\n".join(f"p{i}" for i in range(number)) + "\n")
