@@ -33,6 +33,11 @@ the first failed call of rank 0 or the server's loss (median, p99), and seconds 
 began after it. On two cores a step itself takes part of that. A fault on a connection is noticed only where something
 travels: many meet a server while the learner learns.
 
+With `--vllm` two servers are real to the bottom (the demo's model on CPU), on the loopback, and a fault hits one every
+`--pause-s` seconds, if both serve. SIGKILL only hits the second one, so the first lives as long as the campaign. Every
+ten seconds `bench.soak` notes what all processes hold: `--vllm --seconds 1800 --pause-s 20` is the soak. In place of
+the check on answers there is the sync's own canary, at its usual tolerance, and what `bench.soak` wants.
+
 The scores of the fake engine mean nothing to the real policy, so the canary's tolerance is wide open here; `tests/` has
 the canary. An answer whose bytes change and still parse would not be noticed: answers carry no digest.
 """
@@ -69,19 +74,20 @@ import httpx
 import torch
 import typer
 
-from bench import chaos_server
+from bench import chaos_server, forked, soak
 from bench.chaos_server import TensorEngine, fingerprint
+from bench.memory import SMALL_CACHES
 from bench.namespaces import Node, NoNamespacesError, enter, network
-from bench.runs import say
+from bench.runs import say, small_server
+from bench.training import DEMO_TASK
 from shared.addresses import free_port, free_ports
 from shared.config.parse import write_yaml
 from shared.generation import Generation
 from shared.wire import TOKEN_VARIABLE, RolloutInferRequest
 
-NUM_SERVERS, NUM_RANKS = 4, 2
+NUM_RANKS = 2
 NUM_SAMPLES, BATCH = 24, 8
 SAVE_STEPS = 20
-INFER_TIMEOUT_S, TIMEOUT_S = 1.5, 6.0
 LAST_LOOK_S = 3.0
 FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt", "flip", "partition", "second learner")
 MUTE, SLOW_LINK = "mute", "slow link"  # in namespaces only
@@ -92,8 +98,27 @@ QDISCS = {"delay": "netem delay 600ms 400ms", SLOW_LINK: "tbf rate 8mbit burst 1
 PORT, PROXY_PORT, GROUP_PORT = 8000, 8001, 51216  # in a namespace all ports are free
 TOKEN = "chaos"
 NOTICED_WITHIN_S = 8.0
+SAMPLE_EVERY_S = 10.0
 NAMED_ERROR = r"^error .*\w+Error: "
 RUNNING = get_context("forkserver")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """How many servers there are, and how long things take with them."""
+
+    num_servers: int
+    infer_timeout_s: float
+    timeout_s: float
+    start_s: float  # of a server, at most
+    faults: float  # times LASTS_S
+
+
+TENSORS = Scale(num_servers=4, infer_timeout_s=1.5, timeout_s=6.0, start_s=60.0, faults=1.0)
+VLLM = Scale(num_servers=2, infer_timeout_s=30.0, timeout_s=120.0, start_s=400.0, faults=6.0)
+# Caches that are full within the first minutes; patience for cores that others use too.
+REAL_SERVER = {"dtype": "float32", "engine_stall_s": 300.0, "engine_args": SMALL_CACHES}
+VLLM_FAULTS = tuple(kind for kind in FAULTS if kind not in ("flip", "partition"))  # those need `ChaosEngine`
 
 
 @dataclass(frozen=True)
@@ -164,9 +189,9 @@ def serve(host: str, port: int, table: Path, folder: Path, node: Node | None) ->
     os._exit(chaos_server.serve(port, ChaosEngine(table, folder, node), host=host, token=TOKEN))
 
 
-def wait_for_answers(urls: Sequence[str]) -> None:
+def wait_for_answers(urls: Sequence[str], timeout_s: float) -> None:
     for url in urls:
-        _wait(partial(_answers, url), 60.0, "a server")
+        _wait(partial(_answers, url), timeout_s, "a server")
 
 
 def second_learner(url: str) -> None:
@@ -259,6 +284,8 @@ class Server:
     folder: Path
     node: Node | None
     shapes: Collection[str]  # faults that the kernel can make of the node's link
+    scale: Scale = TENSORS
+    model: Path = Path()
     busy_until: float = 0.0  # monotonic; under a fault until then
 
     def __post_init__(self) -> None:
@@ -275,13 +302,20 @@ class Server:
     def start(self) -> None:
         self.process = on_node(self.node, serve, self.host, self._port, self.table, self.folder, self.node)
 
-    def signal(self, signum: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signum)
+        return self.process.pid
+
+    def signal(self, signum: int) -> None:
+        os.kill(self.pid, signum)
+
+    def join(self, timeout_s: float) -> None:
+        self.process.join(timeout_s)
 
     def hit(self, kind: str, rng: random.Random) -> None:
         """Begin a fault; a thread ends it."""
-        lasts_s = LASTS_S.get(kind, 1.0)
+        lasts_s = LASTS_S.get(kind, 1.0) * self.scale.faults
         self.busy_until = time.monotonic() + lasts_s + SETTLES_S
         if kind in ("kill", "freeze") or (kind == "half-open" and self.node is not None):
             if self.node is not None and kind == "half-open":
@@ -306,7 +340,7 @@ class Server:
         if kind == "freeze":
             self.signal(signal.SIGCONT)
         else:
-            self.process.join(2)
+            self.join(2.0)
             self.start()
         self.busy_until = time.monotonic() + SETTLES_S
 
@@ -314,9 +348,50 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGCONT)
         self._orders.close()
-        for process in (self.process, self._proxy):
-            process.kill()
-            process.join(5)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self.join(10.0)
+        self._proxy.kill()
+        self._proxy.join(5)
+
+
+class VllmServer(Server):
+    """A real server of `model`, forked from a process that has imported vLLM. `table`: the folder of the scenes."""
+
+    def start(self) -> None:
+        settings = small_server(
+            self.model,
+            self.table,
+            on_gpu=False,
+            max_num_seqs=8,
+            graph_sizes=(),
+            gpu_memory_utilization=0.0,
+            kv_cache_bytes=0,
+        )
+        write_yaml(self.folder / "server.yaml", {**settings, **REAL_SERVER, "port": self._port})
+        environment = os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_WAIT_POLICY": "PASSIVE"}
+        argv = ["--config", str(self.folder / "server.yaml")]
+        with (self.folder / "log").open("ab") as log:
+            self.program = forked.start(forked.SERVER, "rollout_server", argv, env=environment, stdout=log, stderr=log)
+
+    @property
+    def pid(self) -> int:
+        return self.program.pid
+
+    def signal(self, signum: int) -> None:
+        """Freezes hit all its processes; a kill hits the first one, and the others must end by themselves."""
+        if signum == signal.SIGKILL:
+            os.kill(self.pid, signum)
+        else:
+            os.killpg(self.pid, signum)
+
+    def join(self, timeout_s: float) -> None:
+        self.program.wait(timeout_s)
+
+    def end(self) -> None:
+        super().end()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # what should have ended by itself
 
 
 # ---- the learner ---------------------------------------------------------------------------------------------------
@@ -401,10 +476,15 @@ def write_samples(path: Path) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def learner_config(model: Path, folder: Path, servers: list[Server], *, ahead: bool = False) -> dict[str, Any]:
+def learner_config(
+    model: Path, train: Path, folder: Path, servers: Sequence[Server], *, scale: Scale = TENSORS, ahead: bool = False
+) -> dict[str, Any]:
     entries = [{"base_url": server.url, "group_port": server.group_port} for server in servers]
-    server = {"servers": entries, "timeout_s": TIMEOUT_S, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": 1}
-    sync = {"canary_samples": 1, "canary_tolerance": 1e9, "bucket_bytes": 200_000}
+    server = {"servers": entries, "timeout_s": scale.timeout_s, "infer_timeout_s": scale.infer_timeout_s}
+    server["min_servers"] = 1
+    sync: dict[str, Any] = {"canary_samples": 1, "bucket_bytes": 200_000}
+    if scale is TENSORS:
+        sync["canary_tolerance"] = 1e9
     vllm = {"mode": "server", "server": server, "sync": sync}
     rollouts = {"decode_batch_size": 4, "decoding": {"max_new_tokens": 64}, "vllm": vllm}
     training = {
@@ -420,12 +500,17 @@ def learner_config(model: Path, folder: Path, servers: list[Server], *, ahead: b
     }
     config: dict[str, Any] = {
         "model": {"path": str(model)},
-        "data": {"train": str(folder / "train.jsonl")},
+        "data": {"train": str(train)},
         "training": training,
         "logging": {"trackers": [], "progress_bar": False},
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "global_max_length": 512,
     }
+    if scale is VLLM:
+        config |= {"model": {"path": str(model), "dtype": "float32"}, "task": DEMO_TASK, "global_max_length": 1024}
+        training |= {"bf16": False, "learning_rate": 1e-5, "save_steps": 4}
+        sync["mode"] = "full"
+        rollouts["decoding"] = {"temperature": 0.0, "max_new_tokens": 32}
     if ahead:
         training |= {"packing": True, "effective_batch_size": BATCH, "per_device_train_batch_size": 2}
         config["custom"]["trainer_variant"] = "stage2_ab_training"
@@ -440,28 +525,51 @@ def learner_config(model: Path, folder: Path, servers: list[Server], *, ahead: b
 
 
 class Campaign:
-    def __init__(self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str] | None, loopback: bool) -> None:
-        from bench.models import text_model
-        from learner.config.load import config_of
-
+    def __init__(
+        self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str] | None, loopback: bool, vllm: bool
+    ) -> None:
         RUNNING.set_forkserver_preload(["bench.chaos", "learner.wiring.build", "learner.sync.servers"])
         self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
         self.ahead, self._stack = ahead, contextlib.ExitStack()
-        self._make_network(loopback)
-        self.kinds = kinds or [*FAULTS, *self._more_kinds]
-        model, table = text_model(folder, "tiny"), folder / "table"
-        write_samples(folder / "train.jsonl")
+        self.scale = VLLM if vllm else TENSORS
+        self._make_network(loopback or vllm)
+        self.kinds = kinds or (VLLM_FAULTS if vllm else [*FAULTS, *self._more_kinds])
         say("starting servers")
-        table_config = learner_config(model, folder, [])
-        table_config["custom"] = {"trainer_variant": "sft"}
-        write_table(model, folder / "train.jsonl", table, config_of(table_config))
-        nodes = [self._nodes.get(f"server{i}") for i in range(NUM_SERVERS)]
-        self.servers = [Server(table, folder / f"server{i}", node, self._shapes) for i, node in enumerate(nodes)]
+        self.servers = self._vllm_servers() if vllm else self._tensor_servers()
+        self.sample_ids = [json.loads(line)["id"] for line in self._train.read_text().splitlines()]
         self._wait_for_servers()
-        self.config = folder / "run.yaml"
-        write_yaml(self.config, learner_config(model, folder, self.servers, ahead=ahead))
-        self.num_resumed = 0
+        self.config, self.num_resumed = folder / "run.yaml", 0
+        self._write_config()
         self._start_run()
+
+    def _tensor_servers(self) -> Sequence[Server]:
+        from bench.models import text_model
+        from learner.config.load import config_of
+
+        folder = self.folder
+        self._model, table, self._train = text_model(folder, "tiny"), folder / "table", folder / "train.jsonl"
+        write_samples(self._train)
+        config = learner_config(self._model, self._train, folder, [])
+        config["custom"] = {"trainer_variant": "sft"}
+        write_table(self._model, self._train, table, config_of(config))
+        nodes = [self._nodes.get(f"server{i}") for i in range(TENSORS.num_servers)]
+        return [Server(table, folder / f"server{i}", node, self._shapes) for i, node in enumerate(nodes)]
+
+    def _vllm_servers(self) -> Sequence[Server]:
+        from bench.models import demo_model
+        from deploy.demo.build_data import Build, build
+
+        folder = self.folder
+        build(Build(train=NUM_SAMPLES, val=1, test=1), folder / "data")
+        self._model, self._train = demo_model(folder), folder / "data" / "train.jsonl"
+        names = [f"server{i}" for i in range(VLLM.num_servers)]
+        return [VllmServer(folder / "data", folder / name, None, (), VLLM, self._model) for name in names]
+
+    def _write_config(self, **training: Any) -> None:
+        place = (self._model, self._train, self.folder, self.servers)
+        values = learner_config(*place, scale=self.scale, ahead=self.ahead)
+        values["training"] |= training
+        write_yaml(self.config, values)
 
     def _make_network(self, loopback: bool) -> None:
         """Namespaces if the machine makes them; `network` says how it went."""
@@ -473,7 +581,7 @@ class Campaign:
         if loopback:
             return
         try:
-            names = [f"server{i}" for i in range(NUM_SERVERS)]
+            names = [f"server{i}" for i in range(TENSORS.num_servers)]
             self._hub, self._nodes = self._stack.enter_context(network(names))
         except NoNamespacesError as refused:
             self.network = f"loopback: {refused}"
@@ -484,8 +592,9 @@ class Campaign:
         self.network = f"a namespace for each server, one for the learner; {by_kernel}"
 
     def _wait_for_servers(self) -> None:
-        waiting = on_node(self._hub, wait_for_answers, [server.url for server in self.servers])
-        waiting.join(60.0 * NUM_SERVERS + 5.0)
+        start_s = self.scale.start_s
+        waiting = on_node(self._hub, wait_for_answers, [server.url for server in self.servers], start_s)
+        waiting.join(start_s * len(self.servers) + 5.0)
         if waiting.exitcode != 0:
             raise TimeoutError(f"a server does not answer; see {self.folder}")
 
@@ -503,32 +612,35 @@ class Campaign:
             return False
         time.sleep(3.0)  # the last faults end, because all servers must answer at the start
         self._wait_for_servers()
-        values = learner_config(self.folder / "text-model-tiny", self.folder, self.servers, ahead=self.ahead)
-        values["training"]["resume_from_checkpoint"] = "latest"
-        write_yaml(self.config, values)
+        self._write_config(resume_from_checkpoint="latest")
         number = len(self._steps())
         self._start_run()
         _wait(lambda: len(self._steps()) > number or not self._alive(), 120.0, "step after a resume")
         self.num_resumed += 1
         return self._alive()
 
-    def run(self, seconds: float, pause_s: float, *, fills_disk: bool) -> None:
+    def warm_up(self) -> None:
         say("waiting for the first steps")
-        _wait(lambda: len(self._steps()) >= 3 or not self._alive(), 120.0, "step 3")
+        _wait(lambda: len(self._steps()) >= 3 or not self._alive(), 2.0 * self.scale.start_s, "step 3")
+
+    def run(self, seconds: float, pause_s: float, *, fills_disk: bool) -> None:
         self.began_s, end = time.time(), time.monotonic() + seconds
         while time.monotonic() < end and (self._alive() or self._resumed()):
-            time.sleep(self.rng.expovariate(1.0 / pause_s))
+            time.sleep(self._pause_s(pause_s))
             now = time.monotonic()
             quiet = [server for server in self.servers if server.busy_until < now]
             serving = [server for server in quiet if server.url in self._serving()]
             if len(serving) < 2:  # one must be left: losing all would end the run, and rightly so
                 continue
             server, kind = self.rng.choice(quiet), self.rng.choice(self.kinds)
+            if kind == "kill" and self.scale is VLLM:
+                server = self.servers[1]  # the first one lives as long as the campaign
             if kind == "flip" and any((other.folder / "flip").exists() for other in self.servers):
                 continue  # a sync is repeated once because of a damaged bucket: a second one rightly ends the run
             self.faults.append(Fault(kind, server.url, time.time()))
             server.hit(kind, self.rng)
-        time.sleep(6.0 if fills_disk else 3.5)  # the last faults end
+        longer_s = max(LASTS_S.values()) * (self.scale.faults - 1.0)
+        time.sleep((6.0 if fills_disk else 3.5) + longer_s)  # the last faults end
         self.died_early, self.disk_is_full = not self._alive(), fills_disk
         if fills_disk:
             self.faults.append(Fault(DISK_FULL, "", time.time()))
@@ -541,6 +653,18 @@ class Campaign:
         for rank in self.ranks:
             rank.join(40)
         self.ended_s = time.time()
+
+    def _pause_s(self, mean_s: float) -> float:
+        """Until the next fault. With real servers they come at equal distances, but only when both serve again."""
+        if self.scale is TENSORS:
+            return self.rng.expovariate(1.0 / mean_s)
+        last_s = self.faults[-1].at_s if self.faults else self.began_s
+        return max(0.5, last_s + mean_s - time.time())
+
+    def programs(self) -> dict[str, int]:
+        """The running programs that are under test."""
+        ranks = {f"rank {i}": rank.pid for i, rank in enumerate(self.ranks) if rank.is_alive() and rank.pid}
+        return {f"server {i}": server.pid for i, server in enumerate(self.servers)} | ranks
 
     def _fill_disk(self) -> None:
         """No file of the ranks grows beyond what the metrics have now. Python ignores the signal, so writes fail."""
@@ -597,11 +721,13 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
     sent = {(note["run"], note["ver"]): note["sent"] for note in notes[0] if "sent" in note}
     accepted = [note for part in notes for note in part if "accepted" in note]
     wrong = [note for note in accepted if sent.get((note["run"], note["ver"])) != note["accepted"]]
+    if campaign.scale is VLLM:
+        wrong = []  # a model's answer does not name its weights
     if wrong or not accepted:
         found.append(f"{len(wrong)} of {len(accepted)} accepted answers by other weights, such as {wrong[:1]}")
-    found += _wrong_counts(notes) if campaign.ahead else _wrong_epochs(notes)
+    found += (_wrong_counts if campaign.ahead else _wrong_epochs)(notes, campaign.sample_ids)
     calls = [call for event in campaign.events() if event["event"] == "rollout_call" for call in event["calls"]]
-    limit_s = INFER_TIMEOUT_S + LAST_LOOK_S + 1.0
+    limit_s = campaign.scale.infer_timeout_s + LAST_LOOK_S + 1.0
     late = [call["seconds"] for call in calls if call["seconds"] > limit_s]
     if late:
         found.append(f"{len(late)} of {len(calls)} calls took longer than {limit_s:g} s: up to {max(late):.1f} s")
@@ -621,7 +747,7 @@ def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
     return found
 
 
-def _wrong_epochs(notes: list[list[dict[str, Any]]]) -> list[str]:
+def _wrong_epochs(notes: list[list[dict[str, Any]]], sample_ids: Sequence[str]) -> list[str]:
     """Each epoch's samples, over all ranks; the last epoch may not be whole."""
     by_rank = []
     for part in notes:
@@ -635,16 +761,16 @@ def _wrong_epochs(notes: list[list[dict[str, Any]]]) -> list[str]:
         by_rank.append(steps[:-1])
     whole = [list(chain(*parts)) for parts in zip(*by_rank, strict=False)]
     per_epoch = NUM_SAMPLES // BATCH
-    wanted = Counter({f"s{i}": 1 for i in range(NUM_SAMPLES)})
+    wanted = Counter(sample_ids)
     epochs = [list(chain(*whole[i : i + per_epoch])) for i in range(0, len(whole) - per_epoch + 1, per_epoch)]
     wrong = [i for i, epoch in enumerate(epochs) if Counter(epoch) != wanted]
     return [f"epochs {wrong[:5]} of {len(epochs)} did not learn each sample once"] if wrong or not epochs else []
 
 
-def _wrong_counts(notes: list[list[dict[str, Any]]]) -> list[str]:
+def _wrong_counts(notes: list[list[dict[str, Any]]], sample_ids: Sequence[str]) -> list[str]:
     """Check a run ahead, whose steps begin before the last ones have ended: no sample falls behind."""
     learned = Counter(chain(*(note.get("learned", []) for part in notes for note in part)))
-    counts = [learned[f"s{i}"] for i in range(NUM_SAMPLES)]
+    counts = [learned[sample_id] for sample_id in sample_ids]
     return [f"samples were learned {min(counts)} to {max(counts)} times"] if max(counts) - min(counts) > 2 else []
 
 
@@ -683,6 +809,7 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
         rows[DISK_FULL] = {"number": 1, "noticed": 1, "detection_s": _spread(ended), "recovery_s": None}
     gaps = [b - a for a, b in pairwise(step_ends)]
     return {
+        "servers": "vLLM" if campaign.scale is VLLM else "tensors",
         "network": campaign.network,
         "faults": len(campaign.faults),
         "resumed": campaign.num_resumed,
@@ -728,13 +855,21 @@ def chaos(
     fills_disk: bool = True,
     ahead: bool = False,
     loopback: bool = False,
+    vllm: bool = False,
     kinds: Sequence[str] | None = None,
+    samples: Path | None = None,
 ) -> tuple[Campaign, list[str]]:
     """Run the campaign; what did not hold. Without `fills_disk` the run is ended by SIGINT. `ahead`: rollouts are made
-    ahead of learning. `loopback`: no namespaces. `kinds`: of faults; by default all that are possible."""
-    campaign = Campaign(folder, seed, ahead=ahead, kinds=kinds, loopback=loopback)
+    ahead of learning. `loopback`: no namespaces. `vllm`: real servers. `kinds`: of faults; by default all that are
+    possible. `samples`: a file for what the processes hold meanwhile (`bench.soak`)."""
+    campaign = Campaign(folder, seed, ahead=ahead, kinds=kinds, loopback=loopback, vllm=vllm)
     try:
-        campaign.run(seconds, pause_s, fills_disk=fills_disk)
+        campaign.warm_up()
+        with contextlib.ExitStack() as stack:
+            if samples is not None:
+                places = {"temporary": Path(tempfile.gettempdir()), "shm": Path("/dev/shm"), "run": folder / "run"}
+                stack.enter_context(soak.sampling(campaign.programs, places, SAMPLE_EVERY_S, samples))
+            campaign.run(seconds, pause_s, fills_disk=fills_disk)
     finally:
         left = campaign.close()
     return campaign, broken_invariants(campaign, left)
@@ -747,6 +882,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
     ahead: Annotated[bool, typer.Option(help="Make rollouts ahead of learning (async_actor_learner).")] = False,
     loopback: Annotated[bool, typer.Option(help="No network namespaces, even if there could be.")] = False,
+    vllm: Annotated[bool, typer.Option(help="Two real vLLM servers on CPU, and note what all processes hold.")] = False,
     keep: Annotated[Path | None, typer.Option(help="A folder for logs and the run; default: a temporary one.")] = None,
 ) -> None:
     """Inject faults into the servers of a real run, and check what must hold."""
@@ -754,8 +890,14 @@ def main(
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep or Path(temporary)).resolve()
-        campaign, broken = chaos(folder, seconds=seconds, pause_s=pause_s, seed=seed, ahead=ahead, loopback=loopback)
-        result = {**figures.circumstances(), "seed": seed, "ahead": ahead, **figures_of(campaign), "broken": broken}
+        samples = (out.with_suffix(".samples.jsonl") if out else folder / "samples.jsonl") if vllm else None
+        place: dict[str, Any] = {"ahead": ahead, "loopback": loopback, "vllm": vllm, "samples": samples}
+        campaign, broken = chaos(folder, seconds=seconds, pause_s=pause_s, seed=seed, **place)
+        result = {**figures.circumstances(), "seed": seed, "ahead": ahead, **figures_of(campaign)}
+        if samples is not None:
+            result["held"] = soak.figures_of(soak.read_samples(samples))
+            broken += soak.grown(result["held"])
+        result["broken"] = broken
     text = json.dumps(result, indent=1)
     if out is not None:
         out.write_text(text + "\n")
