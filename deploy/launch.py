@@ -43,6 +43,7 @@ from deploy.wait_ready import id_of
 from rollout_server.config import load_server_config
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
+from shared.masking import masked
 from shared.processes import end_with_parent
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
@@ -345,7 +346,7 @@ def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: fl
 
 
 def say(text: str) -> None:
-    print(f"[launch] {text}", flush=True)
+    print(f"[launch] {masked(text)}", flush=True)
 
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)

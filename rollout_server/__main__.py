@@ -27,6 +27,7 @@ from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
 from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
+from shared.masking import masked, masked_in
 from shared.packages import missing_package
 from shared.tokens import read_token
 from shared.version import Version
@@ -80,7 +81,8 @@ def _fail(error: Exception) -> NoReturn:
 def resolved(config: ServerConfig) -> dict[str, Any]:
     """Every key with its value, and the values derived from them."""
     derived = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
-    return {**shown(config), **derived}
+    values: dict[str, Any] = masked_in({**shown(config), **derived})
+    return values
 
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
@@ -95,7 +97,7 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     from rollout_server import serving
     from rollout_server.engine import VllmEngine
 
-    print(f"[rollout_server] loading {config.model}", file=console, flush=True)
+    print(f"[rollout_server] loading {masked(config.model)}", file=console, flush=True)
     engine = VllmEngine(config)
     try:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))

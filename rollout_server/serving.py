@@ -15,6 +15,7 @@ from rollout_server.config import ServerConfig
 from rollout_server.connections import ACCEPTED_AT_ONCE, Connection, Waiting, with_open_files
 from rollout_server.engine import Engine
 from rollout_server.service import RolloutService
+from shared.masking import masked
 
 _WATCH_EVERY_S = 0.5
 _BACKLOG = 2048  # connections that the kernel holds
@@ -60,7 +61,7 @@ async def serve(
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn drains at these signals, then raises them again for earlier handlers, of which there are none.
         signal.signal(signum, signal.SIG_IGN)
-    print(f"[rollout_server] serving at {config.base_url}/", file=console, flush=True)
+    print(f"[rollout_server] serving at {masked(config.base_url)}/", file=console, flush=True)
     try:
         await server.serve(sockets=[listener])
     except asyncio.CancelledError:

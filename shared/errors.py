@@ -1,8 +1,9 @@
 """The exception tree of both programs.
 
-Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do.
-`http_status` is the status of the server's answer; `exit_code` is the program's exit code. `ErrorBody` in `wire.py` is
-the same as JSON, so the server's own words reach the learner's user.
+Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do. None
+shows a secret of the configuration (`shared.masking`). `http_status` is the status of the server's answer; `exit_code`
+is the program's exit code. `ErrorBody` in `wire.py` is the same as JSON, so the server's own words reach the learner's
+user.
 
     ProjectError
     ├── ConfigError             a key of a YAML file is wrong
@@ -42,6 +43,8 @@ from __future__ import annotations
 
 from typing import Self
 
+from shared.masking import masked
+
 
 class ProjectError(Exception):
     """Base of all errors that are shown to the user without a traceback."""
@@ -50,11 +53,8 @@ class ProjectError(Exception):
     exit_code: int = 1
 
     def __init__(self, what: str, *, found: str = "", wanted: str = "", remedy: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.found = found
-        self.wanted = wanted
-        self.remedy = remedy
+        self.what, self.found, self.wanted, self.remedy = map(masked, (what, found, wanted, remedy))
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         parts = [self.what]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from shared import masking
 from tests import order
 from tests.examples import examples
 
@@ -43,6 +44,12 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.place(item.path))
+
+
+@pytest.fixture(autouse=True)
+def no_secrets_yet() -> None:
+    """Those that an earlier test's configuration named are not known any more."""
+    masking.forget()
 
 
 @pytest.fixture(autouse=True)

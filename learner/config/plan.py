@@ -17,6 +17,7 @@ from learner.config.schedule import scheduled_channel
 from learner.config.schema import RunConfig
 from learner.config.sections.servers import ServerEntry
 from shared.config.model import ConfigErrors, Mistake, given
+from shared.masking import masked_in
 
 
 def topology_rules(world_size: int) -> tuple[Rule, ...]:
@@ -151,15 +152,13 @@ class Plan:
     channels: tuple[str, ...]  # of the first steps, by the schedule
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values by the names above; `channels` only with `stage2_ab`, where they differ."""
+        """JSON values by the names above, without secrets; `channels` only with `stage2_ab`, where they differ."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "channels"}
         channels = {} if self.b_ratio is None else {"channels": list(self.channels)}
-        return {
-            **values,
-            "servers": [entry.model_dump() for entry in self.servers],
-            "local_rollouts_per_step": list(self.local_rollouts_per_step),
-            **channels,
-        }
+        servers = [entry.model_dump() for entry in self.servers]
+        lists = {"servers": servers, "local_rollouts_per_step": list(self.local_rollouts_per_step)}
+        shown: dict[str, Any] = masked_in({**values, **lists, **channels})
+        return shown
 
 
 def resolve(config: RunConfig, world_size: int) -> Plan:

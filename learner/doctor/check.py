@@ -30,6 +30,7 @@ from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder
+from shared.masking import masked_in
 from shared.tokens import read_token
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def run_check(
     per mistake to stderr and return 2. With `read_data` the plan has the number of samples in each split. `people`: as
     text instead of JSON. `drawing`: some of the training photographs are drawn too."""
     try:
-        report = _report(path, 1 if world_size is None else world_size, probe, env, read_data, overrides, drawing)
+        num_ranks = 1 if world_size is None else world_size
+        report = masked_in(_report(path, num_ranks, probe, env, read_data, overrides, drawing))
     except ConfigErrors as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code

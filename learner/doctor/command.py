@@ -20,6 +20,7 @@ from learner.doctor import machine, servers
 from learner.doctor.finding import Check, Finding, Situation, failed, ok
 from learner.doctor.look import Servers, first_sample
 from shared.errors import ProjectError
+from shared.masking import masked
 from shared.tokens import read_token
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
@@ -90,7 +91,7 @@ def report(checks: Sequence[tuple[str, Check]], situation: Situation) -> int:
         finding = check(situation)
         verdicts.append(finding.verdict)
         verdict = f"[{_COLOURS[finding.verdict]}]{finding.verdict:<7}[/]"
-        console.print(f"{name:<{width}}  {verdict}  {escape(one_line(finding))}")
+        console.print(f"{name:<{width}}  {verdict}  {escape(masked(one_line(finding)))}")
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _COLOURS if verdict in verdicts)
     console.print(f"[bold]{counts}[/]")
     return 1 if "fail" in verdicts else 0

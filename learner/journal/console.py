@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from learner.config.schedule import B_STEP_SKIPPED
 from learner.records import ServerChange, StepResult, SyncReceipt
+from shared.masking import masked
 
 
 class Console:
@@ -41,7 +42,7 @@ class Console:
     def note(self, text: str) -> None:
         """One line about something that happened besides the steps."""
         if self._enabled:
-            self._rich.print(f"[dim]{escape(self._name)}[/] {escape(text)}")
+            self._rich.print(f"[dim]{escape(self._name)}[/] {escape(masked(text))}")
 
     def step(self, result: StepResult, sync: SyncReceipt | None) -> None:
         if self._enabled:

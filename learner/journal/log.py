@@ -41,6 +41,7 @@ from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog
 from learner.run.files import AppendedLines
 from shared.errors import OutputError
+from shared.masking import masked, masked_in
 
 
 class MetricsLog:
@@ -80,7 +81,7 @@ class MetricsLog:
         line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
         if step is not None:
             line["global_step"] = step
-        text = json.dumps(_finite({**values, **line}), default=str)
+        text = json.dumps(masked_in(_finite({**values, **line})), default=lambda one: masked(str(one)))
         with self._lock:
             self._lines.append(text)
         if step is not None:
@@ -225,6 +226,11 @@ _LOGGERS = ("learner", "shared", "transformers", "huggingface_hub", "peft", "tor
 log = logging.getLogger(__name__)
 
 
+class _WithoutSecrets(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
 class _LogFile(logging.FileHandler):
     """Loses what a full disk does not take: the run's own files say what is wrong, once."""
 
@@ -238,7 +244,7 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / f"learner_rank{rank}.log"
     handler = _LogFile(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         for other in list(logger.handlers):  # libraries add handlers that write to the console

@@ -22,6 +22,7 @@ from learner.rollout.membership import Membership
 from learner.run.files import write_atomically
 from learner.run.lock import is_running
 from shared.errors import ConfigError, OutputError
+from shared.masking import masked_in
 from shared.reading import json_in
 
 FOLDER, STATE, REQUESTS = "servers", "state.json", "requests"
@@ -111,7 +112,7 @@ class ServerControl:
             "servers": [asdict(member) for member in membership.members],
         }
         try:
-            write_atomically(self._folder / STATE, json.dumps(state, indent=1))
+            write_atomically(self._folder / STATE, json.dumps(masked_in(state), indent=1))
         except OutputError as error:
             log.warning("the list of servers could not be written: %s", error)
         self._shown = membership

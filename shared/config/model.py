@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, PydanticUserErro
 from pydantic.fields import FieldInfo
 
 from shared.errors import ConfigError, ProjectError
+from shared.masking import as_written, masked
 
 MAX_FOUND_CHARS = 80
 ROOT = "(root)"
@@ -51,7 +52,7 @@ class Mistake:
 
     def __str__(self) -> str:
         place = f" ({self.at})" if self.at else ""
-        return f"{self.path}: found {self.found}{place}; wanted {self.wanted}; {self.remedy}"
+        return masked(f"{self.path}: found {self.found}{place}; wanted {self.wanted}; {self.remedy}")
 
 
 class ConfigErrors(ConfigError):  # noqa: N818  (it holds several)
@@ -104,7 +105,7 @@ def show(value: object) -> str:
         return f"a list of {len(value)}"
     kind = {str: "the string ", int: "the integer ", float: "the number "}.get(type(value), "")
     is_huge = isinstance(value, int) and value.bit_length() >= 256  # Python refuses to print thousands of digits
-    text = f"of {cast(int, value).bit_length()} bits" if is_huge else repr(value)
+    text = f"of {cast(int, value).bit_length()} bits" if is_huge else masked(repr(value))  # before it is cut
     return kind + (text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "...")
 
 
@@ -133,12 +134,16 @@ def shown(config: Section) -> dict[str, Any]:
 
 
 def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
-    """The value with these texts as they were written."""
+    """The value with these texts as they were written, and no secret in any other."""
     if isinstance(value, dict):
         return {name: without_secrets(one, secrets) for name, one in value.items()}
     if isinstance(value, list):
         return [without_secrets(one, secrets) for one in value]
-    return Hidden(secrets[value]) if isinstance(value, str) and value in secrets else value
+    if not isinstance(value, str):
+        return value
+    if value in secrets:
+        return Hidden(secrets[value])
+    return value if masked(value) == value else Hidden(as_written(value))
 
 
 def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:

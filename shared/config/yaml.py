@@ -25,6 +25,7 @@ import yaml
 from yaml.resolver import BaseResolver
 
 from shared.config.model import ConfigErrors, KeyPath, Mistake, dotted, show
+from shared.masking import is_secret, remember
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 40
@@ -200,7 +201,6 @@ BASE_KEY = "base"
 MAX_FILES = 50
 
 _DOLLAR = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -286,7 +286,10 @@ class _Reader:
             return match[0]
 
         filled = _DOLLAR.sub(one, text)
-        if any(_SECRET.search(match[1] or "") for match in _DOLLAR.finditer(text)):
+        secret = [match[1] for match in _DOLLAR.finditer(text) if match[1] in self.env and is_secret(match[1])]
+        for name in secret:
+            remember(name, self.env[name])
+        if secret:
             parsed.secrets[filled] = text
         return filled
 

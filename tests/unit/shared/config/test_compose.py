@@ -158,6 +158,22 @@ def test_secrets_are_written_as_variables(tmp_path: Path) -> None:
     assert parse(Hiding, load_yaml(tmp_path / "written.yaml", env)) == config
 
 
+def test_a_secret_is_found_in_what_became_of_a_value(tmp_path: Path) -> None:
+    """A URL without its last slash, with its host in lower case; a default that was made of it. What is written reads
+    back as it is."""
+    env = {"URL_KEY": "Tenant-77/", "PATH_TOKEN": "geheim"}
+    content = 'header: "http://${URL_KEY}x/"\nother: "$${HOME} costs"\nnames: ["${PATH_TOKEN}"]\n'
+    config = parse(Hiding, load_yaml(write(tmp_path, content), env))
+    changed = config.model_copy(
+        update={"header": "http://tenant-77/x", "other": "${HOME} geheim costs", "names": ["Geheimnis"]}
+    )
+    assert shown(changed)["header"] == "http://${URL_KEY}x"
+    (tmp_path / "written.yaml").write_text(dump_yaml(shown(changed)))
+    again = parse(Hiding, load_yaml(tmp_path / "written.yaml", env))
+    assert (again.other, again.names) == (changed.other, changed.names)
+    assert again.header.lower() == changed.header
+
+
 def test_a_mistake_does_not_show_a_secret(tmp_path: Path) -> None:
     path = write(tmp_path, 'header: 1\nother: "a"\nnames: "${MY_KEY}"\n')
     with pytest.raises(ConfigErrors) as raised:

@@ -1,0 +1,92 @@
+"""Secrets of the configuration, and texts without them.
+
+In: environment variables that a configuration names as `${NAME}` and whose name says that they are secret. Out: texts
+in which `${NAME}` stands for the value. Errors, logs, events and what the programs print go through `masked`, so the
+known secrets are those of the process: a log handler has no configuration.
+
+A value is also found where a URL's normalising changed it (percent-encoding, lower case) and where it is quoted. One of
+fewer than MIN_CHARS characters is left: it would be found in many words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+MIN_CHARS = 4
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
+
+_known: dict[str, str] = {}  # a value -> `${NAME}`
+_pattern: re.Pattern[str] | None = None  # a group for each value, in that order
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable's name says so."""
+    return _SECRET.search(name) is not None
+
+
+def remember(name: str, value: str) -> None:
+    """From now on `masked` shows `${name}` instead of `value`."""
+    global _pattern
+    if len(value) < MIN_CHARS or value in _known:
+        return
+    _known[value] = f"${{{name}}}"
+    longest_first = sorted(_known.items(), key=lambda item: -len(item[0]))
+    _known.clear()
+    _known.update(longest_first)
+    _pattern = re.compile("|".join(f"({_in_any_form(value)})" for value in _known))
+
+
+def forget() -> None:
+    """No secret is known any more."""
+    global _pattern
+    _known.clear()
+    _pattern = None
+
+
+def masked(text: str) -> str:
+    """The text without secrets."""
+    if _pattern is None:
+        return text
+    written = list(_known.values())
+    return _pattern.sub(lambda found: written[(found.lastindex or 1) - 1], text)
+
+
+def as_written(text: str) -> str:
+    """The text as a configuration has to write it, so that it reads back as it is: only in a URL, other forms mean
+    what the value means."""
+    escaped = text.replace("${", "$${")
+    if "://" in text:
+        return masked(escaped)
+    for value, written in _known.items():
+        escaped = escaped.replace(value, written)
+    return escaped
+
+
+def masked_in(value: Any) -> Any:
+    """JSON's values, and tuples, without secrets. Keys of mappings are texts too."""
+    if _pattern is None:
+        return value
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, Mapping):
+        return {masked_in(name): masked_in(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked_in(one) for one in value]
+    return value
+
+
+def _in_any_form(value: str) -> str:
+    """A pattern: the value, decoded or not, with each character as it is, in lower case, or encoded."""
+    return "|".join("".join(map(_any_form, text)) for text in dict.fromkeys((value, unquote(value))))
+
+
+def _any_form(character: str) -> str:
+    percent = "".join(f"%{byte:02x}" for byte in character.encode("utf-8", "surrogatepass"))
+    forms = [character, character.lower(), percent, percent.upper(), repr(character)[1:-1], json.dumps(character)[1:-1]]
+    if character == " ":
+        forms.append("+")
+    return f"(?:{'|'.join(re.escape(form) for form in dict.fromkeys(forms))})"
