@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import fcntl
+import getpass
 import json
 import os
 import shutil
@@ -33,6 +35,7 @@ from shared.tokens import read_token
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
+_FOLDER, _LOCK = "rs-", "rollout_server.lock"
 _LONGEST_FOLDER = 55  # with two random names behind it, the path of a Unix socket has at most 107 characters
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -86,7 +89,7 @@ def resolved(config: ServerConfig) -> dict[str, Any]:
 
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
-    folder = _socket_folder()
+    folder = _temporary_folder()
     listener = _bind(config)  # before the engine, which takes long to start
     os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
@@ -106,14 +109,50 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _socket_folder() -> str:
-    """Where vLLM's processes meet. They leave their sockets behind, and would do so in the machine's folder of
-    temporary files. It is removed at any end but SIGKILL."""
-    folder = tempfile.mkdtemp(prefix="rs-", dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else None)
+def _temporary_folder() -> str:
+    """For all temporary files of this server's processes, such as the sockets by which vLLM's meet and torch's files
+    for its groups. They leave them behind. The folder is removed at any end; after SIGKILL by the next server that
+    starts."""
+    around = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else tempfile.gettempdir()
+    # What torch compiles outlives the server, so it stays where torch would put it.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
+    _remove_left(Path(around))
+    folder = tempfile.mkdtemp(prefix=_FOLDER, dir=around)
+    while _lock(Path(folder, _LOCK), new=True) is None:  # taken by a server that started at the same moment
+        folder = tempfile.mkdtemp(prefix=_FOLDER, dir=around)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # an engine that does not start
     os.register_at_fork(after_in_child=lambda: atexit.unregister(shutil.rmtree))
-    os.environ["VLLM_RPC_BASE_PATH"] = folder
+    os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return f"uid_{os.getuid()}"
+
+
+def _remove_left(around: Path) -> None:
+    """Folders whose server was killed: they have a lock that nobody holds."""
+    for lock in around.glob(f"{_FOLDER}*/{_LOCK}"):
+        if (handle := _lock(lock)) is not None:
+            shutil.rmtree(lock.parent, ignore_errors=True)
+            os.close(handle)
+
+
+def _lock(path: Path, *, new: bool = False) -> int | None:
+    """The file, open and locked until this process and those that it forked have ended. None if another process holds
+    it, or it is another user's."""
+    handle = -1
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if handle >= 0:
+            os.close(handle)
+        return None
+    return handle
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -1,0 +1,69 @@
+"""The folder of a server's temporary files (issue 39, 14): a killed server's is removed by the next one, anybody else's
+stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+START = """
+import os, subprocess, tempfile, time
+from rollout_server.__main__ import _temporary_folder
+own = os.environ["TMPDIR"]
+folder = _temporary_folder()
+inductor = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+child = subprocess.run(["mktemp"], capture_output=True, text=True).stdout.strip()
+print(folder, tempfile.mkstemp()[1], child, inductor.startswith(own + "/torchinductor_"), flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def started(temporary: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that has such a folder, as a server has."""
+    environment = {name: text for name, text in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    environment["TMPDIR"] = str(temporary)
+    with subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            folder, *files, keeps_compiled = process.stdout.readline().split()
+            assert {Path(file).parent for file in files} == {Path(folder)}, "of its processes too"
+            assert keeps_compiled == "True"
+            yield process, Path(folder)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("t")
+
+
+def test_a_killed_servers_files_are_removed_by_the_next_one(temporary: Path) -> None:
+    with started(temporary) as (killed, left), started(temporary) as (_, running):
+        killed.send_signal(signal.SIGKILL)
+        killed.wait(10)
+        assert left.is_dir()
+        with started(temporary) as (_, newest):
+            assert not left.exists()
+            assert running.is_dir(), "its server runs"
+            assert newest.is_dir()
+
+
+def test_what_is_not_such_a_folder_stays(temporary: Path) -> None:
+    of_others = [temporary / "rs-mine", temporary / "rs-agent", temporary / "other"]
+    for folder in of_others:
+        folder.mkdir()
+        (folder / "notes.txt").touch()
+    link = temporary / "rs-link"
+    link.symlink_to(of_others[2])
+    with started(temporary) as (_, folder):
+        assert folder.parent == temporary
+        assert all(path.exists() for path in (*[one / "notes.txt" for one in of_others], link))
