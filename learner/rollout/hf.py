@@ -226,7 +226,8 @@ class HfBackend(RolloutBackend):
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have them,
-        except those of a beam search."""
+        except those of a beam search. Those that are asked for greedily always have them: an evaluation scores its boxes
+        with them."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
         self._stop_ids = stop_token_ids(policy.model, policy.tokenizer)
@@ -250,6 +251,7 @@ class HfBackend(RolloutBackend):
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=global_step)
         decoding = self.config.decoding if temperature is None else drawn_at(temperature, self.config.decoding)
         mode = "greedy" if greedy else decoding.mode
+        with_logprobs = (self._logprobs or greedy) and mode != "beam"
         with recorded(record, self._on_call):
             prompts = [self._encode(sample) for sample in asked.samples]
             rollouts: list[Rollout] = []
@@ -258,7 +260,7 @@ class HfBackend(RolloutBackend):
                 for start in range(0, len(prompts), size):
                     here = slice(start, start + size)
                     batch = Requests(samples=asked.samples[here], indices=asked.indices[here], seeds=asked.seeds[here])
-                    rollouts += self._generate(batch, prompts[here], decoding, mode, record)
+                    rollouts += self._generate(batch, prompts[here], decoding, mode, with_logprobs, record)
             return split_window(window, rollouts)
 
     def close(self) -> None:
@@ -270,11 +272,12 @@ class HfBackend(RolloutBackend):
         prompts: Sequence[EncodedPrompt],
         decoding: DecodingConfig,
         mode: str,
+        with_logprobs: bool,
         record: RolloutCallLog,
     ) -> list[Rollout]:
         """The rollouts of one batch."""
         with local_call(record, batch, name=NAME):
-            answers = self._decode(prompts, batch.seeds, decoding, mode)
+            answers = self._decode(prompts, batch.seeds, decoding, mode, with_logprobs)
         return [
             Rollout(
                 sample=sample,
@@ -292,7 +295,12 @@ class HfBackend(RolloutBackend):
         ]
 
     def _decode(
-        self, prompts: Sequence[EncodedPrompt], seeds: Sequence[int], decoding: DecodingConfig, mode: str
+        self,
+        prompts: Sequence[EncodedPrompt],
+        seeds: Sequence[int],
+        decoding: DecodingConfig,
+        mode: str,
+        with_logprobs: bool,
     ) -> list[tuple[tuple[int, ...], int | None, tuple[float, ...] | None]]:
         """Responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too small."""
         policy = self._policy
@@ -313,7 +321,7 @@ class HfBackend(RolloutBackend):
                 pad_token_id=pad_token_id,
             )
             processors = logits_processors(decoding, mode=mode, attention_mask=inputs["attention_mask"], seeds=seeds)
-            chosen = ChosenLogprobs() if self._logprobs and mode != "beam" else None
+            chosen = ChosenLogprobs() if with_logprobs else None
             if chosen is not None:
                 processors = chosen.around(processors)
             with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.bf16):

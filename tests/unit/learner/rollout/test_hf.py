@@ -271,7 +271,11 @@ def test_log_probabilities_are_those_of_the_learning_forward(
         answer = (*rollout.response_token_ids, *stop)
         (wanted,) = vlm.logprobs([(vlm.encoder.encode(rollout.sample), answer)])
         assert rollout.logprobs == pytest.approx(wanted, abs=2e-4)
-    assert backend_of(vlm).generate(samples[:1], first_req_idx=0, **PLACE)[0].logprobs is None
+    plain = backend_of(vlm)
+    assert plain.generate(samples[:1], first_req_idx=0, **PLACE)[0].logprobs is None
+    (greedy,) = plain.generate(samples[:1], first_req_idx=0, greedy=True, **PLACE)
+    assert greedy.logprobs is not None, "an evaluation scores its boxes with them"
+    assert len(greedy.logprobs) == len(greedy.response_token_ids) + (greedy.stop_token_id is not None)
 
 
 def test_no_samples_no_call(vlm: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
