@@ -9,7 +9,8 @@ until the first whole step without the server ended, and from the server's retur
 rows: if `--seconds` is over before all faults were made, the same command goes on with what is left. Exit code 1 if the
 run failed, or did not end with a checkpoint that loads.
 
-On a GPU (`--gpu`) both servers share the first one, and the learner has the second (or the first, if it is alone):
+On a GPU (`--gpu`) both servers share the first one, and the learner has the second. If there is only one, all share it
+(`allow_shared_gpu`), and weights travel through sockets:
 `python -m bench.kills --gpu --kills 10 --freezes 0 --out FILE`.
 """
 
@@ -70,11 +71,13 @@ class World:
             write_yaml(folder / f"{name}.yaml", {**settings, "port": free_port()}, "bench")
         self.servers = [self._start(name) for name in NAMES]
         vllm = served_by(*self.servers, sync={"mode": "full"})
+        place = _learner(on_gpu)
         vllm["server"] |= {"infer_timeout_s": INFER_TIMEOUT_S, "timeout_s": TIMEOUT_S, "min_servers": 1}
+        vllm["server"]["allow_shared_gpu"] = on_gpu and place == self._devices
         short = {"decoding": {"temperature": 0.0, "max_new_tokens": 16}}
         config = demo_run(model, data, folder / "run", vllm, steps=1_000_000, batch_size=4, **short)
         config["training"] |= {"bf16": False, "learning_rate": 1e-5}
-        self.run: LearnerRun = start_learner(processes, folder, "run", config, ranks=None, devices=_learner(on_gpu))
+        self.run: LearnerRun = start_learner(processes, folder, "run", config, ranks=None, devices=place)
 
     def until(self, condition: Callable[[], Any], timeout_s: float) -> None:
         """Raises ServerError if the run ended, DeadlineError."""
