@@ -30,7 +30,7 @@ from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import whole
 from shared.addresses import free_port
-from tests.gpu.devices import needs_gpus, rank_environment
+from tests.gpu.devices import FOUND, SERVER_MEMORY, SHARED, needs_gpus, rank_environment
 from tests.integration.test_fsdp_sync import sync_twice
 from tests.ranks import launch
 from tests.runs import events
@@ -160,15 +160,16 @@ def test_a_sync_sends_what_was_gathered(vlm: Path, tmp_path: Path) -> None:
     on_two("sync", vlm, tmp_path)
 
 
-@needs_gpus(3)
 def test_a_run_against_a_server(vlm: Path, tmp_path: Path) -> None:
-    """R10, R24: two learner GPUs with half a model each, a real server on the third, gathers and broadcasts at once."""
+    """R10, R24: two learner ranks with half a model each, and a real server, gathers and broadcasts at once. On three
+    GPUs, or on one."""
+    is_shared = FOUND < 3
     build_data.build(build_data.Build(train=16, val=0, test=4), tmp_path)
-    served = {"model": str(vlm), "dtype": "bfloat16", "gpu_memory_utilization": 0.2}
-    served |= {"allowed_image_roots": [str(tmp_path)]}
-    with running_server(served, tmp_path, env={"CUDA_VISIBLE_DEVICES": "2"}) as server:
+    served = {"model": str(vlm), "dtype": "bfloat16", "allowed_image_roots": [str(tmp_path)], **SERVER_MEMORY}
+    with running_server(served, tmp_path, env={"CUDA_VISIBLE_DEVICES": "0" if is_shared else "2"}) as server:
         entry = {"base_url": server.base_url, "group_port": free_port()}
-        vllm = {"mode": "server", "server": {"servers": [entry], "timeout_s": 60.0}, "sync": {"bucket_bytes": 1 << 20}}
+        place = {"servers": [entry], "timeout_s": 60.0, "allow_shared_gpu": is_shared}
+        vllm = {"mode": "server", "server": place, "sync": {"bucket_bytes": 1 << 20}}
         config = {
             "model": {"path": str(vlm), "sharding": "fsdp"},
             "data": {"train": str(tmp_path / "train.jsonl"), "test": str(tmp_path / "test.jsonl")},
@@ -196,9 +197,9 @@ def test_a_run_against_a_server(vlm: Path, tmp_path: Path) -> None:
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         command = [sys.executable, "-m", "deploy.torchrun", "--nproc", "2", "--"]
         done = subprocess.run(
-            [*command, "-m", "learner", "--config", str(tmp_path / "run.yaml")],
+            [*command, "-m", "tests.gpu.devices" if SHARED else "learner", "--config", str(tmp_path / "run.yaml")],
             cwd=ROOT,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1"},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "0" if SHARED else "0,1"},
             capture_output=True,
             text=True,
             timeout=CASE_S,

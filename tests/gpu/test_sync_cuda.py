@@ -24,12 +24,12 @@ from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CommunicatorError
-from tests.gpu.devices import OTHER, SHARED, needs_gpus
+from tests.gpu.devices import OTHER, SERVER_MEMORY, SHARED, needs_gpus
 from tests.servers import RunningServer, running_server
 from tests.syncs import server_sync
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
-SMALL = {"dtype": "bfloat16", "gpu_memory_utilization": 0.1}
+SMALL = {"dtype": "bfloat16", **SERVER_MEMORY}
 
 
 @pytest.fixture(scope="module")
