@@ -47,7 +47,7 @@ class Fetcher:
             try:
                 return self._follow(source, line)
             except (OSError, HTTPException, ValueError) as error:
-                found = "no complete answer in time" if line.hung_up else f"{type(error).__name__}: {error}"
+                found = "no complete answer in time" if line.hung_up else _in_words(error)
                 remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
                 raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
 
@@ -77,13 +77,18 @@ class Fetcher:
             parts = urlsplit(url)
             scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port
         except ValueError as error:
-            raise media_error(source, f"no URL ({error})", "http(s)://host/path", "correct the URL") from error
+            raise media_error(source, "no URL", "http(s)://host/path", "correct the URL") from error
         if scheme not in {"http", "https"} or host not in self.rules.hosts:
             allowed = ", ".join(self.rules.hosts) or "none"
             found = f"host {host!r} over {scheme or 'nothing'}"
             remedy = f"add the host to {self.rules.keys}allowed_image_hosts, or use files"
             raise media_error(source, found, f"http(s) to one of: {allowed}", remedy)
         return parts
+
+
+def _in_words(error: Exception) -> str:
+    """Without texts of `http.client`, which may quote the URL, and so a token in it."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
 
 
 class _Cache:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.errors import MediaError
+from shared.masking import bare_url
 
 SHOWN_CHARS = 200
 
@@ -24,7 +25,9 @@ class ImageRules:
 
 
 def short(source: str) -> str:
-    """An image string as shown in messages."""
+    """An image string as shown in messages. A URL has no user, password or query there."""
+    if source[:8].lower().startswith(("http://", "https://")):
+        source = bare_url(source)
     return source if len(source) <= SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"
 
 

@@ -66,6 +66,19 @@ def as_written(text: str) -> str:
     return escaped
 
 
+def bare_url(url: str) -> str:
+    """A URL, or what should have been one, as messages show it: without user and password, query and fragment, where a
+    token may stand. Parts are found as in any text, because a wrong URL has no parser."""
+    shown = re.split(r"[?#]", url, maxsplit=1)[0]
+    scheme, separator, rest = shown.rpartition("://")
+    authority, slash, path = rest.partition("/")
+    if "@" in authority:
+        authority = authority.rpartition("@")[2]
+    elif ":" in authority and not re.fullmatch(r"(\[[^\[\]]*\]|[^:]*):[0-9]*", authority):
+        return f"{scheme}{separator}..."  # a password that holds a slash, or the like
+    return f"{scheme}{separator}{authority}{slash}{path}{'' if shown == url else '?...'}"
+
+
 def masked_in(value: Any) -> Any:
     """JSON's values, and tuples, without secrets. Keys of mappings are texts too."""
     if _pattern is None:

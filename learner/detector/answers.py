@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,6 +20,7 @@ import torch
 from learner.config.schema import RunConfig
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.config.sections.servers import entry_mistakes
 from learner.data.prompt import PromptEncoder, check_prompt_prefix
 from learner.detector.model import ModelFiles, merged
 from learner.policy.load import load_policy
@@ -30,6 +31,7 @@ from learner.rollout.backend import MicroStep, RolloutBackend
 from learner.run.environment import prepare_for_vllm
 from shared.aio import gather
 from shared.checkpoint import checkpoint_digest
+from shared.config.model import ConfigErrors
 from shared.errors import ServerMismatchError, ServerUnreachableError
 from shared.images import ImageRules
 from shared.wire import ServerStatus
@@ -45,7 +47,8 @@ _TEXT_MARGIN = 64  # tokens, beyond the longest prompt that is foreseen
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """How answers are made. `server`: the URL of a rollout server, which serves the same model."""
+    """How answers are made. `server`: the URL of a rollout server, which serves the same model; another text raises
+    ConfigErrors."""
 
     backend: Backend = "vllm"
     server: str | None = None
@@ -54,6 +57,10 @@ class Asked:
     temperature: float = 1.0
     dtype: str = "auto"
     token: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.server is not None and (mistakes := entry_mistakes(self.server, None)):
+            raise ConfigErrors(mistakes=[replace(mistake, path="--server") for mistake in mistakes])
 
 
 class Answers:

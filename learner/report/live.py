@@ -38,6 +38,7 @@ from learner.report.training import AHEAD, training
 from learner.rollout.control import read_state
 from shared.addresses import is_loopback
 from shared.errors import ConfigError, DataError, ServerError
+from shared.masking import bare_url
 from shared.reading import json_in
 from shared.tokens import read_token
 from shared.wire import TOKEN_VARIABLE, ServerStatus
@@ -126,8 +127,9 @@ class LiveView:
         )
 
     def _servers(self, run: Run) -> Table | None:
-        rows: list[list[str | tuple[str, str]]] = [[url, place] for url, place in members(self._run_dir, run)]
-        told = self._threads.map(self._server, [url for url, _ in rows])
+        known = members(self._run_dir, run)
+        rows: list[list[str | tuple[str, str]]] = [[bare_url(url), place] for url, place in known]
+        told = self._threads.map(self._server, [url for url, _ in known])
         head = ["Server", "In the run", "Gate", "Version", "In flight", "Waiting"]
         return Table(head, [[*row, *status] for row, status in zip(rows, told, strict=True)]) if rows else None
 

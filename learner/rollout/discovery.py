@@ -26,6 +26,7 @@ from learner.config.sections.servers import DiscoveryConfig, entry_mistakes
 from learner.rollout.control import ServerRequest
 from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
+from shared.masking import bare_url
 
 MAX_BYTES = 1 << 20  # of the list; more is none
 Listed = Mapping[str, int]  # base_url -> group port
@@ -91,7 +92,7 @@ def parse(content: bytes, group_port: int) -> Listed:
         url, port = fields[0].rstrip("/"), fields[1] if len(fields) > 1 else str(group_port)
         is_port = port.isascii() and port.isdecimal()
         if len(fields) > 2 or not is_port or entry_mistakes(url, int(port)):
-            raise _not_a_list(f"line {number}: {line[:200]!r}")
+            raise _not_a_list(f"line {number}: {' '.join([bare_url(url), *fields[1:]])[:200]!r}")
         listed[url] = int(port)
     return listed
 

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from learner.config.modes import ROLLOUT, Rule, uses_servers
 from shared.config.model import Mistake, Section, key, show
+from shared.masking import bare_url
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -223,15 +224,15 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
         parts = urlsplit(url)
         port_is_wrong = parts.port == 0
     except ValueError:
-        return Mistake(path=at, found=show(url), wanted=wanted, remedy=remedy)
+        return Mistake(path=at, found=show(bare_url(url)), wanted=wanted, remedy=remedy)
     if parts.username is not None or parts.password is not None:
         remedy = f"remove user and password; the server's token is read from {TOKEN_VARIABLE}"
         return Mistake(path=at, found="a URL with credentials", wanted=wanted, remedy=remedy)
     if parts.query or parts.fragment:
-        found = f"{show(url.partition('?')[0].partition('#')[0])}, and a query or fragment"  # which may hold a token
+        found = f"{show(bare_url(url))}, a URL with a query or fragment"
         return Mistake(path=at, found=found, wanted=wanted, remedy="remove ? or # and what follows")
     bad = parts.scheme not in ("http", "https") or not parts.hostname or port_is_wrong or url != "".join(url.split())
-    return Mistake(path=at, found=show(url), wanted=wanted, remedy=remedy) if bad else None
+    return Mistake(path=at, found=show(bare_url(url)), wanted=wanted, remedy=remedy) if bad else None
 
 
 def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at: list[str]) -> Iterator[Mistake]:

@@ -305,6 +305,26 @@ def test_floating_point_pixels_are_refused() -> None:
 # ---- URLs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("use", ["load", "resolve", "size"])
+def test_a_url_is_shown_without_what_may_be_secret(use: str) -> None:
+    """User, password and query, whatever is wrong: another host, no answer, no URL, a character that none may have."""
+    images = Images(ImageRules(hosts=("127.0.0.1",), timeout_s=5.0))
+    for url in (
+        "http://u:geheim@elsewhere/a.png?token=geheim",
+        "http://u:geheim@127.0.0.1:x/a.png?token=geheim",
+        "http://u:geheim@127.0.0.1:1/a.png?token=geheim",
+        "http://u:geheim\u2100@127.0.0.1/a.png",
+        "http://127.0.0.1:1/\x7fa.png?token=geheim",
+        "http://[::1/a.png?token=geheim",
+    ):
+        if use == "resolve" and ":1/" in url:
+            continue  # which asks nobody
+        with pytest.raises(MediaError) as raised:
+            getattr(images, use)(url)
+        assert "eheim" not in str(raised.value)
+        assert "http://" in str(raised.value)
+
+
 class Handler(BaseHTTPRequestHandler):
     asked: list[str] = []
 

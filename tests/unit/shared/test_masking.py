@@ -11,7 +11,7 @@ import pytest
 
 from shared.config.model import Mistake, show
 from shared.errors import ServerError
-from shared.masking import masked, masked_in, remember
+from shared.masking import bare_url, masked, masked_in, remember
 
 VALUE = "Geheim/+ä b"
 
@@ -58,3 +58,24 @@ def test_values_within_values() -> None:
 def test_a_short_value_is_no_secret() -> None:
     remember("SORT_KEY", "id")
     assert masked("valid") == "valid"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:8000/a/b.png", "http://host:8000/a/b.png"),
+        ("https://host/@name/b.png", "https://host/@name/b.png"),
+        ("http://[::1]:8000/x", "http://[::1]:8000/x"),
+        ("http://user:geheim@host:8000/a", "http://host:8000/a"),
+        ("http://host/a.png?token=geheim", "http://host/a.png?..."),
+        ("http://host/a#geheim", "http://host/a?..."),
+        ("user:geheim@host:8000", "host:8000"),
+        ("http://user:geh/eim@host/a", "http://..."),
+        ("http://user:geh?eim@host/a", "http://..."),
+        ("http:geheim@host", "host"),
+        ("here is one: http://user:geheim@host", "here is one: http://host"),
+        ("", ""),
+    ],
+)
+def test_a_url_is_shown_without_what_may_be_secret(url: str, shown: str) -> None:
+    assert bare_url(url) == shown

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from learner.config.sections.servers import ServerEntry
+from learner.config.sections.servers import ServerEntry, entry_mistakes
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, minimal, mistakes, only_mistake, valid
 
 
@@ -41,6 +41,22 @@ def test_r05_lists_pair_by_index() -> None:
 def test_r05_one_port_counts_up() -> None:
     urls = ["http://a:1", "http://a:2", "http://b:1"]
     assert servers_of(base_url=urls, group_port=70) == [("http://a:1", 70), ("http://a:2", 71), ("http://b:1", 72)]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://u:geheim@a:1",
+        "http://a:1?token=geheim",
+        "u:geheim@a:1",
+        "http://u:geheim@a:99999999",
+        "http://u:geh/eim@a",
+    ],
+)
+def test_a_wrong_url_is_shown_without_what_may_be_secret(url: str) -> None:
+    found = only_mistake(minimal(), form(servers=[{"base_url": url, "group_port": 5}]))
+    assert "eheim" not in str(found)
+    assert [mistake.path for mistake in entry_mistakes(url, None)] == ["URL"]
 
 
 def test_r05_defaults() -> None:

@@ -150,6 +150,19 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(
     assert "of-mine" not in told
 
 
+@pytest.mark.parametrize("url", ["http://u:geheim@127.0.0.1:9", "http://127.0.0.1:9/?token=geheim", "u:geheim@h"])
+def test_the_url_of_a_server_is_checked_and_shown_without_what_may_be_secret(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photo = str(CHECKPOINT / "config.json")
+    argv = ["predict", "--model", str(CHECKPOINT), photo, "--out", str(tmp_path / "out"), "--server", url]
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    assert "--server" in told.err
+    assert "eheim" not in told.err + told.out
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_server_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after the minutes that a run waits."""
     monkeypatch.setattr(detector_answers, "REACHABLE_S", 0.2)

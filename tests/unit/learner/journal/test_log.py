@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from learner.config.load import load_config, write_resolved
+from learner.config.plan import resolve
 from learner.config.sections.logging import LoggingConfig
 from learner.journal import log as metrics
-from learner.journal.log import MetricsLog, PhaseClock, Timeline
+from learner.journal.log import MetricsLog, PhaseClock, Timeline, log_to_file
 from learner.policy.parallel import Ranks
+from learner.rollout.control import ServerControl
+from learner.rollout.membership import Member, Membership
+from tests.unit.learner.config.examples import minimal
 
 PLAIN = LoggingConfig(trackers=[])
 JSON = st.recursive(
@@ -39,6 +47,42 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 class Measured:
     loss: float
     parts: dict[str, float]
+
+
+def test_no_file_of_a_run_shows_a_secret(tmp_path: Path) -> None:
+    """Issue 39, 14: the configuration, the plan, events, the list of servers and logs, also where the server's URL was
+    normalised. The values are still those that the run uses."""
+    data = minimal()
+    url = "http://${HOST_KEY}.example:8000/${PATH_TOKEN}/"
+    data["custom"]["extra"]["rollout_matching"]["vllm"]["server"]["servers"][0]["base_url"] = url
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(data))
+    env = {"HOST_KEY": "Tenant-77", "PATH_TOKEN": "geh|eim"}
+    config = load_config(tmp_path / "run.yaml", env=env)
+    plan = resolve(config, 1)
+    [server] = plan.servers
+    assert server.base_url == "http://Tenant-77.example:8000/geh|eim"
+    normalised = str(httpx.URL(server.base_url))
+    assert "tenant-77" in normalised
+    run_dir = tmp_path / "run"
+    write_resolved(config, run_dir)
+    log = MetricsLog(run_dir, PLAIN)
+    log.write("plan", plan.to_json())
+    log.write("server", {"base_url": normalised, "because": RuntimeError(server.base_url), normalised: [1]})
+    log.close()
+    member = Member(base_url=server.base_url, group_port=server.group_port)
+    ServerControl(run_dir).show(Membership(members=(member,)))
+    handlers = list(logging.getLogger("learner").handlers)
+    log_to_file(run_dir, 0)
+    logging.getLogger("learner").warning("POST %s", normalised)
+    logging.getLogger("learner").handlers[:] = handlers
+    written = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {path.name for path in written} == {"config.yaml", "metrics.jsonl", "state.json", "learner_rank0.log"}
+    for path in written:
+        text = path.read_text().lower()
+        assert "tenant" not in text, path.name
+        assert "eim" not in text, path.name
+        assert "${host_key}" in text, path.name
+    assert "enant" not in json.dumps(plan.to_json())
 
 
 # ---- the log -------------------------------------------------------------------------------------------------------

@@ -13,17 +13,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
+from learner.__main__ import main
 from learner.config.load import RESOLVED_NAME
 from learner.report import live
 from learner.report.live import covered, create_app
 from learner.report.read import Follower, read_run
+from shared.wire import TOKEN_VARIABLE
 from tests.unit.learner.report.fake_run import make_scene, write_run
 from tests.unit.learner.report.test_page import HOSTILE, body_of
 from tests.waits import wait_until
@@ -147,6 +151,44 @@ def test_a_long_answer_of_a_server_is_not_read_to_its_end(run_dir: Path) -> None
     thread.join(10)
     listening.close()
     assert sum(sent) < 50 << 20
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_servers_get_the_token_only_if_asked_for(
+    asked: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--send-token`: whoever wrote the folder chose the addresses (issue 39, 13)."""
+    got: list[str | None] = []
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(self.headers.get("Authorization"))
+            self.send_error(401)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    pages: list[str] = []
+
+    def look(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        sockets[0].close()
+        pages.append(TestClient(server.config.app, base_url="http://127.0.0.1").get("/now").text)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(uvicorn.Server, "run", look)
+    monkeypatch.setenv(TOKEN_VARIABLE, "token-of-mine")
+    with HTTPServer(("127.0.0.1", 0), Server) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        member = {"base_url": f"http://127.0.0.1:{listening.server_port}", "state": "in", "because": ""}
+        (run_dir / "servers").mkdir()
+        (run_dir / "servers" / "state.json").write_text(json.dumps({"servers": [member]}))
+        code = main(["report", str(run_dir), "--live", "--port", "0", *(["--send-token"] if asked else [])])
+        listening.shutdown()
+        thread.join(10)
+    assert code == 0
+    assert got == ["Bearer token-of-mine" if asked else None]
+    assert "needs --send-token" in pages[0]
+    assert "token-of-mine" not in pages[0] + capsys.readouterr().out
 
 
 def test_what_is_read_piecewise_is_what_is_read_at_once(run_dir: Path) -> None:

@@ -95,6 +95,14 @@ def test_lines_that_are_no_servers(line: str) -> None:
         parse(f"{A}\n{line}\n".encode("latin-1"), 51216)
 
 
+def test_a_wrong_line_is_shown_without_what_may_be_secret() -> None:
+    for line in ("http://u:geheim@a 1", "http://a/?token=geheim", "u:geheim@a", "http://u:geh/eim@a"):
+        with pytest.raises(ConfigError) as raised:
+            parse(line.encode(), 51216)
+        assert "eheim" not in str(raised.value)
+        assert "line 1" in str(raised.value)
+
+
 def python(program: str, timeout_s: float = 10.0) -> DiscoveryConfig:
     return DiscoveryConfig(command=[sys.executable, "-S", "-c", program], timeout_s=timeout_s)
 
