@@ -345,6 +345,38 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
         return pool.submit(work, *arguments).result()
 
 
+def race_of(
+    data: Path,
+    scratch: Path,
+    *,
+    size: Size,
+    photographs: Photographs,
+    steps: int,
+    whole_model: bool,
+    share: float,
+    limit_s: float = 0.0,
+) -> Race:
+    """The race with these options; makes the model and the large photographs in `scratch`, if they are not there."""
+    on_gpu, is_large = size == "4B", photographs == "large"
+    model = scratch / f"photographs-{size}"
+    if not (model / "config.json").is_file():
+        say("making the model")
+        apart(build_model if on_gpu else build_small_model, model, *([] if on_gpu else ["tiny"]))
+    folder = enlarged(data, scratch / "photographs-large", 64) if is_large else data
+    return Race(
+        model=model,
+        data=folder.resolve(),
+        steps=steps,
+        photographs=8 if on_gpu else 2,
+        tokens=256 if on_gpu else 24,
+        row_tokens=4096 if not on_gpu else 26_624 if is_large else 20_480,
+        whole_model=whole_model,
+        on_gpu=on_gpu,
+        share=share,
+        limit_s=limit_s,
+    )
+
+
 def run_side(side: Side, race: Race, results: Results, logs: Path) -> bool:
     """Whether it ended well."""
     run = {"ours": run_ours, "trl": run_trl}[side]
@@ -377,25 +409,15 @@ def main(
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
 ) -> None:
     """Run the sides that FILE lacks."""
-    on_gpu, is_large = size == "4B", photographs == "large"
-    model, work = scratch / f"photographs-{size}", {"photographs": 8, "tokens": 256, "row_tokens": 20_480}
-    if is_large:
-        work["row_tokens"] = 26_624
-    if not on_gpu:
-        work = {"photographs": 2, "tokens": 24, "row_tokens": 4096}
-    if not (model / "config.json").is_file():
-        say("making the model")
-        apart(build_model if on_gpu else build_small_model, model, *([] if on_gpu else ["tiny"]))
-    folder = enlarged(data, scratch / "photographs-large", 64) if is_large else data
-    race = Race(
-        model=model,
-        data=folder.resolve(),
+    race = race_of(
+        data,
+        scratch,
+        size=size,
+        photographs=photographs,
         steps=steps,
         whole_model=whole_model,
-        on_gpu=on_gpu,
         share=share,
         limit_s=limit,
-        **work,
     )
     same = {name: value for name, value in asdict(race).items() if name not in ("limit_s", "data", "model")}
     failed = False
@@ -409,7 +431,7 @@ def main(
         if results.lacks(side):
             failed = not run_side(side, race, results, out.with_name(f"{out.stem}-logs")) or failed
     ours = results.sides.get("ours")
-    if on_gpu and ours and not results.floors:
+    if race.on_gpu and ours and not results.floors:
         results.floors = apart(floors, race, ours.median_s("num_tokens"))
         results.write()
     if results.floors:

@@ -1,0 +1,168 @@
+"""Where a colocated sync and its rollouts spend their time: `python -m bench.colocated --data BCCD --out FILE`.
+
+The race's run (`bench.race`) is built in this process, without its training steps, so nothing is compiled for learning.
+In turn: a sync, and the rollouts of a step. Then the engine alone gets the same prompts, as the rollouts ask for them,
+without seeds, without log-probabilities, and without both. Last, one sync and one step's rollouts are profiled.
+
+Out: FILE with each sync's and each rollout's seconds and parts, and the engine's seconds alone. In `STEM-logs` beside
+it: what Python did (`sync.txt`, `rollouts.txt`, by cProfile) and what the device did (`sync-device.txt`,
+`rollouts-device.txt`, by torch's profiler). Profiled calls are slower, so read only shares there. Without a GPU:
+`--size tiny`.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import json
+import os
+import pstats
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from bench.figures import circumstances
+from bench.photographs import Size
+from bench.race import GROUP, Photographs, Race, learner_settings, race_of
+from bench.runs import read_events, say
+from learner.run.environment import prepare_for_vllm
+from learner.run.files import write_atomically
+
+_LINES = 60  # of a profile
+
+
+class World:
+    """The race's run, ready for its first step."""
+
+    def __init__(self, race: Race, run_dir: Path, stack: ExitStack) -> None:
+        import torch
+
+        from learner.config.load import config_of
+        from learner.config.plan import resolve
+        from learner.policy.parallel import init_ranks
+        from learner.rollout.backend import MicroStep
+        from learner.rollout.colocate import ColocateBackend
+        from learner.wiring.build import build, load_data
+
+        config = config_of(learner_settings(race, run_dir), world_size=1)
+        ranks = init_ranks({}, timeout_s=60.0)
+        stack.callback(ranks.close)
+        self.trainer = build(config, resolve(config, 1), ranks, token=None, stack=stack)
+        self._run_dir = run_dir
+        assert isinstance(self.trainer.backend, ColocateBackend)
+        self.backend, self.engine = self.trainer.backend, self.trainer.backend.engine
+        samples = load_data(config, self.trainer.task, self.trainer.policy.encoder).train[: race.photographs]
+        together = [sample for sample in samples for _ in range(GROUP)]
+        self._window = [MicroStep(samples=together, micro_step_idx=0, first_req_idx=0)]
+        self._samples = together
+        self._wait = torch.cuda.synchronize if race.on_gpu else lambda: None
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        self._wait()
+        began = time.perf_counter()
+        work()
+        self._wait()
+        return time.perf_counter() - began
+
+    def sync(self) -> None:
+        assert self.trainer.sync is not None
+        self.parts = dict(self.trainer.sync.sync().parts)
+
+    def rollouts(self) -> None:
+        (rollouts,) = self.backend.generate_window(self._window, global_step=1)
+        self.num_tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
+        self.parts = read_events(self._run_dir)[-1]["parts"]
+
+    def alone(self, *, seeds: bool, logprobs: bool) -> float:
+        """Seconds of the engine for the same prompts, with empty caches."""
+        from shared.generation import sampling_params
+
+        how = self.backend._decoding.of().model_copy(update={"logprobs": logprobs})
+        prompts = self.backend._prompts(self._samples)
+        params = [sampling_params(how, i if seeds else None) for i in range(len(prompts))]
+        vllm = self.engine._llm.llm_engine
+        vllm.reset_prefix_cache()
+        vllm.reset_encoder_cache()
+        with self.engine.awake():
+            return self.timed(lambda: self.engine._run(prompts, params))
+
+
+@contextmanager
+def profiled(logs: Path, name: str, *, on_gpu: bool) -> Iterator[None]:
+    """Two files in `logs`: by Python function, and by kernel."""
+    import torch
+
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as device, cProfile.Profile() as python:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize()
+    text = io.StringIO()
+    for order in ("cumulative", "tottime"):
+        pstats.Stats(python, stream=text).sort_stats(order).print_stats(_LINES)
+    (logs / f"{name}.txt").write_text(text.getvalue())
+    by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    table = device.key_averages().table(sort_by=by, row_limit=_LINES, max_name_column_width=90)
+    (logs / f"{name}-device.txt").write_text(table)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
+    out: Annotated[Path, typer.Option(help="Result file.")],
+    whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
+    photographs: Annotated[Photographs, typer.Option(help="large: scaled to 1,024 image tokens.")] = "published",
+    size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
+    rounds: Annotated[int, typer.Option(min=2, help="The first is warm-up.")] = 6,
+    share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
+    scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
+) -> None:
+    """Measure syncs and rollouts, and where their time goes."""
+    work: dict[str, Any] = {"size": size, "photographs": photographs, "whole_model": whole_model}
+    race = race_of(data, scratch, steps=rounds, share=share, **work)
+    logs = out.with_name(f"{out.stem}-logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    prepare_for_vllm(os.environ)
+    found: dict[str, Any] = {"sync": [], "rollouts": [], "alone": {}}
+
+    def keep() -> None:
+        write_atomically(out, json.dumps({**circumstances(), **work, **found}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="colocated-") as folder, ExitStack() as stack:
+        began = time.monotonic()
+        world = World(race, Path(folder) / "run", stack)
+        found["start_s"] = time.monotonic() - began
+        scheduler = world.engine._llm.llm_engine.vllm_config.scheduler_config
+        found["async_scheduling"] = getattr(scheduler, "async_scheduling", None)
+        say(f"built in {found['start_s']:.0f} s; vLLM schedules ahead: {found['async_scheduling']}")
+        for _ in range(rounds):
+            for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
+                row = {"seconds": world.timed(work), **world.parts}
+                found[name].append(row)
+                say(f"{name}: " + ", ".join(f"{part} {value:.3f}" for part, value in row.items()))
+        found["tokens"] = world.num_tokens
+        keep()
+        ways = {"as the rollouts": (True, True), "no seeds": (False, True), "no logprobs": (True, False)}
+        for name, (seeds, logprobs) in {**ways, "neither": (False, False)}.items():
+            found["alone"][name] = [world.alone(seeds=seeds, logprobs=logprobs) for _ in range(3)]
+            say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
+        keep()
+        for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
+            with profiled(logs, name, on_gpu=race.on_gpu):
+                work()
+    whole = median(row["seconds"] for row in found["rollouts"][1:])
+    found["share_of_engine"] = median(found["alone"]["as the rollouts"]) / whole
+    keep()
+    sync_s, alone = median(row["seconds"] for row in found["sync"][1:]), found["share_of_engine"]
+    print(f"sync {sync_s:.3f} s, rollouts {whole:.3f} s, the engine alone {alone:.3f} of that", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
