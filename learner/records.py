@@ -279,6 +279,13 @@ class PackedRow:
         return self.num_tokens / self.capacity
 
 
+class LearnedRow(NamedTuple):
+    """A packed row after its pass: its mean loss, nats per token, and its samples."""
+
+    loss: float
+    sample_ids: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
     """One optimizer step, reduced over ranks."""

@@ -23,13 +23,13 @@ from learner.config.schema import RunConfig
 from learner.config.sections.training import kept_metric
 from learner.data.splits import category_ids_of
 from learner.extensions import Task
-from learner.journal.journal import Journal
+from learner.journal.journal import Ending, Journal
 from learner.journal.retained import RETAIN
 from learner.policy.load import Policy
 from learner.policy.loss import is_out_of_memory
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
-from learner.records import PackedRow, Sample, StepResult, SyncReceipt
+from learner.records import LearnedRow, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
 from learner.run.best import BestEvaluation
 from learner.run.callbacks import Callbacks
@@ -44,6 +44,8 @@ from learner.steps.totals import StepTotals
 from learner.sync.sync import Sync
 from learner.tasks.rewards import Rewards
 from shared.errors import CallbackError, CheckpointError, OutOfMemoryError
+
+MAX_REASON = 400  # characters of an error in the log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,12 @@ def memory_errors(row: PackedRow) -> Iterator[None]:
             remedy="lower global_max_length, set model.gradient_checkpointing: true, use smaller images, or with "
             "colocated vLLM set vllm.sleep: always",
         ) from error
+
+
+def _named(error: Exception) -> str:
+    """What ended a run, in a line."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, Stopped) else f"{type(error).__name__}: {text}"[:MAX_REASON]
 
 
 class Trainer:
@@ -122,25 +130,42 @@ class Trainer:
         self.callbacks.make()
         try:
             self.train()
-        except CheckpointError:
-            raise
         except Exception as error:
-            agreed = isinstance(error, CallbackError) or (isinstance(error, Stopped) and error.agreed)
-            self.save() if agreed else self.rescue()
+            try:
+                self.save_after(error)
+            finally:
+                how: Ending = "stopped" if isinstance(error, Stopped) else "failed"
+                self.journal.end(how, _named(error), step=self.state.global_step)
             raise
+        self.journal.end("finished", self.why_early(), step=self.state.global_step)
+
+    def save_after(self, error: Exception) -> None:
+        """Save the last whole step of a run that `error` ends."""
+        if isinstance(error, CheckpointError):
+            return
+        agreed = isinstance(error, CallbackError) or (isinstance(error, Stopped) and error.agreed)
+        self.save() if agreed else self.rescue()
+
+    def why_early(self) -> str:
+        """What ended the run before its last step; empty if nothing did."""
+        if self.callbacks.ended_by:
+            return f"{self.callbacks.ended_by} ended it"
+        gave_up = self.best.gives_up and self.state.global_step < self.total_steps
+        return f"{self.best.metric} did not improve" if gave_up else ""
 
     def train(self) -> None:
         """The loop."""
         training = self.config.training
         self.restore()
+        self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
         self.mark_boundary()
         if training.eval_on_start:
             self.evaluate()
         while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
             self.complete_labels()
             receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
-            result = self.step()
-            self.journal.step(result, receipt)
+            result, rows = self.step()
+            self.journal.step(result, receipt, rows)
             self.agree_on_servers()
             self.callbacks.step(result)
             if self.cadence.is_due(result.global_step):
@@ -159,8 +184,8 @@ class Trainer:
 
     # ---- one optimizer step ----------------------------------------------------------------------------------------
 
-    def step(self) -> StepResult:
-        """One parameter update."""
+    def step(self) -> tuple[StepResult, Sequence[LearnedRow]]:
+        """One parameter update, and the rows that it learned, on all ranks."""
         self.stop.check()
         training, ver = self.config.training, self.generator_ver()
         totals = StepTotals(min_fill=training.packing_min_fill_ratio if training.packing else None)
@@ -178,7 +203,7 @@ class Trainer:
             learning_rate, grad_norm = self.optimizer.update(self.state.global_step, share=share)
         self.state = self.state.after_step()
         self.mark_boundary()
-        return totals.result(
+        result = totals.result(
             global_step=self.state.global_step,
             channel=channel,
             grad_norm=grad_norm,
@@ -188,6 +213,7 @@ class Trainer:
             capacity=self.config.global_max_length,
             extra={**metrics, "batch_share": share} if shortfall else metrics,
         )
+        return result, totals.rows
 
     def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
         """One micro-step: its rows learned as they come, and empty ones until every rank has run as many passes (D5);

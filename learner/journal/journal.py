@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from learner.journal.answers import AnswersLog
 from learner.journal.console import Console
@@ -16,10 +18,13 @@ from learner.journal.groups import GroupsLog
 from learner.journal.log import MetricsLog, PhaseClock, Timeline
 from learner.journal.no_progress import ProgressWatch
 from learner.journal.retained import changes
+from learner.journal.spikes import SpikeWatch, spiking_samples
 from learner.journal.trackers import Pictures
 from learner.policy.parallel import Ranks
-from learner.records import ServerChange, StepResult, SyncReceipt
+from learner.records import LearnedRow, Sample, ServerChange, StepResult, SyncReceipt
+from shared.errors import OutputError
 
+Ending = Literal["finished", "stopped", "failed"]
 log = logging.getLogger(__name__)
 
 
@@ -35,18 +40,30 @@ class Journal:
     answers: AnswersLog | None = None
     groups: GroupsLog | None = None
     progress: ProgressWatch = field(default_factory=ProgressWatch)
+    spikes: SpikeWatch = field(default_factory=SpikeWatch)
+    samples: Sequence[Sample] = ()  # that are trained on, to show those of a spike
     first: dict[str, float] = field(default_factory=dict)  # the metrics of this process's first evaluation
 
     def note(self, text: str) -> None:
         """One line on the terminal."""
         self.console.note(text)
 
-    def step(self, result: StepResult, receipt: SyncReceipt | None) -> None:
-        """Write an optimizer step, with the sync before it. Collective."""
+    def begin(self, *, step: int, total_steps: int) -> None:
+        """Write that training begins, or goes on, after `step`."""
+        self.log.write("begin", {"global_step": step, "total_steps": total_steps})
+
+    def end(self, how: Ending, because: str, *, step: int) -> None:
+        """Write how the run ended. Nothing of it is lost if this cannot be written: the error that ended it counts."""
+        with suppress(OutputError):
+            self.log.write("end", {"global_step": step, "how": how, "because": because})
+
+    def step(self, result: StepResult, receipt: SyncReceipt | None, rows: Sequence[LearnedRow] = ()) -> None:
+        """Write an optimizer step, with the sync before it. `rows`: what it learned, on all ranks. Collective."""
         self.log.write("step", result, step=result.global_step)
         self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
         self.console.step(result, receipt)
         self.warn(result)
+        self.spike(result, rows)
         if self.answers is not None:
             self.answers.write(result.global_step)
         if self.groups is not None:
@@ -59,6 +76,12 @@ class Journal:
             self.console.note(str(warning))
             if self.ranks.is_main:
                 log.warning("step %d: %s", result.global_step, warning)
+
+    def spike(self, result: StepResult, rows: Sequence[LearnedRow]) -> None:
+        """Where the loss or the gradient norm leapt, write the samples of that step."""
+        for spike in self.spikes.after(result):
+            samples = spiking_samples(rows, self.samples)
+            self.log.write("spike", {"global_step": result.global_step, **asdict(spike), "samples": samples})
 
     def sync(self, receipt: SyncReceipt, *, step: int) -> None:
         """Write a completed sync."""

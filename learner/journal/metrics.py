@@ -238,9 +238,13 @@ EVENTS: dict[str, str] = {
     "eval": "an evaluation; metrics of `data.retain` are `retain/NAME/METRIC`",
     "labels": "a completion of labels: how many were `added`, `min_votes` or `why` nothing was, and the `estimate`",
     "test": "`data.test`, scored once at the end; its metrics are those of `eval`",
+    "begin": "training begins, or goes on after a resume: after which step, and `total_steps`",
+    "end": "how it ended: `finished`, `stopped` or `failed` (`how`), and `because`; missing if the process was killed",
     "early_stop": "`early_stop_patience` ended the run: `best_step`",
     "server": "a server was `lost`, `joined`, `added` or `removed` (`what`), `because`, and how many are `serving`",
     "warning": "the run goes on but cannot learn: `what`, in how many `steps` in a row, and the `remedy`",
+    "spike": "`loss` or `grad_norm` (`metric`) leapt: its `value`, the `usual` one, and up to 8 `samples` of the step, "
+    "those first whose packed row had the highest `row_loss`",
     "note": "once, at the end: samples that were carried over and not learned",
     "trackers": "once, at the end: calls that did not reach a tracker (`failed`, `dropped`, `unfinished`), if any",
 }

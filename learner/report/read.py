@@ -25,7 +25,8 @@ from shared.reading import json_of
 
 METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_(\d+)\.jsonl")
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
-R = TypeVar("R", StepResult, SyncReceipt)
+R = TypeVar("R", StepResult, SyncReceipt, "SpikePoint")
+PACE_STEPS = 20  # that the time of a step is taken from
 _LARGEST_BIN = 1 << 20  # far outside every image, and small enough for areas
 
 
@@ -113,6 +114,39 @@ class RunData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SpikeSample:
+    """A sample of a spiking step. `row_loss` is that of its packed row, nats per token. `scene` has no predictions;
+    None: the run did not write it."""
+
+    sample_id: str
+    row_loss: float
+    scene: Scene | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpikePoint:
+    """A step whose loss or gradient norm (`metric`) leapt from about `usual` to `value`."""
+
+    global_step: int
+    metric: str
+    value: float
+    usual: float
+    samples: tuple[SpikeSample, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """How far a run is. `total_steps` 0: unknown. `ended` is `finished`, `stopped` or `failed`, and `because` says why;
+    empty while it goes on, or if its process was killed. `seconds_per_step` is of its last steps, with what came
+    between them; NaN if unknown."""
+
+    total_steps: int
+    ended: str
+    because: str
+    seconds_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """What one run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
     happened."""
@@ -125,6 +159,8 @@ class Run:
     evals: tuple[EvalPoint, ...]
     timelines: tuple[StepTimeline, ...]
     groups: tuple[GroupStep, ...]
+    spikes: tuple[SpikePoint, ...]
+    status: Status
     data: RunData | None
     wall_s: float  # between the first and the last event
     last_event_s: float | None  # Unix seconds
@@ -221,6 +257,8 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
         evals=evals,
         timelines=tuple(timelines[key] for key in sorted(timelines)),
         groups=groups,
+        spikes=_spikes(named.get("spike", ())),
+        status=_status(events, config),
         data=_data(named["data"][-1]) if "data" in named else None,
         wall_s=max(times) - min(times) if times else math.nan,
         last_event_s=max(times) if times else None,
@@ -324,6 +362,43 @@ def _step(event: Mapping[str, Any]) -> StepResult:
 def _warning(event: Mapping[str, Any]) -> str:
     what, steps = str(event.get("what", "")), _count(event, "steps")
     return f"At step {_count(event, 'global_step')}: {what}, in {steps} steps in a row; {event.get('remedy', '')}"
+
+
+def _status(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Status:
+    """Of what was written since the run began or was resumed. Older runs have no event `begin`."""
+    begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
+    total, ended, because, times = 0, "", "", []
+    for event in events[begun:]:
+        match event.get("event"):
+            case "begin":
+                total = _count(event, "total_steps")
+            case "end":
+                ended, because = str(event.get("how", "")), str(event.get("because", ""))
+            case "step":
+                ended = ""
+                times.append(_number(event, "time"))
+    training = config.get("training")
+    if not total and isinstance(training, Mapping):
+        total = _count(training, "max_steps")
+    times = [t for t in times if math.isfinite(t)][-PACE_STEPS:]
+    pace = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else math.nan
+    return Status(total_steps=total, ended=ended, because=because, seconds_per_step=pace)
+
+
+def _spikes(events: Sequence[Mapping[str, Any]]) -> tuple[SpikePoint, ...]:
+    """Of a step that a resumed run repeated, the last ones; without those that are damaged."""
+    found = {(point.global_step, point.metric): point for point in map(_spike, events)}
+    return tuple(p for p in found.values() if math.isfinite(p.value) and math.isfinite(p.usual))
+
+
+def _spike(event: Mapping[str, Any]) -> SpikePoint:
+    found, samples = event.get("samples"), []
+    for line in found if isinstance(found, list) else ():
+        if isinstance(line, Mapping):
+            scene = read_scene({**line, "predictions": ()})
+            row_loss = _number(line, "row_loss")
+            samples.append(SpikeSample(sample_id=str(line.get("id", "")), row_loss=row_loss, scene=scene))
+    return _record(SpikePoint, event, metric=str(event.get("metric", "")), samples=tuple(samples))
 
 
 def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:

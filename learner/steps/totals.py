@@ -9,7 +9,7 @@ from learner.data.batches import Shortfall
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.policy.policy_gradient import policy_metrics
-from learner.records import Channel, PackedRow, StepResult
+from learner.records import Channel, LearnedRow, PackedRow, StepResult
 from learner.steps.groups import TAUGHT
 from learner.tasks.rewards import TOTAL, mean_rewards
 
@@ -25,6 +25,7 @@ class StepTotals:
 
     min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)
+    rows: list[LearnedRow] = field(default_factory=list)
 
     def add(self, row: PackedRow, loss: RowLoss) -> None:
         """One row that was learned: what it held, and its summed weighted loss."""
@@ -38,6 +39,9 @@ class StepTotals:
         }
         if self.min_fill is not None:
             counted["underfilled"] = 1 if row.segments and row.fill < self.min_fill else 0
+        if row.segments and loss.weight_sum:
+            ids = tuple(segment.sample_id for segment in row.segments)
+            self.rows.append(LearnedRow(loss.loss_sum / loss.weight_sum, ids))
         for counts in (counted, loss.counts, *(segment.stats for segment in row.segments)):
             self._merge(counts)
 
@@ -58,8 +62,9 @@ class StepTotals:
         if ranks.world_size == 1:
             return self
         total = StepTotals()
-        for part in ranks.all_gather_object(self.counts):
-            total._merge(part)
+        for counts, rows in ranks.all_gather_object((self.counts, self.rows)):
+            total._merge(counts)
+            total.rows += rows
         return total
 
     def _merge(self, counts: Mapping[str, float]) -> None:

@@ -127,6 +127,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         console=console,
         answers=_answers(basis),
         groups=_groups(basis, stack),
+        samples=basis.data.train,
     )
     labels = _label_completion(basis, backend, console)
     source = _step_source(basis, batches, backend, total_steps, journal)

@@ -448,3 +448,68 @@ def test_a_vision_model_goes_through_the_same_loop(
     run(make_config(tiny_vlm, tmp_path, num_samples=4, lr_scheduler_type="constant", **settings), monkeypatch)
     losses = [line["loss"] for line in events_of(tmp_path, "step")]
     assert losses[-1] < 0.8 * losses[0]
+
+
+# ---- what the run writes of itself ---------------------------------------------------------------------------------
+
+
+def test_a_run_says_when_it_begins_and_that_it_finished(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(make_config(tiny_text, tmp_path, max_steps=1, save_on_end=True), monkeypatch)
+    run(make_config(tiny_text, tmp_path, max_steps=3, resume_from_checkpoint="latest"), monkeypatch)
+    assert [(e["global_step"], e["total_steps"]) for e in events_of(tmp_path, "begin")] == [(0, 1), (1, 3)]
+    assert [(e["global_step"], e["how"], e["because"]) for e in events_of(tmp_path, "end")] == [
+        (1, "finished", ""),
+        (3, "finished", ""),
+    ]
+    status = read_runs(tmp_path / "run").runs[0].status
+    assert (status.total_steps, status.ended) == (3, "finished")
+
+
+def test_a_run_that_fails_says_why(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen()
+    with trainer(make_config(tiny_text, tmp_path, max_steps=3), Ranks(), monkeypatch, seen) as made:
+        update = made.optimizer.update
+
+        def fails(step: int, *, share: float = 1.0) -> tuple[float, float]:
+            if step == 1:
+                raise OutOfMemoryError("no memory", found="a row", wanted="a smaller one", remedy="lower it")
+            return update(step, share=share)
+
+        made.optimizer.update = fails  # type: ignore[method-assign]
+        with pytest.raises(OutOfMemoryError):
+            made.run()
+    (end,) = events_of(tmp_path, "end")
+    assert (end["global_step"], end["how"]) == (1, "failed")
+    assert "OutOfMemoryError: no memory" in end["because"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_spike_is_written_with_the_samples_of_its_step(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """Of all ranks. What the first rank's only row cost at step 11 is made up; all else is real."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 11, "global_max_length": 400, "learning_rate": 1e-5}
+    config = make_config(tiny_text, tmp_path, num_samples=16, **settings)
+    add = StepTotals.add
+
+    def leaps(self: StepTotals, row: PackedRow, loss: RowLoss) -> None:
+        counted.append(row)
+        last = (
+            len(counted) > 10 * world_size
+            and row.segments[0].sample_id == counted[10 * world_size].segments[0].sample_id
+        )
+        add(self, row, replace(loss, loss_sum=loss.loss_sum * 100) if last else loss)
+
+    counted: list[PackedRow] = []
+    monkeypatch.setattr(StepTotals, "add", leaps)
+    seen = run(config, monkeypatch, world_size)
+    (spike,) = [event for event in events_of(tmp_path, "spike") if event["metric"] == "loss"]
+    assert (spike["global_step"], spike["value"] > 5 * spike["usual"]) == (11, True)
+    learned = {sample_id for one in seen for sample_id in one.rows[-1]}
+    assert {one["id"] for one in spike["samples"]} == learned
+    assert spike["samples"][0]["row_loss"] == max(one["row_loss"] for one in spike["samples"])
+    assert all(one["truth"] for one in spike["samples"])
+    (point,) = [p for p in read_runs(tmp_path / "run").runs[0].spikes if p.metric == "loss"]
+    assert {one.sample_id for one in point.samples} == learned

@@ -1,0 +1,83 @@
+"""Steps whose loss or gradient norm leaps, and which samples they learned: most often a wrong label is among them.
+
+In: the result of each optimizer step, reduced over ranks. Out: a `Spike` where a value stands far above the WINDOW
+values of its kind before it. The measure is the median and the median distance from it, so that earlier spikes do not
+hide later ones. A channel is compared with itself. The loss of a policy gradient is about 0 and means nothing alone, so
+only gradient norms count there. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from learner.data.views import shown_images
+from learner.records import DetectionObject, LearnedRow, Sample, StepResult
+from learner.tasks.detection.task import object_json
+
+WINDOW, FEWEST = 40, 8  # steps that a step is compared with
+DISTANCE = 8.0  # in median distances from the median: 5.4 standard deviations of a Gaussian
+FACTOR = 1.5  # and at least so many times the median
+MAX_SAMPLES = 8
+METRICS = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spike:
+    """`metric` was `value`; `usual` is the median of the steps before."""
+
+    metric: str
+    value: float
+    usual: float
+
+
+@dataclass
+class SpikeWatch:
+    """The last values of each metric, by channel."""
+
+    _last: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+
+    def after(self, step: StepResult) -> list[Spike]:
+        """The spikes of this step."""
+        return [spike for metric in METRICS if (spike := self._spike(metric, step))]
+
+    def _spike(self, metric: str, step: StepResult) -> Spike | None:
+        value = float(getattr(step, metric))
+        if not math.isfinite(value) or (metric == "loss" and "grpo/groups" in step.metrics):
+            return None
+        last = self._last.setdefault((metric, step.channel), deque(maxlen=WINDOW))
+        usual = statistics.median(last) if len(last) >= FEWEST else math.inf
+        distance = statistics.median(abs(v - usual) for v in last) if last else 0.0
+        leaps = usual > 0 and value > max(usual + DISTANCE * distance, FACTOR * usual)
+        last.append(value)
+        return Spike(metric=metric, value=value, usual=usual) if leaps else None
+
+
+def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """At most MAX_SAMPLES samples of `rows`, those of the row with the highest loss first, as JSON: with images and
+    labels where they are in `samples`."""
+    ordered = sorted(rows, key=lambda row: -row.loss)
+    losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
+    chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
+    ids = list(chosen)[:MAX_SAMPLES]
+    wanted, known = set(ids), dict[str, Sample]()
+    for sample in samples:
+        if sample.sample_id in wanted:
+            known[sample.sample_id] = sample
+    return [{"id": i, "row_loss": losses[i], **(_labels(known[i]) if i in known else {})} for i in ids]
+
+
+def _labels(sample: Sample) -> Mapping[str, Any]:
+    """As a line of an evaluation has it. Objects of another task than detection are left out."""
+    drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
+    return {
+        "images": shown_images(sample),
+        "width": sample.width,
+        "height": sample.height,
+        "truth": [object_json(obj) for obj in drawn],
+        "ignored": [object_json(obj) for obj in sample.ignored],
+    }
