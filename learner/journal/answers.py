@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,16 @@ Token = list[str]  # its text, its kind, and a note: a label, or why it was drop
 class AnswersLog:
     """Keeps the last `size` answers; 0: none."""
 
-    def __init__(self, run_dir: Path, tokenizer: Tokenizer, size: int) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        tokenizer: Tokenizer,
+        size: int,
+        *,
+        kept: Callable[[Assignment], Sequence[int]] = lambda _: (),
+    ) -> None:
+        """`kept`: the predictions without a match that the loss takes for objects without a label."""
+        self._kept = kept
         self._path, self._pieces = run_dir / NAME, pieces_of(tokenizer)
         self._last: deque[tuple[Assignment, Target]] = deque(maxlen=size)
         self._written_at_s = -WRITE_EVERY_S
@@ -52,12 +62,15 @@ class AnswersLog:
         answers = list(self._last)
         if answers and now - self._written_at_s >= WRITE_EVERY_S:
             self._written_at_s = now
-            told = [answer(assignment, target, self._pieces) for assignment, target in reversed(answers)]
+            told = [
+                answer(assignment, target, self._pieces, self._kept(assignment))
+                for assignment, target in reversed(answers)
+            ]
             write_atomically(self._path, json.dumps({"global_step": global_step, "answers": told}))
 
 
-def answer(assignment: Assignment, target: Target, pieces: TokenPieces) -> dict[str, Any]:
-    """One answer as JSON."""
+def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Sequence[int] = ()) -> dict[str, Any]:
+    """One answer as JSON. `kept`: its predictions without a label that `loss.keep_unmatched` keeps."""
     parsed = assignment.parsed
     rollout, sample = parsed.rollout, parsed.rollout.sample
     return {
@@ -70,6 +83,7 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces) -> dict[
         "predictions": [object_json(predicted.object) for predicted in parsed.objects],
         "pairs": [[p, t, round(iou, 3)] for p, t, iou in assignment.pairs],
         "missed": list(assignment.missed),
+        "kept": list(kept),
         "drops": dict(parsed.drops),
         "truncated": parsed.truncated,
         "usable": parsed.usable,

@@ -67,6 +67,7 @@ from learner.steps.shares import Bounds
 from learner.steps.source import FreshSteps, StepSource
 from learner.steps.stage2 import Stage2Parts
 from learner.sync.sync import Sync
+from learner.tasks.detection.prefix import without_label
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
 from learner.trainer import Trainer
@@ -543,7 +544,10 @@ def _answers(basis: Basis) -> AnswersLog | None:
         or not learns_rollouts(basis.config)
     ):
         return None
-    return AnswersLog(Path(basis.config.training.output_dir), basis.policy.tokenizer, size)
+    run_dir, task = Path(basis.config.training.output_dir), basis.task
+    if not basis.config.loss.keep_unmatched:
+        return AnswersLog(run_dir, basis.policy.tokenizer, size)
+    return AnswersLog(run_dir, basis.policy.tokenizer, size, kept=lambda assignment: without_label(assignment, task))
 
 
 def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:

@@ -59,11 +59,17 @@ def unmatched_behind(whole: Assignment, cut: Assignment, task: ObjectTask) -> li
     Left out are repeated predictions of a labelled object, and predictions that cannot be written as they were. Of an
     answer that did not close, only those before its last match count: the rest means nothing.
     """
-    parsed, first = whole.parsed, len(cut.parsed.objects)
-    end = len(parsed.objects) if parsed.closed else max((index for index, *_ in whole.pairs), default=0)
-    left = [parsed.objects[i].object for i in whole.spurious if first <= i < end]
-    left = apart(left, parsed.rollout.sample.objects, parsed, task)
-    return [obj for obj in left if task.can_be_taught(obj)]
+    first = len(cut.parsed.objects)
+    return [whole.parsed.objects[i].object for i in without_label(whole, task) if i >= first]
+
+
+def without_label(assignment: Assignment, task: ObjectTask) -> list[int]:
+    """Indices of the unmatched predictions that `loss.keep_unmatched` takes for objects without a label."""
+    parsed = assignment.parsed
+    end = len(parsed.objects) if parsed.closed else max((index for index, *_ in assignment.pairs), default=0)
+    found = {i: parsed.objects[i].object for i in assignment.spurious if i < end}
+    left = set(apart(list(found.values()), parsed.rollout.sample.objects, parsed, task))
+    return [i for i, obj in found.items() if obj in left and task.can_be_taught(obj)]
 
 
 def overlaps(

@@ -12,6 +12,7 @@ from learner.config.sections.loss import LossConfig
 from learner.journal.answers import NAME, AnswersLog, answer
 from learner.records import Assignment, DetectionObject, Target
 from learner.steps.segments import RolloutSource
+from learner.tasks.detection.prefix import without_label
 from learner.tasks.rewards import Rewards
 from learner.tasks.tokens import pieces_of
 from tests.unit.learner.steps.test_segments import SAMPLES, TASK, TOKENIZER, Answers, segments, truth
@@ -20,13 +21,13 @@ GOOD = DetectionObject(desc="one", kind="bbox_2d", bins=(2, 50, 60, 700))  # clo
 BAD = '"object_2": {"desc": "two", "bbox_2d": [<|coord_9|>, <|coord_9|>, <|coord_3|>, <|coord_4|>]}'
 
 
-def noted(texts: Sequence[str]) -> list[tuple[Assignment, Target]]:
+def noted(texts: Sequence[str], loss: LossConfig | None = None) -> list[tuple[Assignment, Target]]:
     found: list[tuple[Assignment, Target]] = []
     source = RolloutSource(
         Answers(texts),
         TASK,
         Rewards(tokenizer=TOKENIZER),
-        loss=LossConfig(),
+        loss=loss or LossConfig(),
         on_answer=lambda a, t: found.append((a, t)),
     )
     segments(source)
@@ -74,3 +75,18 @@ def test_the_newest_are_written_whole_and_not_at_every_step(tmp_path: Path) -> N
     log.write(3)  # at once after the last
     found = json.loads((tmp_path / NAME).read_text())
     assert (found["global_step"], [one["id"] for one in found["answers"]]) == (2, ["s2", "s1"])
+
+
+def test_finds_that_the_loss_keeps_are_named(tmp_path: Path) -> None:
+    """`loss.keep_unmatched`: the second stands apart from every label; the third repeats a labelled object."""
+    apart = DetectionObject(desc="nine", kind="bbox_2d", bins=(900, 900, 990, 990))
+    written = TASK.serialize([GOOD, apart, GOOD], after=None).text
+    loss = LossConfig(prefix_end="first_miss", keep_unmatched=True)
+    (assignment, target), *_ = noted([written, "no idea", "no idea"], loss)
+    log = AnswersLog(tmp_path, TOKENIZER, 1, kept=lambda one: without_label(one, TASK))
+    log.add(assignment, target)
+    log.write(1)
+    (found,) = json.loads((tmp_path / NAME).read_text())["answers"]
+    assert [p for p, *_ in found["pairs"]] == [0]
+    assert found["kept"] == [1]
+    assert "nine" in text_of(found, "unlearned"), "it is written again, without loss"
