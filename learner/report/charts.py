@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 WIDTH, HEIGHT = 380.0, 190.0
@@ -54,7 +54,7 @@ class Bar:
 class Table:
     """A cell is a text, or a text with a small one after it."""
 
-    head: Sequence[str]
+    head: Sequence[str | tuple[str, str]]
     rows: Sequence[Sequence[str | tuple[str, str]]]
 
 
@@ -162,7 +162,24 @@ class Chart:
     intervals: Sequence[Bar] = ()
     row_height: float = 0.0
     text: str = ""
+    marks: Sequence[tuple[float, str, str]] = ()  # (x, tooltip, id of the place on the page that says more)
+    last: str = ""  # the newest number of each line, in words
     note: str = ""  # an explanation below the drawing
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every line is one point, or one value throughout: `last` says as much as the drawing."""
+        if self.stacks:
+            return len(self.stacks) == 1
+        ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]
+        return bool(ys) and all(max(y) - min(y) <= 1e-9 * max(map(abs, y)) for y in ys)
+
+
+def parted(charts: Iterable[Chart | None]) -> tuple[list[Chart], Table | None]:
+    """The charts that show something, and a table of those that are flat."""
+    found = [chart for chart in charts if chart]
+    rows = [[chart.title, chart.last] for chart in found if chart.is_flat]
+    return [chart for chart in found if not chart.is_flat], Table(["", "Value"], rows) if rows else None
 
 
 def line_chart(
@@ -186,10 +203,12 @@ def line_chart(
     for s, columns in drawn:
         for column in columns:
             texts.setdefault(column.x, (column, []))[1].append(f"{s.name} {number(column.y)}{unit}")
-    last = next(y for _, y in reversed(drawn[0][0].points) if math.isfinite(y))
+    newest = [(s.name, next(y for _, y in reversed(s.points) if math.isfinite(y))) for s, _ in drawn]
+    words = [f"{number(y)}{unit}" if len(newest) == 1 else f"{name} {number(y)}{unit}" for name, y in newest]
     return Chart(
         title=title,
-        value=f"{number(last)}{unit} last" if len(drawn) == 1 else "",
+        value=f"{words[0]} last" if len(drawn) == 1 else "",
+        last=", ".join(words),
         legend=[(s.name, s.color) for s, _ in drawn] if len(drawn) > 1 else (),
         plane=Plane(x_low=min(xs), x_high=max(xs), y_ticks=ticks(low, high), x_label=x_label),
         lines=[(s.color, columns, (dots and len(columns) <= MAX_DOTS) or len(columns) == 1) for s, columns in drawn],
@@ -217,6 +236,7 @@ def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Ch
     return Chart(
         title=title,
         value=f"{number(sum(totals) / len(totals))}{unit} mean",
+        last=f"{number(totals[-1])}{unit} ({told})",
         legend=[(s.name, s.color) for s, _ in drawn],
         plane=plane,
         stacks=stacks,

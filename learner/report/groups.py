@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from learner.records import DetectionObject
-from learner.report.charts import Chart, Column, Plane, Series, line_chart, number, ticks
+from learner.report.charts import Chart, Column, Plane, Series, Table, line_chart, number, parted, ticks
 from learner.report.read import GroupStep, Run, ScoredScene
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture, shapes_of_scene
 
@@ -45,18 +45,21 @@ class GroupRow:
 class RewardSection:
     heading: str
     charts: Sequence[Chart]
+    flat: Table | None
     groups: Sequence[GroupRow]
     legend: Sequence[tuple[str, str]]
 
 
 def reward_section(run: Run, *, heading: str) -> RewardSection | None:
     """None for a run without rewards."""
-    charts = [chart for chart in (_curve(run), _histogram(run.groups)) if chart]
+    charts, flat = parted((_curve(run), _histogram(run.groups)))
     groups = _groups(run)
-    if not charts and not groups:
+    if not charts and not groups and flat is None:
         return None
     shown = ("truth", "missed", "hit", "class", "spurious")
-    return RewardSection(heading=heading, charts=charts, groups=groups, legend=[(c, LEGEND[c]) for c in shown])
+    return RewardSection(
+        heading=heading, charts=charts, flat=flat, groups=groups, legend=[(c, LEGEND[c]) for c in shown]
+    )
 
 
 def _curve(run: Run) -> Chart | None:

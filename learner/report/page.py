@@ -10,10 +10,10 @@ import jinja2
 import yaml
 
 from learner.report import results
-from learner.report.charts import number
+from learner.report.charts import number, parted
 from learner.report.groups import reward_section
 from learner.report.read import RunSet, read_runs
-from learner.report.scenes import gallery
+from learner.report.scenes import gallery, place_tags
 from learner.report.scores import progress_of
 from learner.report.training import steps_table, sync_table, training
 from learner.run.files import write_atomically
@@ -35,6 +35,7 @@ TEMPLATES = jinja2.Environment(
     finalize=_written,
 )
 TEMPLATES.filters["number"] = number
+TEMPLATES.filters["tags"] = place_tags
 
 
 def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
@@ -55,20 +56,26 @@ def render(runs: RunSet) -> str:
     progress = progress_of(runs.runs)
     several = len(runs.runs) > 1
     rewards = [reward_section(r, heading=f"Rewards: {r.name}" if several else "Rewards") for r in runs.runs]
-    sections = [training(r, heading=f"Training: {r.name}" if several else "Training") for r in runs.runs]
-    return TEMPLATES.get_template("page.html").render(
+    sections = [
+        training(r, heading=f"Training: {r.name}" if several else "Training", prefix=f"run-{i}-")
+        for i, r in enumerate(runs.runs)
+    ]
+    evaluation, flat_evaluation = parted([*results.f1_charts(progress), *results.iou_charts(progress)])
+    page = TEMPLATES.get_template("page.html")
+    return page.render(
         title=runs.title,
         kicker=f"Report of {len(runs.runs)} runs" if several else "Run report",
         facts=results.facts(runs),
         verdict=results.verdict(progress),
         cards=results.cards(progress),
         notes=results.notes(progress),
-        f1_charts=results.f1_charts(progress),
+        evaluation_charts=evaluation,
+        flat_evaluation=flat_evaluation,
         main_metrics=results.metrics_table(progress, only=results.SHOWN),
-        iou_charts=results.iou_charts(progress),
         comparison=results.comparison_table(progress),
         retained=[table for one in progress if (table := results.retained_table(one, named=several))],
         classes=results.class_table(progress),
+        classes_of=results.last_evaluation(progress[0]),
         confusion=results.confusion_matrix(progress[0]),
         metrics=results.metrics_table(progress),
         rewards=[section for section in rewards if section],

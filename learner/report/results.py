@@ -59,6 +59,7 @@ def facts(runs: RunSet) -> str:
         f"{main.data.num_train:,} training samples" if main.data else None,
         f"{number(sum(s.num_segments for s in main.steps))} learned",
         duration(main.wall_s) if math.isfinite(main.wall_s) and main.wall_s > 0 else None,
+        main.status.ended or None,
     ]
     return "  ·  ".join(str(fact) for fact in found if fact)
 
@@ -167,6 +168,8 @@ def notes(runs: Sequence[Progress]) -> list[str]:
 def _missing(progress: Progress, main: Run) -> list[str]:
     run, said = progress.run, []
     said += _bad_records(run)
+    if run.status.ended in ("stopped", "failed") or (run.status.ended and run.status.because):
+        said.append(f"The run {run.status.ended}, {_because(run)}.")
     if not run.steps:
         said.append("No optimizer step is recorded yet.")
     if not run.evals:
@@ -180,6 +183,11 @@ def _missing(progress: Progress, main: Run) -> list[str]:
     fallbacks = [sync.receipt for sync in run.syncs if sync.receipt.fallback]
     said += [f"From ver {s.ver} on all weights were synced, not the adapter: {s.fallback}" for s in fallbacks]
     return said
+
+
+def _because(run: Run) -> str:
+    step = f"after step {run.steps[-1].global_step}" if run.steps else "before its first step"
+    return f"{step}: {run.status.because}" if run.status.because else step
 
 
 def _bad_records(run: Run) -> list[str]:
@@ -304,9 +312,10 @@ def class_table(runs: Sequence[Progress]) -> Table | None:
     last = counts_by_class(_scenes(main.after or main.before))
     if len(last) < 2:
         return None
-    columns = [("F1@0.5 before", counts_by_class(_scenes(main.before)))] if main.after else []
-    columns.append(((f"after {main.run.name}" if len(runs) > 1 else "after") if main.after else "F1@0.5", last))
+    columns = [("before", counts_by_class(_scenes(main.before)))] if main.after else []
+    columns.append(((f"after {main.run.name}" if len(runs) > 1 else "after") if main.after else "", last))
     columns += [(f"after {p.run.name}", counts_by_class(_scenes(p.after))) for p in runs[1:] if p.after]
+    which = next(name for name, counts in columns if counts is last)
     rows = []
     for name, counts in list(last.items())[:MAX_CLASSES]:
         f1 = [by_class[name].f1 if name in by_class else math.nan for _, by_class in columns]
@@ -314,7 +323,14 @@ def class_table(runs: Sequence[Progress]) -> Table | None:
         rows.append([_short(name), str(counts.truth), str(counts.predictions), *values])
     if len(last) > MAX_CLASSES:
         rows.append([f"… and {len(last) - MAX_CLASSES} more", *["" for _ in rows[0][1:]]])
-    return Table(["Class", "Objects", "Predicted", "Precision", "Recall", *(name for name, _ in columns)], rows)
+    measured = [(name, which) for name in ("Predicted", "Precision", "Recall")]
+    return Table(["Class", "Objects", *measured, *(("F1@0.5", name) for name, _ in columns)], rows)
+
+
+def last_evaluation(progress: Progress) -> str:
+    """Which evaluation figures of the run's end are of."""
+    point = progress.after or progress.before
+    return f"{progress.run.name}, evaluation at step {point.global_step if point else 0}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,9 +364,8 @@ def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
         cells = [(pooled[truth, said], _kind(truth, said, rare)) for said in names]
         label = "no object there" if truth is None else _short(truth)
         rows.append((label, sum(count for count, _ in cells), cells))
-    source = f"{progress.run.name}, evaluation at step {point.global_step if point else 0}"
     columns = ["missed" if name is None else _short(name) for name in names]
-    return ConfusionMatrix(source=source, columns=columns, rows=rows)
+    return ConfusionMatrix(source=last_evaluation(progress), columns=columns, rows=rows)
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:

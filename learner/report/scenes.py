@@ -1,7 +1,8 @@
 """Test scenes: images with ground truth and predictions drawn over them, the same scene side by side per evaluation.
 
-In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. Shown are the scenes that improved
-most, those that improved least, and a few drawn at random with a fixed seed. A scene is shown once.
+In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. Shown are the scenes that changed
+most, the worst, the best, a few drawn at random with a fixed seed, and some of every frequent class. A scene is on the
+page once, and filters choose among them.
 
 Images are read as the runs read them (D13): upright by their EXIF orientation. They travel in the page as data URIs:
 PNG for small ones, shown with hard pixels, and JPEG of at most MAX_SIDE pixels for others. Every image is decoded and
@@ -13,7 +14,8 @@ from __future__ import annotations
 import base64
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -23,7 +25,9 @@ from learner.report.scores import Outcome, Progress, classify
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
-PER_GROUP = 4  # an even number: scenes with two panels stand in pairs
+PER_FILTER, PER_CLASS = 8, 4  # scenes, an even number: those with two panels stand in pairs
+MAX_CLASSES, MAX_SCENES = 12, 48
+DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18  # units, units, units, letters
 MAX_SIDE, SMALL_SIDE = 720, 256  # pixels
 MAX_PIXELS = 100_000_000
 _COLORS: Mapping[Outcome, str] = {
@@ -38,9 +42,11 @@ LEGEND = {
     "hit": "prediction, correct",
     "class": "prediction, wrong class",
     "spurious": "prediction, false positive",
+    "label": "label",
     "region": "ignore region",
     "ignored": "prediction in an ignore region, not counted",
 }
+_OF_SCENES = ("truth", "missed", "hit", "class", "spurious", "region", "ignored")
 _OF_REGIONS = ("region", "ignored")  # explained only where there are some
 
 
@@ -75,59 +81,114 @@ class SceneRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Filter:
+    """A choice above the scenes: those that it leaves, in their order. `ident` is fit for an id."""
+
+    ident: str
+    name: str
+    scene_ids: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Gallery:
-    """`groups` are (heading, scenes)."""
+    """Every scene once, and the filters over them."""
 
     lead: str
-    groups: Sequence[tuple[str, Sequence[SceneRow]]]
+    filters: Sequence[Filter]
+    rows: Sequence[SceneRow]
     legend: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tag:
+    """A description over a drawing, in drawing units."""
+
+    text: str
+    color: str
+    x: float
+    y: float
+    width: float
 
 
 def gallery(runs: Sequence[Progress]) -> Gallery | None:
     """The chosen scenes of the main run before training, and of every run after it."""
     main = runs[0]
     before, after = _by_id(main.before), _by_id(main.after)
-    count = PER_GROUP if len(runs) == 1 else PER_GROUP - 1
-    chosen = choose_scenes(before, after or None, count=count) if before else []
+    chosen = choose_scenes(before, after or None) if before else {}
     if not chosen:
         return None
-    first = f"step {main.before.global_step if main.before else 0}"
-    evaluations = [("Before" if after else first.capitalize(), before)]
+    chosen |= choose_by_class(after or before, [key for _, keys in chosen.values() for key in keys])
+    evaluations = _evaluations(runs)
+    roots = image_roots(main.run)
+    rows = {
+        key: _row(key, evaluations, roots) for key in dict.fromkeys(key for _, keys in chosen.values() for key in keys)
+    }
+    filters = [Filter(ident=ident, name=name, scene_ids=keys) for ident, (name, keys) in chosen.items()]
+    has_regions = any(scene.ignored for scene in before.values())
+    legend = {c: LEGEND[c] for c in _OF_SCENES if has_regions or c not in _OF_REGIONS}
+    return Gallery(lead=_lead(runs, before, after), filters=filters, rows=list(rows.values()), legend=legend)
+
+
+def _evaluations(runs: Sequence[Progress]) -> list[tuple[str, Mapping[str, Scene]]]:
+    """By name: that of the main run before training, and the last one of every run."""
+    main = runs[0]
+    first = "Before" if main.after else f"Step {main.before.global_step if main.before else 0}"
+    found: list[tuple[str, Mapping[str, Scene]]] = [(first, _by_id(main.before))]
     for run in runs:
         if scenes := _by_id(run.after):
-            evaluations.append(("After" if len(runs) == 1 else f"After {run.run.name}", scenes))
-    roots = image_roots(main.run)
+            found.append(("After" if len(runs) == 1 else f"After {run.run.name}", scenes))
+    return found
+
+
+def _lead(runs: Sequence[Progress], before: Mapping[str, Scene], after: Mapping[str, Scene]) -> str:
+    main = runs[0]
+    first = f"step {main.before.global_step if main.before else 0}"
     when = "before and after training" if after else f"at {first}"
-    groups = [(heading, [_row(key, evaluations, roots) for key in keys]) for heading, keys in chosen]
     lead = f"Scenes of the test set as the model answered them, greedily, {when}."
     if after:
         gains = [_gain(before[key], after[key]) for key in before.keys() & after.keys()]
         better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
         same, model = len(gains) - better - worse, "" if len(runs) == 1 else f" after {main.run.name}"
         lead += f" Of {len(gains)}, {better} are better{model}, {worse} are worse and {same} are the same."
-    has_regions = any(scene.ignored for scene in before.values())
-    legend = {color: name for color, name in LEGEND.items() if has_regions or color not in _OF_REGIONS}
-    return Gallery(lead=lead, groups=groups, legend=legend)
+    return lead
 
 
-def choose_scenes(
-    before: Mapping[str, Scene], after: Mapping[str, Scene] | None, *, count: int = PER_GROUP
-) -> list[tuple[str, list[str]]]:
-    """(heading, at most `count` scene ids) per group: those that improved most, those that improved least, and a random
-    few. A scene that did not improve is never among the first. With one evaluation: the best and the worst instead."""
-    if after is None:
-        score = {key: classify(scene).f1 for key, scene in before.items()}
-        best, worst = "Best answers", "Worst answers"
-    else:
-        score = {key: _gain(scene, after[key]) for key, scene in before.items() if key in after}
-        best, worst = "Most improved", "Least improved"
-    size = {key: len(before[key].truth) for key in score}
-    ranked = sorted(score, key=lambda key: (-score[key], -size[key], key))
-    top = [key for key in ranked[:count] if after is None or score[key] > 0]
-    bottom = sorted(ranked[len(top) :], key=lambda key: (score[key], -size[key], key))[:count]
-    rest = [key for key in ranked if key not in top and key not in bottom]
-    drawn = random.Random(0).sample(sorted(rest), min(count, len(rest)))
-    return [(name, keys) for name, keys in ((best, top), (worst, bottom), ("At random", drawn)) if keys]
+def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None) -> dict[str, tuple[str, list[str]]]:
+    """Kinds of scenes by filter: its name, and scene ids in the order to show them. Worst and best are by F1 of the
+    last evaluation; `changed` are those whose F1 changed most, either way; `random` are drawn with a fixed seed."""
+    shown = before if after is None else {key: after[key] for key in before if key in after}
+    f1 = {key: classify(scene).f1 for key, scene in shown.items()}
+    size = {key: len(scene.truth) for key, scene in shown.items()}
+    ranked = sorted(f1, key=lambda key: (f1[key], -size[key], key))
+    found = {}
+    if after is not None:
+        gain = {key: _gain(before[key], after[key]) for key in shown}
+        moved = sorted((key for key in gain if gain[key]), key=lambda key: (-abs(gain[key]), -size[key], key))
+        found["changed"] = ("Most changed", moved[:PER_FILTER])
+    found["worst"] = ("Worst", [key for key in ranked if f1[key] < 1][:PER_FILTER])
+    best = sorted((key for key in f1 if f1[key] > 0), key=lambda key: (-f1[key], -size[key], key))
+    found["best"] = ("Best", best[:PER_FILTER])
+    found["random"] = ("At random", random.Random(0).sample(sorted(f1), min(PER_FILTER, len(f1))))
+    return {ident: (name, keys) for ident, (name, keys) in found.items() if keys}
+
+
+def choose_by_class(scenes: Mapping[str, Scene], chosen: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
+    """The same for each of the most frequent classes, in labels or predictions: all `chosen` scenes that have it, and
+    others until there are PER_CLASS, the worst first."""
+    classes = {key: {item.desc for item in (*scene.truth, *scene.predictions)} for key, scene in scenes.items()}
+    frequent = Counter(item.desc for scene in scenes.values() for item in scene.truth).most_common(MAX_CLASSES)
+    if len(frequent) < 2:
+        return {}
+    f1 = {key: classify(scene).f1 for key, scene in scenes.items()}
+    shown, found = set(chosen), {}
+    for i, (name, _) in enumerate(sorted(frequent)):
+        having = sorted((key for key in classes if name in classes[key]), key=lambda key: (f1[key], key))
+        kept = [key for key in having if key in shown]
+        room = max(0, min(PER_CLASS - len(kept), MAX_SCENES - len(shown)))
+        kept += [key for key in having if key not in shown][:room]
+        shown.update(kept)
+        found[f"class-{i}"] = (name, sorted(kept, key=lambda key: (f1[key], key)))
+    return found
 
 
 def _gain(before: Scene, after: Scene) -> float:
@@ -183,8 +244,42 @@ def shapes_of_scene(
     return counts, shapes
 
 
+def shapes_of_labels(scene: Scene) -> list[tuple[str, str, DetectionObject]]:
+    """The labels alone, each with its description."""
+    return [_shape("region", region) for region in scene.ignored] + [_shape("label", item) for item in scene.truth]
+
+
 def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, str, DetectionObject]:
     return color, f"{LEGEND[color]}: {item.desc or 'any class'}{detail}", item
+
+
+def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float) -> list[Tag]:
+    """The descriptions of a drawing of DRAWING x `height` units, so that none covers another: each takes the first free
+    place around its object. One without a free place is left out; its tooltip says the same. What is wrong comes
+    first. Ground truth that was found needs none."""
+    order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
+    tags: list[Tag] = []
+    for color, _, item in sorted((s for s in shapes if s[0] in order), key=lambda shape: order.index(shape[0])):
+        text = item.desc if len(item.desc) <= MAX_TAG else f"{item.desc[: MAX_TAG - 1]}…"
+        width = TAG_LETTER * len(text) + 7
+        for x, y in _places(item, height, width, below_first=color == "missed"):
+            if not any(abs(x - t.x) < (width if x < t.x else t.width) and abs(y - t.y) < TAG_HEIGHT for t in tags):
+                tags.append(Tag(text=text, color=color, x=x, y=y, width=width))
+                break
+    return tags
+
+
+def _places(item: DetectionObject, height: float, width: float, *, below_first: bool) -> Iterator[tuple[float, float]]:
+    """Left upper corners of a tag around an object: above, below, at its upper and lower edge inside, beside it."""
+    xs, ys = item.bins[::2], item.bins[1::2]
+    left, right = min(xs) * DRAWING / 999, max(xs) * DRAWING / 999
+    top, bottom = min(ys) * height / 999, max(ys) * height / 999
+    rows = (bottom, top - TAG_HEIGHT) if below_first else (top - TAG_HEIGHT, bottom)
+    wanted = [(x, y) for y in rows for x in (left, right - width)]
+    wanted += [(left, top), (left, bottom - TAG_HEIGHT), (right, top), (left - width, top)]
+    wanted += [(right, bottom - TAG_HEIGHT), (left - width, bottom - TAG_HEIGHT)]
+    for x, y in wanted:
+        yield max(0.0, min(x, DRAWING - width)), max(0.0, min(y, height - TAG_HEIGHT))
 
 
 def image_roots(run: Run) -> list[Path]:

@@ -18,8 +18,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from learner.records import StepResult
-from learner.report.charts import Bar, Chart, Point, Series, Table, bar_chart, line_chart, number, stacked_chart, ticks
+from learner.report.charts import (
+    Bar,
+    Chart,
+    Point,
+    Series,
+    Table,
+    bar_chart,
+    line_chart,
+    number,
+    parted,
+    stacked_chart,
+    ticks,
+)
 from learner.report.read import Activity, Run, StepTimeline
+from learner.report.spikes import Spike, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack")
@@ -51,28 +64,54 @@ STAGE2_SHOWN = (
     *(f"{AHEAD}{name}" for name in ("packs_dropped_oldest", "b_step_skipped_due_to_queue")),
 )
 FOLDED = ("matched", "truncated", "underfilled", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
+SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # charts by name, and their metric
 PURPOSES = {"step": "rollouts", "eval": "evaluation"}
 SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """One run's section. `absent` names what the run did not measure, `folded` are charts of lesser interest."""
+    """One run's section. `absent` names what the run did not measure, `folded` are charts of lesser interest, `flat`
+    has the numbers of charts that would show one value only."""
 
     heading: str
     charts: Sequence[Chart]
     folded: Sequence[Chart]
+    flat: Table | None
+    spikes: Sequence[Spike]
     timeline: Timeline | None
     absent: Sequence[str]
 
 
-def training(run: Run, *, heading: str) -> Training | None:
-    """All charts of a run; None if it recorded neither a step nor a sync."""
+def training(run: Run, *, heading: str, prefix: str = "") -> Training | None:
+    """All charts of a run; None if it recorded neither a step nor a sync. Ids on the page begin with `prefix`."""
     if not run.steps and not run.syncs:
         return None
-    missed, spurious = ("missed, appended (FN)", "missed", "after"), ("spurious (FP)", "spurious", "other")
+    charts, leapt = named_charts(run), largest(run)
+    for name, metric in SPIKING.items():
+        charts[name] = marked(charts[name], metric, leapt, prefix=prefix)
+    others, lesser = _others(run)
+    shown, flat = parted([*charts.values(), *others])
+    folded, flat_lesser = parted(lesser)
+    rows = [row for table in (flat, flat_lesser) if table for row in table.rows]
+    return Training(
+        heading=heading,
+        charts=shown,
+        folded=folded,
+        flat=Table(["", "Value"], rows) if rows else None,
+        spikes=spikes(run, leapt, prefix=prefix),
+        timeline=timeline(run.timelines),
+        absent=[name for name, chart in charts.items() if chart is None],
+    )
+
+
+def named_charts(run: Run) -> dict[str, Chart | None]:
+    """The charts that a run may have, by what they show; None: it did not measure that."""
+    keeps = run.setting("loss", "keep_unmatched")  # then most of what matches nothing is taken for right
+    missed = ("missed, appended (FN)", "missed", "after")
+    spurious = ("without a match" if keeps else "spurious (FP)", "spurious", "other")
     mean, greatest = ("mean", "canary_gap", "sync"), ("greatest", "canary_gap_max", "before")
-    charts = {
+    return {
         "loss": _loss(run),
         "match rate": _lines(run, "Match rate", ("match rate", "match_rate", "after"), y_max=1.0),
         "FN appended": _lines(run, "Objects per step", missed, spurious),
@@ -84,14 +123,6 @@ def training(run: Run, *, heading: str) -> Training | None:
         "canary gap": _sync_lines(run, "Canary gap per sync, nats", mean, greatest),
         **_stage2(run),
     }
-    others, folded = _others(run)
-    return Training(
-        heading=heading,
-        charts=[*(chart for chart in charts.values() if chart), *others],
-        folded=folded,
-        timeline=timeline(run.timelines),
-        absent=[name for name, chart in charts.items() if chart is None],
-    )
 
 
 def _value(step: StepResult, key: str) -> float:

@@ -18,6 +18,7 @@ from learner.report.charts import (
     interval_chart,
     line_chart,
     number,
+    parted,
     stacked_chart,
     thin,
     ticks,
@@ -104,3 +105,17 @@ def test_a_spread_is_a_band_around_the_line() -> None:
         assert (column.y - column.low, column.high - column.y) == (pytest.approx(0.25), pytest.approx(0.25))
     plain = Series("reward", points[:3], "after").columns()
     assert all(column.low == column.y == column.high for column in plain)
+
+
+def test_charts_that_show_one_value_are_flat() -> None:
+    rising = line_chart("rising", [Series("a", [(0.0, 1.0), (1.0, 2.0)], "after")])
+    constant = line_chart("constant", [Series("a", [(0.0, 0.1), (1.0, 0.1)], "after")], unit=" s")
+    dot = line_chart("dot", [Series("a", [(0.0, 1.0)], "after"), Series("b", [(0.0, 2.0)], "other")])
+    mixed = line_chart("mixed", [Series("a", [(0.0, 1.0)], "after"), Series("b", [(0.0, 1.0), (1.0, 3.0)], "other")])
+    one = stacked_chart("stack", [Series("a", [(1.0, 2.0)], "after")], unit=" s")
+    bars = bar_chart("bars", [Bar("a", 1.0, "after")])
+    shown, flat = parted([rising, None, constant, dot, mixed, one, bars])
+    assert [chart.title for chart in shown] == ["rising", "mixed", "bars"]
+    assert flat is not None
+    assert flat.rows == [["constant", "0.1 s"], ["dot", "a 1, b 2"], ["stack", "2 s (a 2 s)"]]
+    assert parted([rising])[1] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -11,16 +12,30 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from learner.__main__ import main
 from learner.config.load import RESOLVED_NAME
+from learner.records import DetectionObject
 from learner.report.page import render, write_report
 from learner.report.read import read_runs
 from learner.report.results import cards, confusion_matrix
-from learner.report.scenes import choose_scenes, load_picture
+from learner.report.scenes import (
+    DRAWING,
+    MAX_SCENES,
+    PER_CLASS,
+    PER_FILTER,
+    TAG_HEIGHT,
+    choose_scenes,
+    gallery,
+    load_picture,
+    place_tags,
+)
 from learner.report.scores import classify, progress_of
 from tests.unit.learner.report.fake_run import write_run
 
@@ -48,9 +63,6 @@ def test_a_whole_run_shows_everything(tmp_path: Path) -> None:
         "Seconds per sync",
         "Canary gap per sync, nats",
         "F1@0.5 over scenes",
-        "Most improved",
-        "Least improved",
-        "At random",
         "Before",
         "After",
         "Precision by IoU threshold",
@@ -66,7 +78,7 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
     assert not re.search(r"https?://|<script|<link|@import|url\(", page)
     references = re.findall(r'(?:href|src)="([^"]*)"', page)
     assert references
-    assert all(r.startswith(("data:image/png;base64,", "#image-")) for r in references)
+    assert all(r.startswith(("data:image/png;base64,", "#")) for r in references)
     ids = {e.get("id") for e in body_of(page).iter() if e.get("id")}
     assert {r[1:] for r in references if r.startswith("#")} <= ids
 
@@ -153,28 +165,134 @@ def test_scores_that_contradict_the_scenes_are_pointed_out(tmp_path: Path) -> No
     assert "At step 0 the recorded F1@0.5 is 0.999" in render(read_runs(path))
 
 
-def test_chosen_scenes_are_the_extremes_and_shown_once(tmp_path: Path) -> None:
+def test_filters_choose_the_extremes_in_their_order(tmp_path: Path) -> None:
     run = read_runs(write_run(tmp_path / "run", steps=1, quality=((0, 0.3), (1, 0.8)), num_scenes=30)).runs[0]
     before, after = ({s.scene_id: s for s in point.scenes} for point in run.evals)
     chosen = choose_scenes(before, after)
-    assert [name for name, _ in chosen] == ["Most improved", "Least improved", "At random"]
-    shown = [key for _, keys in chosen for key in keys]
-    assert len(shown) == len(set(shown)) == 12
-    gain = {key: classify(after[key]).f1 - classify(before[key]).f1 for key in before}
-    ranked = sorted(gain.values())
-    assert sorted(gain[key] for key in chosen[0][1]) == ranked[-4:]
-    assert sorted(gain[key] for key in chosen[1][1]) == ranked[:4]
+    assert [name for name, _ in chosen.values()] == ["Most changed", "Worst", "Best", "At random"]
+    f1 = {key: classify(after[key]).f1 for key in after}
+    change = {key: abs(f1[key] - classify(before[key]).f1) for key in before}
+    assert [f1[key] for key in chosen["worst"][1]] == sorted(f1.values())[:PER_FILTER]
+    assert [f1[key] for key in chosen["best"][1]] == sorted(f1.values(), reverse=True)[:PER_FILTER]
+    assert [change[key] for key in chosen["changed"][1]] == sorted(change.values(), reverse=True)[:PER_FILTER]
     assert choose_scenes(before, after) == chosen
+    assert "changed" not in choose_scenes(before, before), "nothing has changed"
+    assert "changed" not in choose_scenes(before, None)
 
 
-def test_scenes_that_did_not_improve_are_not_called_improved(tmp_path: Path) -> None:
-    run = read_runs(write_run(tmp_path / "run", steps=1, quality=((0, 0.8), (1, 0.3)), num_scenes=30)).runs[0]
-    before, after = ({s.scene_id: s for s in point.scenes} for point in run.evals)
-    better = {key for key in before if classify(after[key]).f1 > classify(before[key]).f1}
-    assert set(dict(choose_scenes(before, after, count=40))["Most improved"]) == better
-    groups = dict(choose_scenes(before, before))
-    assert "Most improved" not in groups
-    assert len(groups["Least improved"]) == 4
+def test_a_class_has_its_scenes_and_the_page_has_each_once(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=1, quality=((0, 0.3), (1, 0.8)), num_scenes=60)
+    shown = gallery(progress_of(read_runs(path).runs))
+    assert shown is not None
+    scenes = {row.scene_id: row.panels[-1].scene for row in shown.rows}
+    assert len(scenes) == len(shown.rows) <= MAX_SCENES
+    classes = [one for one in shown.filters if one.ident.startswith("class-")]
+    assert len(classes) > 1
+    for one in classes:
+        having = {key for key, s in scenes.items() if one.name in {item.desc for item in (*s.truth, *s.predictions)}}
+        assert set(one.scene_ids) <= having
+        assert len(one.scene_ids) >= min(PER_CLASS, len(having))
+    assert scenes.keys() == {key for one in shown.filters for key in one.scene_ids}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["truth", "missed", "hit", "class", "spurious", "kept", "region"]),
+            st.text("abc", min_size=1, max_size=40),
+            st.tuples(st.integers(0, 900), st.integers(0, 900), st.integers(1, 99), st.integers(1, 99)),
+        ),
+        max_size=25,
+    ),
+    st.floats(60, 900),
+)
+def test_tags_cover_neither_each_other_nor_the_edge(shapes: list[Any], height: float) -> None:
+    drawn = [(color, "", DetectionObject(d, "bbox_2d", (x, y, x + w, y + h))) for color, d, (x, y, w, h) in shapes]
+    tags = place_tags(drawn, height)
+    for tag in tags:
+        assert 0 <= tag.x <= DRAWING - tag.width
+        assert 0 <= tag.y <= height - TAG_HEIGHT
+    for one, other in itertools.combinations(tags, 2):
+        apart = one.x + one.width <= other.x or other.x + other.width <= one.x
+        assert apart or abs(one.y - other.y) >= TAG_HEIGHT
+    if any(color in ("missed", "hit") for color, *_ in drawn):
+        assert tags, "the first one always has a place"
+
+
+def test_charts_of_one_value_are_folded_into_a_table(tmp_path: Path) -> None:
+    page = render(read_runs(write_run(tmp_path / "run", steps=4, quality=((0, 0.3), (4, 0.9)), num_scenes=4)))
+    folded = next(e for e in body_of(page).iter("details") if "Constant" in "".join(e.find("summary").itertext()))  # type: ignore[union-attr]
+    rows = {row[0].text: row[1].text for row in folded.iter("tr")}
+    assert rows["Gradient norm"] == "1.2"
+    assert "Gradient norm" not in headings(page)
+    assert "Loss" in headings(page)
+
+
+def test_every_link_of_the_contents_leads_somewhere(tmp_path: Path) -> None:
+    body = body_of(render(read_runs(write_run(tmp_path / "run", steps=4, quality=((0, 0.3), (4, 0.9))))))
+    (contents,) = [e for e in body.iter("nav") if e.get("class") == "contents"]
+    links = [str(e.get("href"))[1:] for e in contents.iter("a")]
+    assert {"evaluation", "classes", "scenes", "training-0"} <= set(links)
+    assert set(links) <= {e.get("id") for e in body.iter()}
+
+
+def test_per_class_figures_say_of_which_run(tmp_path: Path) -> None:
+    for name, quality in (("ours", ((0, 0.3), (4, 0.9))), ("sft", ((4, 0.6),))):
+        write_run(tmp_path / name, steps=4, quality=quality, images=tmp_path / "images")
+    page = render(read_runs(tmp_path))
+    heads = [["".join(cell.itertext()) for cell in row] for row in body_of(page).iter("tr")]
+    (classes,) = [head for head in heads if head[:2] == ["Class", "Objects"]]
+    assert classes[2:] == [
+        *(f"{name}after ours" for name in ("Predicted", "Precision", "Recall")),
+        *(f"F1@0.5{name}" for name in ("before", "after ours", "after sft")),
+    ]
+    assert "recall: ours, evaluation at step 4." in page
+
+
+def test_a_spike_has_its_samples_beside_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=9, quality=((0, 0.3),), num_scenes=4)
+    scene = json.loads((path / "eval" / "step_000000.jsonl").read_text().splitlines()[0])
+    samples = [{**scene, "id": "odd", "row_loss": 9.5}, {"id": "gone", "row_loss": 0.25}, "?"]
+    spikes = [
+        {"event": "spike", "global_step": 7, "metric": metric, "value": 9.0, "usual": 1.0, "samples": samples}
+        for metric in ("loss", "grad_norm")
+    ]
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in (*spikes, {"event": "spike", "samples": 3})))
+    page = render(read_runs(path))
+    body = body_of(page)
+    (spike,) = [e for e in body.iter("section") if e.get("id") == "run-0-spike-7"]
+    said = " ".join("".join(spike.itertext()).split())
+    assert "Step 7: loss 9, usually 1; gradient norm 9, usually 1" in said
+    assert "odd" in said
+    assert "row loss 9.5" in said
+    assert "gone" in said
+    assert len(list(spike.iter("image"))) == 1
+    marks = [e for e in body.iter("a") if e.get("href") == "#run-0-spike-7"]
+    assert len(marks) == 2, "the loss chart and the contents; the constant gradient norm has no chart"
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ({"how": "finished", "because": ""}, ""),
+        ({"how": "failed", "because": "OutOfMemoryError: <b>"}, "failed, after step 3: OutOfMemoryError: &lt;b&gt;"),
+        ({"how": "stopped", "because": "stopped by SIGTERM"}, "The run stopped, after step 3: stopped by SIGTERM."),
+    ],
+)
+def test_a_run_that_ended_early_says_why(tmp_path: Path, end: dict[str, str], says: str) -> None:
+    path = write_run(tmp_path / "run", steps=3, quality=(), num_scenes=1)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "end", "global_step": 3, **end}) + "\n")
+    page = render(read_runs(path))
+    assert (says in page) if says else ("The run" not in page)
+    assert f"·  {end['how']}" in page
+
+
+def test_no_page_for_users_has_requirement_ids() -> None:
+    """They are the project's own."""
+    for template in Path("learner/report/templates").iterdir():
+        assert not re.search(r"\b[RD]\d{1,2}\b", template.read_text()), template
 
 
 def test_a_scene_names_its_file(tmp_path: Path) -> None:

@@ -162,17 +162,21 @@ def test_metrics_that_come_later_get_charts_of_their_own(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         if line["event"] == "step":
-            line["metrics"] |= {"reward/mean": 0.5, "reward/std": 0.1, "age_updates": 2.0, "some_s": 0.1}
+            at = line["global_step"]
+            line["metrics"] |= {"reward/mean": 0.5 + at, "reward/std": 0.1 * at, "age_updates": 2.0 / at, "some_s": 0.1}
+            line["metrics"] |= {"packing_fill": 0.9 / at, "never_changes": 3.0}
         elif line["event"] == "sync":
-            line["merge_gap"] = 0.001
+            line["merge_gap"] = 0.001 * line["ver"]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     titles = set(notes_of(path))
     assert {"reward/mean", "reward/std", "age_updates", "merge_gap per sync"} <= titles
     assert "some_s" not in titles  # part of the stacked seconds
-    assert not {"matched", "packing_fill", "missed"} & titles
+    assert not {"matched", "packing_fill", "missed", "never_changes"} & titles
     section = training(read_run(path), heading="Training")
     assert section is not None
     assert {"matched", "packing_fill"} <= {chart.title for chart in section.folded}
+    assert section.flat is not None
+    assert ["never_changes", "3"] in section.flat.rows
 
 
 def test_the_page_shows_stage_2(tmp_path: Path) -> None:

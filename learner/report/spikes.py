@@ -1,0 +1,83 @@
+"""Steps whose loss or gradient norm leapt, and the samples that they learned, as they were labelled.
+
+In: a run's `spike` events. Out: marks for its charts, and `Spike` records for `templates/page.html`: most often one
+look at the labels says what was wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from learner.records import DetectionObject
+from learner.report.charts import Chart, number
+from learner.report.read import Run, SpikePoint, SpikeSample
+from learner.report.scenes import Picture, image_roots, load_picture, shapes_of_labels
+
+MAX_SPIKES = 6
+NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpikeCard:
+    """One sample of a spiking step."""
+
+    sample: SpikeSample
+    picture: Picture | None
+    shapes: Sequence[tuple[str, str, DetectionObject]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spike:
+    """One step. `ident` is its place on the page."""
+
+    ident: str
+    heading: str
+    cards: Sequence[SpikeCard]
+
+
+def largest(run: Run) -> dict[int, list[SpikePoint]]:
+    """The largest ones by step, in order."""
+    by_step: dict[int, list[SpikePoint]] = {}
+    for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
+        if len(by_step) < MAX_SPIKES or point.global_step in by_step:
+            by_step.setdefault(point.global_step, []).append(point)
+    return {step: by_step[step] for step in sorted(by_step)}
+
+
+def spikes(run: Run, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[Spike]:
+    """What the page shows of them. Ids begin with `prefix`."""
+    roots = image_roots(run)
+    return [
+        Spike(
+            ident=f"{prefix}spike-{step}",
+            heading=f"Step {step}: {'; '.join(map(_said, points))}",
+            cards=[_card(sample, roots) for sample in points[0].samples],
+        )
+        for step, points in found.items()
+    ]
+
+
+def marked(chart: Chart | None, metric: str, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> Chart | None:
+    """The chart with a mark at each spike of `metric`, which leads to its samples."""
+    if chart is None:
+        return None
+    points = [point for points in found.values() for point in points if point.metric == metric]
+    return replace(
+        chart,
+        marks=[
+            (float(p.global_step), f"step {p.global_step}: {_said(p)}", f"{prefix}spike-{p.global_step}")
+            for p in points
+        ],
+    )
+
+
+def _said(point: SpikePoint) -> str:
+    return f"{NAMES.get(point.metric, point.metric)} {number(point.value)}, usually {number(point.usual)}"
+
+
+def _card(sample: SpikeSample, roots: Sequence[Path]) -> SpikeCard:
+    scene = sample.scene
+    picture = load_picture(scene.images[0], roots) if scene and scene.images else None
+    return SpikeCard(sample=sample, picture=picture, shapes=shapes_of_labels(scene) if scene else [])
