@@ -10,6 +10,7 @@ address or this host as `Host`, so no web page can reach it under a name of its 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -28,13 +29,13 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
-from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number
+from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number, parted
 from learner.report.page import TEMPLATES
 from learner.report.read import Follower, Run, is_run, read_object
 from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
-from learner.report.training import AHEAD, training
+from learner.report.training import AHEAD, named_charts
 from learner.rollout.control import read_state
 from shared.addresses import is_loopback
 from shared.errors import ConfigError, DataError, ServerError
@@ -56,10 +57,12 @@ KINDS = {
     "kept": "kept, not learned",
     "matched": "kept, learned: towards the label",
     "dropped": "dropped: malformed",
-    "cut": "cut off",
+    "cut": "replaced by what is appended",
     "appended": "appended, learned",
     "unlearned": "appended, not learned",
 }
+SAID = {"kept": "without a label, kept", "spurious": "without a match"}
+ENDED = {"finished": ("Finished", "good"), "stopped": ("Stopped", "bad"), "failed": ("Failed", "bad")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,16 +91,19 @@ class LiveView:
         """The page's main part."""
         run = self._follower.read()
         global_step, answers = self._answers(run)
+        keeps = any(color == "kept" for answer in answers for color, *_ in answer.shapes)
+        shown, flat = charts(run)
         return TEMPLATES.get_template("now.html").render(
             title=run.name,
-            state=state(run, time.time()),
+            standing=standing(run, time.time()),
             cards=cards(run),
-            charts_of=charts(run),
+            charts_of=shown,
+            flat=flat,
             servers=self._servers(run),
             answers_step=global_step,
             answers=answers,
-            legend=SHAPES,
-            kinds=KINDS,
+            legend=SHAPES | ({"kept": f"prediction {SAID['kept']}"} if keeps else {}),
+            kinds=KINDS | ({"unlearned": "written again, not learned: without a label"} if keeps else {}),
         )
 
     def _answers(self, run: Run) -> tuple[int, list[Answer]]:
@@ -110,8 +116,10 @@ class LiveView:
 
     def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> Answer:
         images = [str(image) for image in line["images"]]
+        kept = len(line.get("kept", ()))
         facts = [f"{len(line['pairs'])} matched", f"{len(line['missed'])} missed, appended"]
-        facts.append(f"{len(line['predictions']) - len(line['pairs'])} without a match")
+        others = len(line["predictions"]) - len(line["pairs"]) - kept
+        facts += [f"{count} {SAID[kind]}" for kind, count in (("spurious", others), ("kept", kept)) if count]
         facts += [f"{int(count)} dropped: {reason}" for reason, count in line["drops"].items()]
         facts += ["unusable"] if not line["usable"] else []
         facts.append(f"version {int(line['ver'])}")
@@ -177,28 +185,57 @@ def members(run_dir: Path, run: Run) -> list[tuple[str, str | tuple[str, str]]]:
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
     """What is drawn over an answer's image: as the training matched it, not as an evaluation scores it."""
     matched = {int(p): (int(t), float(iou)) for p, t, iou in line["pairs"]}
-    missed = set(map(int, line["missed"]))
+    missed, kept = set(map(int, line["missed"])), set(map(int, line.get("kept", ())))
     found = [("region", "ignore region", read_object(item)) for item in line["ignored"]]
     for i, item in enumerate(map(read_object, line["truth"])):
         color = "missed" if i in missed else "truth"
         found.append((color, f"{LEGEND[color]}: {item.desc}", item))
     for p, item in enumerate(map(read_object, line["predictions"])):
-        color = "hit" if p in matched else "spurious"
-        said = f"matched, IoU {matched[p][1]:.2f}" if p in matched else "without a match"
+        color = "hit" if p in matched else "kept" if p in kept else "spurious"
+        said = f"matched, IoU {matched[p][1]:.2f}" if p in matched else SAID[color]
         found.append((color, f"{said}: {item.desc}", item))
     return found
 
 
-def state(run: Run, now: float) -> str:
-    """Where the run stands, in words."""
-    total = run.setting("training", "max_steps")
-    done = run.steps[-1].global_step if run.steps else 0
-    parts = [f"step {done}" + (f" of {total}" if isinstance(total, int) else "")]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Where a run stands. `tone` is `good` if it finished, `bad` if it failed or stopped, or nothing. `total` 0:
+    unknown."""
+
+    name: str
+    tone: str
+    facts: str
+    done: int
+    total: int
+
+
+def standing(run: Run, now: float) -> Standing:
+    """Whether it goes on, how far it is, and how long it will take."""
+    status, done = run.status, run.steps[-1].global_step if run.steps else 0
+    total = status.total_steps
+    parts = [f"step {done}" + (f" of {total}" if total else "")]
     if run.last_event_s is None:
-        return "nothing was written yet"
+        return Standing(name="Starting", tone="", facts="nothing was written yet", done=0, total=0)
     age = max(0.0, now - run.last_event_s)
-    parts.append(f"last news {duration(age)} ago" + (": it may have ended" if age > SILENT_S else ""))
-    return "  ·  ".join(parts)
+    name, tone = ENDED.get(status.ended, ("Running", ""))
+    if status.ended:
+        parts += [f"{duration(age)} ago", *([status.because] if status.because else [])]
+    elif age > SILENT_S:
+        name = "No news"
+        parts.append(f"last news {duration(age)} ago: its process may have been killed")
+    else:
+        parts += [*left(run), f"last news {duration(age)} ago"]
+    return Standing(name=name, tone=tone, facts="  ·  ".join(parts), done=done, total=total)
+
+
+def left(run: Run) -> list[str]:
+    """How long the steps that are left will take, at the pace of the last ones."""
+    status, done = run.status, run.steps[-1].global_step if run.steps else 0
+    if not status.total_steps or done >= status.total_steps:
+        return ["all steps are done"] if done else []
+    if not math.isfinite(status.seconds_per_step):
+        return []
+    return [f"about {duration((status.total_steps - done) * status.seconds_per_step)} left"]
 
 
 def cards(run: Run) -> list[Card]:
@@ -227,14 +264,14 @@ def cards(run: Run) -> list[Card]:
     return found
 
 
-def charts(run: Run) -> list[Chart]:
-    """The training's own charts that matter while it runs, F1 by step, and busy shares."""
-    section = training(run, heading="")
-    by_title = {chart.title: chart for chart in (*section.charts, *section.folded)} if section else {}
+def charts(run: Run) -> tuple[list[Chart], Table | None]:
+    """The training's own charts that matter while it runs, F1 by step, and busy shares. The table has the numbers of
+    those that show one value so far."""
+    by_title = {chart.title: chart for chart in named_charts(run).values() if chart}
     points = [(float(point.global_step), point.metrics[F1]) for point in run.evals if F1 in point.metrics]
     f1 = line_chart("F1@0.5 by step", [Series("F1@0.5", points, "after")], dots=True, y_max=1.0)
     found = [by_title.get("Loss"), f1, *(by_title.get(title) for title in CHARTS[1:]), busy(run)]
-    return [chart for chart in found if chart]
+    return parted(found)
 
 
 def busy(run: Run) -> Chart | None:

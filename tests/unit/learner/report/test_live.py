@@ -65,8 +65,69 @@ def test_the_page_follows_the_run(run_dir: Path) -> None:
         file.write(json.dumps(step) + '\n{"event": "step", "glob')
     fresh = web.get("/now").text
     assert "step 7 of 6" in fresh
-    assert "may have ended" not in fresh
+    assert "may have been killed" not in fresh
     body_of(f"<body>{fresh}</body>")
+
+
+def append(run_dir: Path, *events: dict[str, Any]) -> None:
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in events))
+
+
+@pytest.mark.parametrize(
+    ("end", "name", "says"),
+    [
+        ({"how": "finished", "because": ""}, "Finished", "step 6 of 9"),
+        ({"how": "stopped", "because": "stopped by SIGTERM"}, "Stopped", "stopped by SIGTERM"),
+        ({"how": "failed", "because": "ServerError: <gone>"}, "Failed", "ServerError: &lt;gone&gt;"),
+    ],
+)
+def test_a_run_that_ended_says_so(run_dir: Path, end: dict[str, str], name: str, says: str) -> None:
+    begin = {"event": "begin", "global_step": 0, "total_steps": 9, "time": 1.0}
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(json.dumps(begin) + "\n" + metrics.read_text())
+    append(run_dir, {"event": "end", "global_step": 6, "time": time.time() - 3 * live.SILENT_S, **end})
+    page = client(run_dir).get("/now").text
+    assert f">{name}</span>" in page
+    assert says in page
+    assert "killed" not in page
+    assert " left" not in page
+
+
+def test_a_run_that_goes_on_says_how_long_it_will_take(run_dir: Path) -> None:
+    """Steps before a resume, and the time between, do not count."""
+    now = time.time()
+    append(run_dir, {"event": "end", "how": "stopped", "because": "", "global_step": 6, "time": now - 5000})
+    append(run_dir, {"event": "begin", "global_step": 6, "total_steps": 100, "time": now - 80})
+    assert "Running" in client(run_dir).get("/now").text
+    for step in (7, 8, 9, 10):
+        fields = {"loss": 0.5, "channel": "B", "metrics": {}, "time": now - 10 * (10 - step)}
+        append(run_dir, {"event": "step", "global_step": step, **fields})
+    page = client(run_dir).get("/now").text
+    assert "step 10 of 100" in page
+    assert "about 15 min 0 s left" in page
+    body = body_of(f"<body>{page}</body>")
+    (bar,) = body.iter("progress")
+    assert (bar.get("value"), bar.get("max")) == ("10", "100")
+
+
+def test_a_run_without_news_may_have_been_killed(run_dir: Path) -> None:
+    page = client(run_dir).get("/now").text  # its events are of years ago
+    assert "No news" in page
+    assert "may have been killed" in page
+
+
+def test_finds_that_the_loss_keeps_are_no_errors(run_dir: Path) -> None:
+    write_answers(run_dir, pairs=[], missed=[0])
+    page = client(run_dir).get("/now").text
+    assert "o-spurious" in page
+    assert "without a label" not in page
+    write_answers(run_dir, pairs=[], missed=[0], kept=[0])
+    page = client(run_dir).get("/now").text
+    assert "o-spurious" not in page
+    assert "o-kept" in page
+    assert "1 without a label, kept" in page
+    assert "x-kept" in page, "the legend says what it is"
 
 
 def test_answers_are_shown_with_what_became_of_their_tokens(run_dir: Path) -> None:
