@@ -125,15 +125,15 @@ def main(
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
 ) -> None:
     """Measure syncs and rollouts, and where their time goes."""
-    work: dict[str, Any] = {"size": size, "photographs": photographs, "whole_model": whole_model}
-    race = race_of(data, scratch, steps=rounds, share=share, **work)
+    options: dict[str, Any] = {"size": size, "photographs": photographs, "whole_model": whole_model}
+    race = race_of(data, scratch, steps=rounds, share=share, **options)
     logs = out.with_name(f"{out.stem}-logs")
     logs.mkdir(parents=True, exist_ok=True)
     prepare_for_vllm(os.environ)
     found: dict[str, Any] = {"sync": [], "rollouts": [], "alone": {}}
 
     def keep() -> None:
-        write_atomically(out, json.dumps({**circumstances(), **work, **found}, indent=1) + "\n")
+        write_atomically(out, json.dumps({**circumstances(), **options, **found}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="colocated-") as folder, ExitStack() as stack:
         began = time.monotonic()
