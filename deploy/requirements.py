@@ -52,6 +52,7 @@ REQUIREMENTS = {
     "R45": "Learner and server are shown to see the same pixels of every request.",
     "R46": "One launch file for this machine, Slurm, Kubernetes and SkyPilot.",
     "R48": "Labels with gaps are completed by what the model's own answers agree on.",
+    "R49": "One command chooses the methods of a run within a given time, and never ends below its start.",
     "D1": "Several learner ranks work with servers: all wait, rank 0 syncs, all go on.",
     "D2": "`rollout_buffer` goes with `rollout_matching_sft` and `grpo` only.",
     "D3": "Rollouts ahead of learning are set in `stage2_ab.async_actor_learner`.",

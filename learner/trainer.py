@@ -12,6 +12,7 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from learner.run.best import BestEvaluation
 from learner.run.callbacks import Callbacks
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.files import write_atomically
-from learner.run.stopping import Stopped, StopRequest
+from learner.run.stopping import Stopped, StopRequest, TimeLimit
 from learner.steps.completing import LabelCompletion
 from learner.steps.evaluation import Evaluation, Retained, evaluate, write_evaluation
 from learner.steps.pictures import draw_scenes
@@ -115,6 +116,7 @@ class Trainer:
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
         self.best = BestEvaluation.of(kept_metric(config), training, ranks)
+        self.time_limit = TimeLimit(ranks, training.max_minutes, ends_by_evaluating=training.eval_on_end)
         self.callbacks = Callbacks(config, ranks)
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
@@ -162,6 +164,9 @@ class Trainer:
         if training.eval_on_start:
             self.evaluate()
         while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
+            if self.time_limit.is_over():
+                self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
+                break
             self.complete_labels()
             receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
             result, rows = self.step()
@@ -273,10 +278,11 @@ class Trainer:
         saved."""
         if self._evaluated_at == self.state.global_step:
             return
-        step, data = self.state.global_step, self.config.data
+        began_s, step, data = time.monotonic(), self.state.global_step, self.config.data
         evaluation = self.score(self.eval_samples, f"step_{step:06d}.jsonl", data.val or data.test)
         self._evaluated_at = step
         metrics = {**evaluation.metrics, **self.score_retained()}
+        self.time_limit.evaluated(time.monotonic() - began_s)
         self.journal.evaluation(metrics, step=step)
         self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
         verdict = self.best.add(step, evaluation.metrics)

@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: stop with a checkpoint, within a deadline.
+"""What ends a run early: Ctrl-C and SIGTERM, with a checkpoint and within a deadline, and the run's own time limit.
 
 In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks. The next `check` is collective, so
 all ranks find the request at the same place. If no check comes in half the time (a long wait for rollouts), `Stopped`
 interrupts the main thread. After the whole time, or at a second Ctrl-C, the process ends at once. `build` installs it,
-and the trainer checks it.
+and the trainer checks it. `TimeLimit` only says when `training.max_minutes` have passed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -117,6 +118,34 @@ class StopRequest:
 
     def _break_in(self, signum: int, frame: FrameType | None) -> None:
         raise Stopped(self._signum, agreed=False)
+
+
+class TimeLimit:
+    """Whether `training.max_minutes` have passed since it was made. Rank 0's clock decides for all.
+
+    `ends_by_evaluating`: the time of a last evaluation is kept free."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        minutes: float | None,
+        *,
+        ends_by_evaluating: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ranks, self._minutes, self._reserves, self._clock = ranks, minutes, ends_by_evaluating, clock
+        self._began_s, self._evaluation_s = clock(), 0.0
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long."""
+        self._evaluation_s = seconds
+
+    def is_over(self) -> bool:
+        """Collective if there is a limit."""
+        if self._minutes is None:
+            return False
+        spent_s = self._clock() - self._began_s + self._evaluation_s * self._reserves
+        return self._ranks.broadcast_object(spent_s >= 60 * self._minutes)
 
 
 def _say(text: str) -> None:

@@ -109,6 +109,15 @@ class TrainingConfig(Section):
         req="D17",
         ge=1,
     )
+    max_minutes: float | None = key(
+        "end the run, as after its last step, once this time has passed since it was started or resumed. With "
+        "`eval_on_end` it ends earlier by the time that its latest evaluation took. A step, an evaluation or a "
+        "completion of the labels that has begun is not cut short; null: no limit",
+        None,
+        unit="min",
+        req="R49",
+        gt=0.0,
+    )
     save_steps: int | None = key("write a checkpoint every N steps", None, unit="optimizer steps", ge=1)
     save_minutes: float | None = key(
         "write a checkpoint after the step at which the last one is this old", None, unit="min", gt=0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
 from learner.run.best import BEST_FILE, BEST_LINK, BestEvaluation
+from learner.run.stopping import TimeLimit
 from shared.errors import ConfigError
 from tests.unit.learner.trainer_log import events_of
 from tests.unit.learner.trainer_world import Seen, make_config, run, trainer, write_data
@@ -127,3 +129,20 @@ def test_a_metric_that_evaluations_do_not_have_is_named(
         made.run()
     assert caught.value.found == "f1@0.7"
     assert "f1@0.5" in caught.value.wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_ends_when_its_time_is_up_and_is_evaluated(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """R49: `training.max_minutes` ends it on all ranks after the same step, by rank 0's clock."""
+    config = config_with(tiny_text, tmp_path, max_steps=50, eval_steps=20, eval_on_end=True, max_minutes=1.0)
+    steps = iter([False, False, True])
+    monkeypatch.setattr(TimeLimit, "is_over", lambda limit: limit._ranks.broadcast_object(_next(limit, steps)))
+    run(config, monkeypatch, world_size)
+    steps_and_evaluations = [[event["global_step"] for event in events_of(tmp_path, name)] for name in ("step", "eval")]
+    assert steps_and_evaluations == [[1, 2], [2]]
+
+
+def _next(limit: TimeLimit, steps: Iterator[bool]) -> bool | None:
+    return next(steps) if limit._ranks.is_main else None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from learner.policy.parallel import Ranks
-from learner.run.stopping import Stopped, StopRequest, told_before_the_first_step
+from learner.run.stopping import Stopped, StopRequest, TimeLimit, told_before_the_first_step
 
 
 class AnotherRankWasAsked(Ranks):
@@ -51,6 +51,18 @@ def test_a_long_wait_is_broken_into_after_half_the_time() -> None:
     with StopRequest(Ranks(), timeout_s=2.0).installed(), pytest.raises(Stopped) as caught:
         learn()
     assert not caught.value.agreed
+
+
+@pytest.mark.parametrize(("reserves", "over_at_s"), [(False, 120.0), (True, 90.0)])
+def test_a_time_limit_keeps_the_time_of_a_last_evaluation_free(reserves: bool, over_at_s: float) -> None:
+    now = [1000.0]
+    limit = TimeLimit(Ranks(), 2.0, ends_by_evaluating=reserves, clock=lambda: now[0])
+    limit.evaluated(30.0)
+    now[0] = 1000.0 + over_at_s - 0.5
+    assert not limit.is_over()
+    now[0] = 1000.0 + over_at_s
+    assert limit.is_over()
+    assert not TimeLimit(Ranks(), None, ends_by_evaluating=reserves).is_over()
 
 
 # ---- endings that take the process with them -----------------------------------------------------------------------
