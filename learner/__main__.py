@@ -35,7 +35,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -45,11 +45,14 @@ from shared.packages import missing_package
 from shared.processes import end_with_parent
 from shared.version import Version
 
+if TYPE_CHECKING:
+    from learner.config.schema import RunConfig
+
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
-    *("init", "train", "check", "doctor", "predict-gain", "export", "predict", "calibrate", "evaluate"),
+    *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "predict", "calibrate", "evaluate"),
     *("find-missing", "report", "servers", "bench"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
@@ -128,6 +131,20 @@ def train(
     if check:
         _end(lambda: _check(config, overrides or (), probe, world_size))
     _end(lambda: _train(config, overrides or ()))
+
+
+@app.command(epilog=OTHERS)
+def recipe(
+    config: ConfigOption,
+    minutes: Annotated[float, typer.Option(help="The time for all stages together.", min=0.05)],
+    overrides: Overrides = None,
+) -> None:
+    """Choose the methods and train: sft on completed labels, then grpo where it pays.
+
+    Measures, decides, and reports why, in one run directory. Validation decides; the result is never below the start.
+    The same command goes on after an interruption. torchrun starts several ranks.
+    """
+    _end(lambda: _recipe(config, overrides or (), minutes))
 
 
 @app.command(epilog=OTHERS)
@@ -600,20 +617,34 @@ def _check(
 
 
 def _train(config_path: str, overrides: Sequence[str]) -> int:
+    config = _rank_config(config_path, overrides)
+    from learner.wiring.build import train
+
+    return train(config, environment=os.environ)
+
+
+def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
+    # Every stage is evaluated.
+    config = _rank_config(config_path, (*overrides, "training.eval_on_start=true"))
+    from learner.recipe.command import recipe
+
+    return recipe(config, minutes, environment=os.environ)
+
+
+def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of this process, one of the ranks. A wrong one is reported before torch is loaded. The
+    environment is made ready for what the run will load."""
     from learner.config.load import load_config
     from learner.config.modes import colocates
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGTERM)  # torchrun is gone: a checkpoint, and the end
-    # A wrong configuration is reported before torch is loaded.
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
         prepare_for_vllm(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
-    from learner.wiring.build import train
-
-    return train(config, environment=os.environ)
+    return config
 
 
 def _end(work: Callable[[], int]) -> None:

@@ -96,6 +96,7 @@ class Trainer:
         source: StepSource,
         task: Task,
         rewards: Rewards,
+        train_samples: list[Sample],
         eval_samples: list[Sample],
         test_samples: list[Sample],
         retained: Sequence[Retained] = (),
@@ -110,6 +111,7 @@ class Trainer:
         self.run_dir = Path(config.training.output_dir)
         self.policy, self.optimizer, self.source = policy, optimizer, source
         self.task, self.rewards = task, rewards
+        self.train_samples = train_samples  # with completed labels, where these are completed
         self.eval_samples, self.test_samples, self.backend, self.sync = eval_samples, test_samples, backend, sync
         self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
         self.labels, self.retained = labels, retained

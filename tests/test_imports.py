@@ -41,6 +41,7 @@ FLOORS = (
     "learner.missing",
     "learner.wiring",
     "learner.predict",
+    "learner.recipe",
     "learner.doctor",
     "learner.__main__",
     "deploy",

@@ -75,7 +75,7 @@ def recommend(found: Mapping[str, Estimate]) -> Recommendation:
         _by_heart(found),
         _labels_are_missing_and_it_can_do_better(found),
         _labels_are_missing(found),
-        _better_places(found),
+        _better_places_now(found),
         _better_names(found),
         _exposed(found),
         _nothing_left(found),
@@ -107,7 +107,7 @@ def _labels_are_missing_and_it_can_do_better(found: Mapping[str, Estimate]) -> R
         "what the next two rules ask for, together: on digits grpo on completed labels had 0 to 4 F1 points more than "
         "sft on them, the more the less is labelled"
     )
-    return Rule(COMPLETED_GRPO, _labels_are_missing(found).holds and _better_places(found).holds, reason)
+    return Rule(COMPLETED_GRPO, _labels_are_missing(found).holds and better_places(found).holds, reason)
 
 
 def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
@@ -120,13 +120,19 @@ def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
     return Rule(COMPLETED_SFT, missing.low > MISSING, reason)
 
 
-def _better_places(found: Mapping[str, Estimate]) -> Rule:
+def better_places(found: Mapping[str, Estimate]) -> Rule:
+    """Whether rollouts can still teach: the best of K answers is better in places, and K answers differ."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "
         f"answers that are all worth the same; {HEADROOM} and at most {NO_SIGNAL:.0%} are asked for"
     )
-    return Rule(GRPO, headroom.low > HEADROOM and silent.value <= NO_SIGNAL, reason + _when_sft_is_done(found))
+    return Rule(GRPO, headroom.low > HEADROOM and silent.value <= NO_SIGNAL, reason)
+
+
+def _better_places_now(found: Mapping[str, Estimate]) -> Rule:
+    rule = better_places(found)
+    return Rule(rule.method, rule.holds, rule.reason + _when_sft_is_done(found))
 
 
 def _when_sft_is_done(found: Mapping[str, Estimate]) -> str:

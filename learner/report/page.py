@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from learner.report import results
 from learner.report.charts import number, parted
 from learner.report.groups import reward_section
 from learner.report.read import RunSet, read_runs
+from learner.report.recipe import recipe_section
 from learner.report.scenes import gallery, place_tags
 from learner.report.scores import progress_of
 from learner.report.training import steps_table, sync_table, training
@@ -44,7 +46,7 @@ def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None
     runs = read_runs(run_dir)
     if compare is not None:
         others = read_runs(compare)
-        runs = RunSet(title=runs.title, runs=(*runs.runs, *others.runs), summary=runs.summary)
+        runs = replace(runs, runs=(*runs.runs, *others.runs))
     target = out or run_dir / "report.html"
     page = render(runs).encode(errors="replace").decode()  # a lone surrogate in a scene cannot be written
     write_atomically(target, page)
@@ -69,6 +71,7 @@ def render(runs: RunSet) -> str:
         verdict=results.verdict(progress),
         cards=results.cards(progress),
         notes=results.notes(progress),
+        recipe=recipe_section(runs.recipe),
         evaluation_charts=evaluation,
         flat_evaluation=flat_evaluation,
         main_metrics=results.metrics_table(progress, only=results.SHOWN),

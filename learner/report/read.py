@@ -24,6 +24,7 @@ from shared.errors import DataError
 from shared.reading import json_of
 
 METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_(\d+)\.jsonl")
+RECIPE = "recipe.json"
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt, "SpikePoint")
 PACE_STEPS = 20  # that the time of a step is taken from
@@ -176,11 +177,13 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSet:
-    """The runs that one report shows, the main one first, and the `summary.json` of the directory, if any."""
+    """The runs that one report shows, the main one first, and the `summary.json` and `recipe.json` of the directory, if
+    any."""
 
     title: str
     runs: tuple[Run, ...]
     summary: Mapping[str, Any]
+    recipe: Mapping[str, Any]
 
 
 def read_runs(path: Path) -> RunSet:
@@ -188,7 +191,7 @@ def read_runs(path: Path) -> RunSet:
     if not path.is_dir():
         raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
     if is_run(path):
-        return RunSet(title=_title(path), runs=(read_run(path),), summary={})
+        return RunSet(title=_title(path), runs=(read_run(path),), summary={}, recipe={})
     children = sorted((p for p in path.iterdir() if p.is_dir() and not p.is_symlink() and is_run(p)), key=_rank)
     if not children:
         raise DataError(
@@ -198,7 +201,8 @@ def read_runs(path: Path) -> RunSet:
             remedy="give training.output_dir of a run",
         )
     runs = tuple(read_run(child) for child in children)
-    return RunSet(title=_title(path), runs=runs, summary=_read_mapping(path / "summary.json")[0])
+    summary, recipe = (_read_mapping(path / name)[0] for name in ("summary.json", RECIPE))
+    return RunSet(title=_title(path), runs=runs, summary=summary, recipe=recipe)
 
 
 def is_run(path: Path) -> bool:

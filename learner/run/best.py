@@ -86,13 +86,8 @@ class BestEvaluation:
 
     def link(self, checkpoint: Path) -> None:
         """Point `best` to a checkpoint of the same folder."""
-        if not self.ranks.is_main:
-            return
-        with writing(self.root):
-            link, work = self.root / BEST_LINK, self.root / f".{BEST_LINK}.partial"
-            work.unlink(missing_ok=True)
-            work.symlink_to(checkpoint.name)
-            work.replace(link)
+        if self.ranks.is_main:
+            point_best(self.root, Path(checkpoint.name))
 
     def restore(self, step: int) -> None:
         """Take up what was measured until `step`. Collective. A file that cannot be read counts as none."""
@@ -116,6 +111,15 @@ class BestEvaluation:
             values = {str(step): value for step, value in self.values.items() if math.isfinite(value)}
             stored = {"metric": self.metric, "best_step": self.best_step, "values": values}
             write_atomically(self.root / BEST_FILE, json.dumps(stored, indent=2) + "\n")
+
+
+def point_best(root: Path, target: Path) -> None:
+    """Make `best` in the folder a link to `target`, which is absolute or relative to it. Raises OutputError."""
+    with writing(root):
+        link, work = root / BEST_LINK, root / f".{BEST_LINK}.partial"
+        work.unlink(missing_ok=True)
+        work.symlink_to(target)
+        work.replace(link)
 
 
 def kept(root: Path) -> Path | None:

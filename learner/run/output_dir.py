@@ -87,13 +87,19 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
 
 
 def claim_output_dir(
-    config: RunConfig, ranks: Ranks, agent: str | None = None, *, stack: ExitStack | None = None
+    config: RunConfig,
+    ranks: Ranks,
+    agent: str | None = None,
+    *,
+    stack: ExitStack | None = None,
+    goes_on: bool = False,
 ) -> RunConfig:
     """Check and clear the folder, before any rank writes: rank 0 looks and removes, and all ranks fail alike.
     Collective. Returns the configuration to go on with. No other run gets the folder before `stack` is closed.
 
     `agent` is the torchrun of this rank. If one of the ranks' agents has claimed the folder before, it has started its
-    ranks again after one failed: the run goes on from its newest checkpoint, or from its beginning if it has none.
+    ranks again after one failed: the run goes on from its newest checkpoint, or from its beginning if it has none. So
+    it does with `goes_on`.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()
@@ -104,7 +110,7 @@ def claim_output_dir(
             if stack is not None:
                 with writing(run_dir):
                     stack.enter_context(locked(run_dir))
-            if _claimed_by(agents, run_dir):
+            if goes_on or _claimed_by(agents, run_dir):
                 config = _restarted(config)
             check_output_dir(config)
             check_annotations(config)

@@ -94,11 +94,30 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
         stack.enter_context(told_before_the_first_step())
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
         stack.callback(ranks.close)
-        config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack)
+        return train_on(config, plan, ranks, environment)
+
+
+def train_on(
+    config: RunConfig,
+    plan: Plan,
+    ranks: Ranks,
+    environment: Mapping[str, str],
+    *,
+    goes_on: bool = False,
+    before: Callable[[Trainer], bool] = lambda _: True,
+) -> int:
+    """The same for ranks that have met, which may train again after it. Collective.
+
+    `goes_on`: a run in the folder is an earlier start of this one. `before` is called when everything is ready; False:
+    nothing is to be learned.
+    """
+    with ExitStack() as stack:
+        config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack, goes_on=goes_on)
         trainer = build(config, plan, ranks, token=read_token(environment), stack=stack)
         try:
             with trainer.stop.installed():
-                trainer.run()
+                if before(trainer):
+                    trainer.run()
         except Stopped as stopped:
             trainer.journal.note(str(stopped))
             return stopped.exit_code
@@ -143,6 +162,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         source=source,
         task=basis.task,
         rewards=basis.rewards,
+        train_samples=basis.data.train,
         eval_samples=basis.data.evaluation,
         test_samples=basis.data.test,
         retained=basis.data.retained,

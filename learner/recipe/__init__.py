@@ -1,0 +1,18 @@
+"""`rollout-learner recipe`: `sft` on completed labels, then `grpo`, each as long as it pays, within a given time (R49).
+
+    stages.py    the user's configuration -> each stage's
+    headroom.py  what sampled answers could still gain in places, by the weights of a run that is about to begin
+    record.py    `recipe.json`: what was decided, and what each stage gained and lost
+    command.py   the command
+
+1. `sft` on labels that are completed where `labels.complete` finds it safe, until its validation score rises no more.
+   Its first evaluation measures the start.
+2. From its best weights: labels are completed again, and the headroom in places is measured on training samples.
+3. `grpo`, if there is headroom in places and K answers differ; otherwise only names are left, which rollouts do not
+   teach, and the recipe ends.
+
+Each stage is an ordinary run in a folder of its own, `OUTPUT/sft` and `OUTPUT/grpo`, with its configuration beside it
+(`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score of all, those of the start
+included. So the recipe never gives less than it began with, on validation. A second command goes on where the first
+one ended, however that was.
+"""

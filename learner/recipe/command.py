@@ -1,0 +1,242 @@
+"""`rollout-learner recipe --config run.yaml --minutes N`: the stages one after the other, in one run directory.
+
+Every rank runs it, alone or under torchrun. Rank 0 decides and writes, and all ranks follow. The state on disk decides
+what comes next, so a command that is given again goes on: a stage that has ended is not run again, one that was killed
+goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.config.load import load_config
+from learner.config.plan import resolve
+from learner.config.schema import RunConfig
+from learner.extensions import check_extensions
+from learner.journal.trackers import check_trackers
+from learner.policy.parallel import Ranks, init_ranks
+from learner.predict.recommend import better_places
+from learner.recipe.headroom import measure_headroom
+from learner.recipe.record import Record, StageResult, digest_of, read_record, spent_s, stage_result
+from learner.recipe.stages import GRPO, PATIENCE, SFT, check_recipe, grpo_stage, metric_of, sft_stage
+from learner.report.page import write_report
+from learner.run.best import BEST_LINK, point_best
+from learner.run.files import writing
+from learner.run.lock import locked
+from learner.run.output_dir import check_output_dir, check_writable
+from learner.run.stopping import told_before_the_first_step
+from learner.trainer import Trainer
+from learner.wiring.build import train_on
+from shared.config.parse import write_yaml
+from shared.errors import ConfigError
+from shared.families import check_folder
+
+SFT_SHARE = 0.6  # of the time, at most; what is left is for grpo
+LEAST_SHARE = 0.1  # of the time: with less, grpo is not begun
+WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
+
+
+def recipe(config: RunConfig, minutes: float, *, environment: Mapping[str, str]) -> int:
+    """Follow the recipe to its end. Returns the exit code, that of a signal if one stopped it.
+
+    Raises ConfigError, CheckpointError, OutputError, and whatever a stage's run raises.
+    """
+    check_recipe(config)
+    check_extensions(config)
+    check_trackers(config)
+    check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
+    with ExitStack() as stack:
+        stack.enter_context(told_before_the_first_step())
+        ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
+        stack.callback(ranks.close)
+        (record, *_) = ranks.all_succeed(lambda: _begin(config, minutes, ranks, stack))
+        return Recipe(config, record, ranks, environment).follow()
+
+
+def _begin(config: RunConfig, minutes: float, ranks: Ranks, stack: ExitStack) -> Record:
+    """Rank 0's record, old or new; no other recipe gets the folder before `stack` is closed."""
+    digest = digest_of(config)
+    new = Record(digest=digest, minutes=minutes, metric=metric_of(config))
+    if not ranks.is_main:
+        return new
+    root = Path(config.training.output_dir)
+    check_writable(config)
+    check_output_dir(config.model_copy(update={"training": config.training.model_copy(update={"overwrite": False})}))
+    with writing(root):
+        stack.enter_context(locked(root))
+    old = read_record(root)
+    if old is None:
+        new.write(root)
+        return new
+    if old.digest != digest:
+        raise ConfigError(
+            "training.output_dir: another recipe is there",
+            found=f"{root}, begun with another model, data, task or labels",
+            wanted="the configuration that it was begun with, or a folder without a run",
+            remedy="name another folder (training.output_dir), or remove this one",
+        )
+    return replace(old, minutes=minutes)
+
+
+class Recipe:
+    """`record` is the same on all ranks."""
+
+    def __init__(self, config: RunConfig, record: Record, ranks: Ranks, environment: Mapping[str, str]) -> None:
+        self.config, self.record, self.ranks, self.environment = config, record, ranks, environment
+        self.root = Path(config.training.output_dir)
+        self._began_s = time.monotonic()  # the stage that runs, or the command
+
+    def follow(self) -> int:
+        """Both stages, and the report."""
+        if self.record.stage(SFT) is None and (code := self._sft()):
+            return code
+        if not self.record.ended and (code := self._grpo()):
+            return code
+        self._tell()
+        return 0
+
+    # ---- the stages ------------------------------------------------------------------------------------------------
+
+    def _sft(self) -> int:
+        earlier_s = self._earlier_s(SFT)
+        minutes = self.record.minutes * SFT_SHARE - earlier_s / 60
+        values = sft_stage(self.config, world_size=self.ranks.world_size, minutes=minutes)
+        return self._run(SFT, values, WHY_SFT, earlier_s)
+
+    def _grpo(self) -> int:
+        sft = self.record.stage(SFT)
+        assert sft is not None
+        earlier_s = self._earlier_s(GRPO)
+        left_s = 60 * self.record.minutes - self.record.seconds - earlier_s
+        if not self.record.grpo and left_s < LEAST_SHARE * 60 * self.record.minutes:
+            left = f"{max(0.0, left_s / 60):.1f} of {self.record.minutes:g} minutes"
+            self._decide(ended=f"{left} are left: too little for grpo")
+            return 0
+        values = grpo_stage(
+            self.config,
+            world_size=self.ranks.world_size,
+            minutes=left_s / 60,
+            model=self._best_of(sft),
+            completes=sft.completed,
+        )
+        code = self._run(GRPO, values, "", earlier_s)
+        if not code and not self.record.ended:
+            self._decide(ended="both stages have ended")
+        return code
+
+    def _best_of(self, stage: StageResult) -> Path | None:
+        """Its best weights; None: the start's."""
+        return self.root / stage.name / f"checkpoint-{stage.best_step}" if stage.best_step else None
+
+    def _run(self, name: str, values: Mapping[str, Any], why: str, earlier_s: float) -> int:
+        """One stage as an ordinary run. Its result goes into the record, and `best` may point to another checkpoint."""
+        path = self.root / f"{name}.yaml"
+        self.ranks.all_succeed(lambda: self._write_stage(path, values))
+        config = load_config(path, world_size=self.ranks.world_size, env=self.environment)
+        plan = resolve(config, self.ranks.world_size)
+        code = train_on(
+            config,
+            plan,
+            self.ranks,
+            self.environment,
+            goes_on=True,
+            before=self._is_worth_it if name == GRPO else lambda _: True,
+        )
+        _forget()
+        if code or self.record.ended:
+            return code
+        patience = config.training.early_stop_patience or PATIENCE
+        seconds = earlier_s + time.monotonic() - self._began_s
+        self._began_s = time.monotonic()
+        run_dir, why = Path(config.training.output_dir), why or self.record.grpo
+
+        def ended() -> Record:
+            if not self.ranks.is_main:
+                return self.record
+            record = self.record.with_stage(stage_result(run_dir, why=why, seconds=seconds, patience=patience))
+            self._keep(record)
+            return record
+
+        (self.record, *_) = self.ranks.all_succeed(ended)
+        return 0
+
+    def _write_stage(self, path: Path, values: Mapping[str, Any]) -> None:
+        if self.ranks.is_main:
+            with writing(path):
+                write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
+
+    def _is_worth_it(self, trainer: Trainer) -> bool:
+        """Before `grpo`: whether places are left to gain. Asked once; a stage that goes on has its answer."""
+        if self.record.grpo:
+            return True
+        trainer.journal.note("recipe: measuring what rollouts could still gain")
+        trainer.complete_labels()
+        found = measure_headroom(trainer)
+        rule = better_places(found)
+        self.record = replace(self.record, headroom=found)
+        if rule.holds:
+            self._decide(grpo=rule.reason)
+        else:
+            self._decide(ended=f"no places are left to gain: {rule.reason}")
+        return rule.holds
+
+    # ---- the record ------------------------------------------------------------------------------------------------
+
+    def _earlier_s(self, name: str) -> float:
+        """What earlier starts of the stage took. Rank 0 knows."""
+        return self.ranks.broadcast_object(spent_s(self.root / name) if self.ranks.is_main else 0.0)
+
+    def _decide(self, *, grpo: str = "", ended: str = "") -> None:
+        self.record = replace(self.record, grpo=grpo or self.record.grpo, ended=ended)
+        self.ranks.all_succeed(lambda: self._keep(self.record))
+
+    def _keep(self, record: Record) -> None:
+        """Rank 0 writes the record, and points `best` to the best weights. A start that has no folder has no link."""
+        if not self.ranks.is_main:
+            return
+        best = record.stage(record.best_of)
+        if best is not None:
+            point_best(self.root, Path(best.name, f"checkpoint-{best.best_step}"))
+        elif (start := Path(self.config.model.path)).is_dir():
+            point_best(self.root, start.absolute())
+        record.write(self.root)
+
+    def _tell(self) -> None:
+        """Print what was done and why, and write the report."""
+        if not self.ranks.is_main:
+            return
+        if self.record.stage(GRPO) is None:  # its folder has labels and answers that nothing was learned from
+            shutil.rmtree(self.root / GRPO, ignore_errors=True)
+        print("\n".join(told(self.record)))
+        if (self.root / BEST_LINK).is_dir():
+            print(f"the best weights: {self.root / BEST_LINK}")
+        print(write_report(self.root))
+
+
+def told(record: Record) -> list[str]:
+    """The recipe in lines."""
+    lines = []
+    for stage in record.stages:
+        score = f"{record.metric} {stage.score_before:.3f} -> {stage.score:.3f} at step {stage.best_step}"
+        lines.append(f"{stage.name}: {score} of {stage.steps}, {stage.seconds / 60:.1f} min; {stage.ended}")
+        lines.append(f"  why: {stage.why}")
+        lines += [f"  labels: {stage.labels}"] if stage.labels else []
+        lines += [f"  {name}: {', '.join(texts)}" for name in ("gained", "lost") if (texts := getattr(stage, name))]
+    end = f"{record.best_of}, {record.metric} {record.best_score:.3f}" if record.best_score is not None else "start"
+    return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
+
+
+def _forget() -> None:
+    """Free a stage's memory before the next one asks for it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

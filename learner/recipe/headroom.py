@@ -1,0 +1,54 @@
+"""What rollouts could still teach: the best of K answers to training samples, against the greedy one.
+
+In: a trainer whose run is about to begin, so the weights and labels are those that it would learn from. Out: numbers of
+`learner.predict.features` with intervals. Rollouts are made by the run's own backend, on all ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.predict.agreement import drawn_of
+from learner.predict.exposure import KINDS
+from learner.predict.features import Estimate, Measured, Split, estimates
+from learner.records import Assignment, Sample
+from learner.rollout.backend import MicroStep
+from learner.tasks.detection.metrics import count_objects
+from learner.trainer import Trainer
+
+SAMPLES, GENERATIONS = 64, 8
+_MICRO_STEP = -3  # of the requests, so that no rollout that is learned shares their seeds
+MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")
+
+
+def measure_headroom(trainer: Trainer) -> dict[str, Estimate]:
+    """`MEASURED`, by the present weights on at most `SAMPLES` training samples. Collective."""
+    every = trainer.train_samples
+    chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
+    greedy = trainer.score(chosen, "headroom.jsonl", None).assignments
+    groups = _drawn(trainer, chosen)
+    measured = Measured(
+        train=Split(greedy=count_objects(greedy).values, nats=np.zeros((len(chosen), 2))),
+        drawn=drawn_of(groups),
+        exposure=np.zeros((len(chosen), len(KINDS), 3)),
+        validation=None,
+    )
+    found = estimates(measured)
+    return {name: found[name] for name in MEASURED}
+
+
+def _drawn(trainer: Trainer, samples: Sequence[Sample]) -> list[list[Assignment]]:
+    """`GENERATIONS` answers to each sample. Each rank asks for its share."""
+    ranks, task = trainer.ranks, trainer.task
+    assert trainer.backend is not None
+    share = -(-len(samples) // ranks.world_size)
+    line = [sample for sample in samples[ranks.rank * share :][:share] for _ in range(GENERATIONS)]
+    window = [MicroStep(samples=line, micro_step_idx=_MICRO_STEP, first_req_idx=ranks.rank * share * GENERATIONS)]
+    with trainer.source.fence():
+        (rollouts,) = trainer.backend.generate_window(window, global_step=0, temperature=1.0)
+    own = [task.match(task.parse(rollout)) for rollout in rollouts]
+    found = [assignment for part in ranks.all_gather_object(own) for assignment in part]
+    return [found[i : i + GENERATIONS] for i in range(0, len(found), GENERATIONS)]

@@ -1,0 +1,191 @@
+"""`recipe.json`: what a recipe decided so far, and what each stage gained and lost.
+
+Rank 0 writes it after each stage, whole. What a second command needs is here or in the stages' own folders. A stage
+that is not listed has not ended. The report of the folder shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from learner.config.schema import RunConfig
+from learner.journal.retained import RETAIN
+from learner.predict.features import Estimate
+from learner.report.read import METRICS, RECIPE, read_run
+from learner.run.best import BEST_FILE
+from learner.run.files import write_atomically
+from learner.steps.completing import FOLDER as LABELS
+from shared.errors import CheckpointError
+from shared.reading import json_in, json_of
+
+SHOWN = ("f1@0.5", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
+LEAST_CHANGE = 0.005  # smaller ones are not listed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageResult:
+    """One stage that has ended. `before` and `after` are metrics of its first and its best evaluation on validation,
+    `score` those of the metric that decides."""
+
+    name: str
+    why: str  # it was run
+    ended: str  # and why it ended
+    labels: str  # what was completed; empty: nothing was asked
+    completed: bool
+    seconds: float
+    steps: int
+    best_step: int
+    score_before: float
+    score: float
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+
+    @property
+    def gained(self) -> list[str]:
+        return [text for text, change in self._changes() if change > 0]
+
+    @property
+    def lost(self) -> list[str]:
+        return [text for text, change in self._changes() if change < 0]
+
+    def _changes(self) -> list[tuple[str, float]]:
+        """Metrics that moved; more repeated objects are a loss."""
+        names = [*SHOWN, *(name for name in self.after if name.startswith(RETAIN) and name.endswith("/f1@0.5"))]
+        found = []
+        for name in names:
+            change = self.after.get(name, 0.0) - self.before.get(name, 0.0)
+            if name in self.before and abs(change) >= LEAST_CHANGE:
+                found.append((f"{name} {change:+.3f}", -change if name == "duplicate_rate" else change))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A recipe so far. `best_of`: the stage whose weights are the best, `start` if none is better than that."""
+
+    digest: str
+    minutes: float
+    metric: str
+    stages: tuple[StageResult, ...] = ()
+    headroom: Mapping[str, Estimate] = field(default_factory=dict)
+    grpo: str = ""  # why it is run
+    ended: str = ""  # why the recipe has ended
+    best_of: str = "start"
+    best_score: float | None = None
+
+    def stage(self, name: str) -> StageResult | None:
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    def with_stage(self, stage: StageResult) -> Self:
+        """Of equal scores the earlier weights stay the best."""
+        best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
+        if stage.score > score:
+            best_of, score = stage.name, stage.score
+        return replace(self, stages=(*self.stages, stage), best_of=best_of, best_score=score)
+
+    @property
+    def seconds(self) -> float:
+        """Of the stages that have ended."""
+        return sum(stage.seconds for stage in self.stages)
+
+    def write(self, root: Path) -> None:
+        """Raises OutputError."""
+        stages = [asdict(stage) | {"gained": stage.gained, "lost": stage.lost} for stage in self.stages]
+        write_atomically(root / RECIPE, json.dumps(asdict(self) | {"stages": stages}, indent=1) + "\n")
+
+
+def read_record(root: Path) -> Record | None:
+    """None if no recipe was begun there. Raises CheckpointError if its file is damaged."""
+    path = root / RECIPE
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = dict(json_in(path))
+        known = StageResult.__dataclass_fields__
+        stages = [StageResult(**{key: stage[key] for key in known}) for stage in content["stages"]]
+        headroom = {name: Estimate(**one) for name, one in content["headroom"].items()}
+        return Record(**content | {"stages": tuple(stages), "headroom": headroom})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            "the recipe's record can't be read",
+            found=f"{path}: {type(error).__name__}: {error}",
+            wanted="the file that the recipe wrote",
+            remedy="remove it: each stage then goes on from its last checkpoint",
+        ) from error
+
+
+def digest_of(config: RunConfig) -> str:
+    """What two commands must have in common to be one recipe: model, data, task and labels."""
+    parts = config.model_dump_json(include={"model", "data", "task", "labels"})
+    return hashlib.sha256(parts.encode()).hexdigest()
+
+
+# ---- what a stage left behind ---------------------------------------------------------------------------------------
+
+
+def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> StageResult:
+    """Of a stage's run that has ended, with at least its first evaluation. Raises CheckpointError if that is lost."""
+    try:
+        values = {int(step): float(value) for step, value in json_in(run_dir / BEST_FILE)["values"].items()}
+        best = max(values, key=lambda step: (values[step], -step))
+        start = values[0]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            "a stage's scores can't be read",
+            found=f"{run_dir / BEST_FILE}: {type(error).__name__}: {error}",
+            wanted="the scores of all evaluations of the stage, from its start on",
+            remedy=f"remove {run_dir}, so that the stage begins anew",
+        ) from error
+    run = read_run(run_dir)
+    metrics = {point.global_step: point.metrics for point in run.evals}
+    labels, completed = _labels(run_dir)
+    since = sum(step > best for step in values)
+    return StageResult(
+        name=run_dir.name,
+        why=why,
+        ended=f"the score did not rise in {since} evaluations" if since >= patience else "its time was up",
+        labels=labels,
+        completed=completed,
+        seconds=round(seconds, 1),
+        steps=max(values),
+        best_step=best,
+        score_before=start,
+        score=values[best],
+        before=metrics.get(0, {}),
+        after=metrics.get(best, {}),
+    )
+
+
+def _labels(run_dir: Path) -> tuple[str, bool]:
+    """What the newest completion of the labels did, in words, and whether it added anything."""
+    files = sorted((run_dir / LABELS).glob("step_*.json"))
+    if not files:
+        return "", False
+    found = json_in(files[-1])
+    if found["min_votes"] is None:
+        return f"nothing completed: {found['why']}", False
+    text = f"{found['added']} labels added to {found['labels']}"
+    return f"{text}, which at least {found['min_votes']} of {found['rollouts']} answers have", bool(found["added"])
+
+
+def spent_s(run_dir: Path) -> float:
+    """Seconds that earlier starts of a stage took, by its metrics; their first moments and their ends are not seen."""
+    path = run_dir / METRICS
+    if not path.is_file():
+        return 0.0
+    spans: list[list[float]] = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            event = json_of(line)
+            if event["event"] == "plan":
+                spans.append([])
+            spans[-1].append(float(event["time"]))
+        except (ValueError, KeyError, TypeError, IndexError):
+            continue  # a line that was cut
+    return sum(max(times) - min(times) for times in itertools.compress(spans, spans))

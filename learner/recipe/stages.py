@@ -1,0 +1,126 @@
+"""The configurations of the recipe's stages, as mappings to be written as YAML.
+
+In: the user's configuration, resolved. Out: the same with another trainer variant. Everything about model, data, task,
+servers and memory stays. How long a stage is follows from time and validation, so the schedule has no end: the learning
+rate is constant after the warm-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from learner.config.plan import resolve
+from learner.config.schema import RunConfig
+from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.labels import CompleteConfig
+from learner.extensions import task_class
+from learner.tasks.detection.task import DetectionTask
+from shared.config.model import ConfigErrors, Mistake, shown
+
+SFT, GRPO = "sft", "grpo"
+METRIC = "fm@0.5"  # orders models alike whether labels are complete or not
+EVAL_STEPS, PATIENCE = 8, 3
+SAVE_MINUTES = 5.0
+RATE_OF_GRPO = 0.3  # of the rate that suits sft (docs/concepts/which-method.md)
+MOST_STEPS = 100_000  # time or patience ends a stage
+LEAST_MINUTES = 0.01
+
+
+def check_recipe(config: RunConfig) -> None:
+    """Raises ConfigErrors if the recipe can't be followed."""
+    mistakes = []
+    if not issubclass(task_class(config.task), DetectionTask):
+        wanted = "task.type: detection, whose answers have places and names"
+        remedy = "make a short run of each method instead, and compare them: rollout-learner report RUN --compare RUN2"
+        mistakes.append(Mistake(path="task.type", found=config.task.type, wanted=wanted, remedy=remedy))
+    if config.data.val is None:
+        wanted = "validation annotations: they decide when a stage ends and which weights are the best"
+        mistakes.append(Mistake(path="data.val", found="null", wanted=wanted, remedy="name the file"))
+    if config.training.resume_from_checkpoint is not None:
+        found, wanted = config.training.resume_from_checkpoint, "null: a recipe goes on by itself"
+        remedy = "remove it, and give the same command again"
+        mistakes.append(Mistake(path="training.resume_from_checkpoint", found=found, wanted=wanted, remedy=remedy))
+    if mistakes:
+        raise ConfigErrors("recipe: the configuration does not suit it", mistakes=mistakes)
+
+
+def metric_of(config: RunConfig) -> str:
+    """What decides: `training.keep_best`, if it names a metric."""
+    named = config.training.keep_best
+    return METRIC if named in (None, "auto") else named
+
+
+def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
+    """`sft` on labels that are completed where it is safe."""
+    values = _stage(config, SFT, minutes)
+    values["labels"]["complete"] = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
+    values["grpo"] = GrpoConfig().model_dump(mode="json")
+    if _has(config, GRPO):
+        size = config.grpo.num_generations
+        per_device = config.training.per_device_train_batch_size // size
+        batch = resolve(config, world_size).effective_batch_size // size
+        values["training"] |= _batches(per_device, batch)
+        values["training"]["learning_rate"] = config.training.learning_rate / RATE_OF_GRPO
+    return values
+
+
+def grpo_stage(
+    config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool
+) -> dict[str, Any]:
+    """`grpo` from `model` (None: the start), on labels that its own weights complete, if that was safe before."""
+    values = _stage(config, GRPO, minutes)
+    complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
+    values["labels"]["complete"] = complete | {"write": None} if completes else None
+    values["loss"]["function"] = None
+    decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
+    decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
+    if model is not None:
+        values["model"]["path"] = str(model)
+        if (model / "adapter_config.json").is_file():
+            values["model"]["lora"] = None  # it goes on learning the adapter that is there
+    if not _has(config, GRPO):
+        size = config.grpo.num_generations
+        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # of a rank
+        values["grpo"] |= {"credit": "object"}
+        values["training"] |= _batches(groups * size, groups * size * world_size)
+        values["training"]["learning_rate"] = config.training.learning_rate * RATE_OF_GRPO
+    return values
+
+
+def _has(config: RunConfig, variant: str) -> bool:
+    return config.custom.trainer_variant == variant
+
+
+def _batches(per_device: int, whole: int) -> Mapping[str, int | None]:
+    return {
+        "per_device_train_batch_size": per_device,
+        "effective_batch_size": whole,
+        "gradient_accumulation_steps": None,
+    }
+
+
+def _stage(config: RunConfig, variant: str, minutes: float) -> dict[str, Any]:
+    training, values = config.training, shown(config)
+    values["custom"]["trainer_variant"] = variant
+    values["custom"]["extra"]["rollout_matching"]["rollout_buffer"] = None
+    values["stage2_ab"] = None
+    values["data"]["test"] = None  # nothing is chosen by it
+    values["training"] |= {
+        "output_dir": str(Path(training.output_dir) / variant),
+        "overwrite": False,
+        "max_minutes": max(LEAST_MINUTES, round(minutes, 3)),
+        "max_steps": MOST_STEPS,
+        "num_train_epochs": None,
+        "lr_scheduler_type": "constant",
+        "eval_on_start": True,
+        "eval_on_end": True,
+        "eval_steps": training.eval_steps or EVAL_STEPS,
+        "keep_best": metric_of(config),
+        "early_stop_patience": training.early_stop_patience or PATIENCE,
+        "save_minutes": training.save_minutes if training.save_minutes or training.save_steps else SAVE_MINUTES,
+        "save_total_limit": 1,
+        "save_on_end": True,
+    }
+    return values

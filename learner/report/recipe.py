@@ -1,0 +1,47 @@
+"""What a recipe's stages gained and lost, and why each was run (`recipe.json`, R49).
+
+In: the file's mapping. Out: a sentence and a table for `templates/page.html`. A file that says something else shows
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from learner.report.charts import Table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeSection:
+    """`result`: which weights are the best, and why the recipe ended."""
+
+    result: str
+    stages: Table
+
+
+def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
+    """None if there is no recipe, or none of its stages has ended."""
+    try:
+        rows = [_row(stage) for stage in recipe["stages"]]
+        best = f"{recipe['best_of']}, {recipe['metric']} {float(recipe['best_score']):.3f}"
+        ended = recipe["ended"] or "not yet"
+    except (KeyError, TypeError, ValueError):
+        return None
+    head = ["Stage", "Why", "Labels", f"{recipe['metric']}", "Best step", "Minutes", "Gained", "Lost", "Ended because"]
+    return RecipeSection(result=f"Best on validation: {best}. Ended: {ended}.", stages=Table(head, rows))
+
+
+def _row(stage: Mapping[str, Any]) -> list[str]:
+    return [
+        str(stage["name"]),
+        str(stage["why"]),
+        str(stage["labels"] or "as annotated"),
+        f"{float(stage['score_before']):.3f} to {float(stage['score']):.3f}",
+        f"{stage['best_step']} of {stage['steps']}",
+        f"{float(stage['seconds']) / 60:.1f}",
+        ", ".join(stage["gained"]) or "nothing",
+        ", ".join(stage["lost"]) or "nothing",
+        str(stage["ended"]),
+    ]

@@ -1,0 +1,265 @@
+"""The whole recipe on a tiny model: what it chooses, that it never gives less than its start, and that it goes on
+wherever it was killed (R49). The learner is real; rollouts are those of `trainer_world`, and the scores are given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner import trainer as trainer_module
+from learner.config.load import config_of
+from learner.config.schema import RunConfig
+from learner.policy.load import Policy
+from learner.recipe import command, record
+from learner.recipe.command import recipe
+from learner.recipe.record import read_record
+from learner.run.best import kept
+from learner.trainer import Trainer
+from learner.wiring import build
+from shared.errors import CheckpointError, ConfigError
+from tests.unit.learner.trainer_world import FakeBackend, FakeSync, Seen, make_config, write_data
+
+Scores = Mapping[str, Mapping[int, float]]  # by stage and step; of other steps 0.1
+MINUTES = 60.0
+GAINS: Scores = {"sft": {0: 0.3, 1: 0.4, 2: 0.6, 3: 0.5}, "grpo": {0: 0.6, 1: 0.65, 2: 0.7}}
+
+
+class Killed(BaseException):
+    """The process is gone: nothing is saved on its way out."""
+
+
+@pytest.fixture
+def scores(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scores], None]:
+    """The servers of `trainer_world`. Says which scores the evaluations of each stage have."""
+    said: dict[str, Any] = {"stage": "", "scores": {}}
+    evaluate, train_on = trainer_module.evaluate, command.train_on
+
+    def connect_backend(config: RunConfig, policy: Policy, **_: Any) -> FakeBackend:
+        return FakeBackend(config, policy, Seen())
+
+    def connect_sync(_: RunConfig, __: Policy, backend: FakeBackend, *___: Any, **____: Any) -> FakeSync:
+        return FakeSync(backend)
+
+    def stage(config: RunConfig, *args: Any, **more: Any) -> int:
+        said["stage"] = config.custom.trainer_variant
+        return train_on(config, *args, **more)
+
+    def scored(*args: Any, global_step: int, **more: Any) -> Any:
+        found = evaluate(*args, global_step=global_step, **more)
+        value = said["scores"][said["stage"]].get(global_step, 0.1)
+        object.__setattr__(found, "metrics", {**found.metrics, "fm@0.5": value, "recall@0.5": value / 2})
+        return found
+
+    monkeypatch.setattr(build, "connect_backend", connect_backend)
+    monkeypatch.setattr(build, "connect_sync", connect_sync)
+    monkeypatch.setattr(build, "log_to_file", lambda *_: None)
+    monkeypatch.setattr(command, "train_on", stage)
+    monkeypatch.setattr(trainer_module, "evaluate", scored)
+    return lambda scores: said.update(scores=scores)
+
+
+def config_for(model: Path, folder: Path) -> RunConfig:
+    sizes = {"num_samples": 32, "max_steps": 1, "per_device_train_batch_size": 2}
+    values = make_config(model, folder, eval_steps=1, **sizes).model_dump()
+    values["training"]["early_stop_patience"] = 1
+    values["data"]["val"] = str(write_data(folder / "val.jsonl", 3, "v"))
+    values["custom"]["extra"]["rollout_matching"]["decoding"]["max_new_tokens"] = 64
+    return config_of(values)
+
+
+def stages(folder: Path) -> list[tuple[str, int, float, float]]:
+    found = read_record(folder / "run")
+    assert found is not None
+    return [(stage.name, stage.best_step, stage.score_before, stage.score) for stage in found.stages]
+
+
+BOTH = [("sft", 2, 0.3, 0.6), ("grpo", 2, 0.6, 0.7)]
+
+
+def test_grpo_follows_where_places_are_left_to_gain(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    scores(GAINS)
+    run = tmp_path / "run"
+    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH
+    assert kept(run) == run / "grpo" / "checkpoint-2"
+    found = read_record(run)
+    assert found is not None
+    assert (found.best_of, found.best_score) == ("grpo", 0.7)
+    assert found.headroom["headroom_places"].low > 0.03, "the answers of trainer_world are some of the labels each"
+    assert "headroom" in found.grpo or "best of K" in found.grpo
+    configured = json.loads((run / "grpo" / "metrics.jsonl").read_text().splitlines()[0])
+    assert configured["trainer_variant"] == "grpo"
+    assert (run / "sft" / "config.yaml").is_file()
+    said, page = capsys.readouterr().out, (run / "report.html").read_text()
+    for text in ("recall@0.5 +0.150", "recall@0.5 +0.050", "nothing completed"):
+        assert text in said
+        assert text in page, "the report says what each stage gained"
+
+
+def test_it_ends_where_only_names_are_left(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores(GAINS)
+    monkeypatch.setattr(FakeBackend, "_answer", _all_objects)
+    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH[:1]
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert found.headroom["headroom_places"].value == pytest.approx(0.0)
+    assert found.ended.startswith("no places are left")
+    assert not (tmp_path / "run" / "grpo").exists(), "nothing was learned there"
+    assert kept(tmp_path / "run") == tmp_path / "run" / "sft" / "checkpoint-2"
+
+
+_answer = FakeBackend._answer
+
+
+def _all_objects(backend: FakeBackend, sample: Any, seed: int) -> Any:
+    """Every answer is the whole truth."""
+    return _answer(backend, sample, len(sample.objects) + 1)
+
+
+@pytest.mark.parametrize(
+    ("scores_said", "best", "checkpoint"),
+    [
+        ({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
+        ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # not better is not worth a change
+        ({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
+        ({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
+    ],
+)
+def test_it_never_gives_less_than_its_start(
+    tiny_text: Path,
+    tmp_path: Path,
+    scores: Callable[[Scores], None],
+    scores_said: Scores,
+    best: str,
+    checkpoint: str | None,
+) -> None:
+    scores(scores_said)
+    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert found.best_of == best
+    assert kept(tmp_path / "run") == (tmp_path / "run" / checkpoint if checkpoint else tiny_text)
+
+
+# ---- killed, and begun again ----------------------------------------------------------------------------------------
+
+
+def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
+    """The process is gone before the call of this number, from 1 on; it lives the next time."""
+    work, calls = getattr(owner, name), iter(range(1, 1000))
+
+    def dying(*args: Any, **more: Any) -> Any:
+        if next(calls) == number:
+            raise Killed
+        return work(*args, **more)
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [
+        (Trainer, "step", 1),  # before anything was saved
+        (Trainer, "step", 3),  # of sft
+        (Trainer, "step", 5),  # of grpo
+        (command, "stage_result", 1),  # sft has ended, and nobody knows
+        (record.Record, "write", 1),
+        (record.Record, "write", 3),
+        (record.Record, "write", 4),
+        (command, "measure_headroom", 1),
+        (command, "write_report", 1),
+    ],
+)
+def test_it_goes_on_wherever_it_was_killed(
+    tiny_text: Path,
+    tmp_path: Path,
+    scores: Callable[[Scores], None],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    number: int,
+) -> None:
+    scores(GAINS)
+    config = config_for(tiny_text, tmp_path)
+    kill_at_call(monkeypatch, owner, name, number)
+    with pytest.raises(Killed):
+        recipe(config, MINUTES, environment={})
+    assert recipe(config, MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH
+    assert kept(tmp_path / "run") == tmp_path / "run" / "grpo" / "checkpoint-2"
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_recipe_that_has_ended_trains_no_more(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores(GAINS)
+    config = config_for(tiny_text, tmp_path)
+    assert recipe(config, MINUTES, environment={}) == 0
+    monkeypatch.setattr(Trainer, "step", _never)
+    assert recipe(config, MINUTES, environment={}) == 0
+
+
+def _never(*_: Any) -> Any:
+    pytest.fail("a stage that has ended was begun again")
+
+
+def test_time_that_is_up_ends_it_with_what_there_is(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores(GAINS)
+    monkeypatch.setattr(command, "SFT_SHARE", 1.0)
+    monkeypatch.setattr(command, "LEAST_SHARE", 1.0)
+    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH[:1]
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert "minutes are left" in found.ended
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_another_recipe_in_the_folder_is_not_taken_up(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
+) -> None:
+    scores(GAINS)
+    config = config_for(tiny_text, tmp_path)
+    assert recipe(config, MINUTES, environment={}) == 0
+    other = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 3})})
+    with pytest.raises(ConfigError) as caught:
+        recipe(other, MINUTES, environment={})
+    assert str(tmp_path / "run") in caught.value.found
+    assert caught.value.remedy
+
+
+def test_a_damaged_record_is_named(tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]) -> None:
+    scores(GAINS)
+    config = config_for(tiny_text, tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text('{"stages": [')
+    with pytest.raises(CheckpointError) as caught:
+        recipe(config, MINUTES, environment={})
+    assert "recipe.json" in caught.value.found
+    (tmp_path / "run" / "recipe.json").unlink()
+    assert recipe(config, MINUTES, environment={}) == 0
+
+
+def test_an_ordinary_run_in_the_folder_is_left_alone(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
+) -> None:
+    scores(GAINS)
+    (tmp_path / "run" / "checkpoint-7").mkdir(parents=True)
+    with pytest.raises(ConfigError) as caught:
+        recipe(config_for(tiny_text, tmp_path), MINUTES, environment={})
+    assert "checkpoint" in caught.value.found
