@@ -171,16 +171,25 @@ def doctor(
     overrides: Overrides = None,
     launch: Annotated[str | None, typer.Option(help="launch.yaml: check the devices of servers and learner.")] = None,
     world_size: Annotated[int, typer.Option(help="Number of learner ranks.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Check what usually goes wrong before a run.
+    """Check a run, this machine and the servers.
 
-    Libraries, devices, ports, disk, annotations, servers: one line per check. Exit code 1 if one failed.
+    Says what `check` says, then looks at libraries, memory, disk, devices, ports and the rollout servers. Exit code 2
+    if the configuration or its data is wrong, 1 if something else is.
     """
 
     def work() -> int:
         from learner.doctor.command import doctor
 
-        return doctor(config, overrides or (), launch=launch, world_size=world_size, environment=os.environ)
+        return doctor(
+            config,
+            overrides or (),
+            launch=launch,
+            world_size=world_size,
+            environment=os.environ,
+            people=not json,
+        )
 
     _end(work)
 

@@ -417,7 +417,7 @@ class ServerStatus(WireModel):
     ver: int
     weights: str = ""  # as in `RolloutInfos`
     incarnation: str = ""  # that has opened the group
-    world_size: int
+    world_size: int = Field(ge=1)  # tensor-parallel size x data-parallel size
     group_host: str = ""  # where its workers meet a learner; "": not told, and it gets a group of its own
     gpus: list[str] = []  # its workers', by their UUIDs; []: none
     max_lora_rank: int = 0  # of an adapter that the server takes; 0: it takes none

@@ -68,6 +68,11 @@ def _sides(sample: Sample) -> Iterator[float]:
         yield min((x2 - x1) * sample.width, (y2 - y1) * sample.height) / 999
 
 
+def photographs(number: int) -> str:
+    """`1 photograph`, `2 photographs`."""
+    return f"{number} photograph{'' if number == 1 else 's'}"
+
+
 def lines_of(found: Survey) -> list[str]:
     """For a terminal."""
     few, middle, many = found.boxes_per_image
@@ -76,7 +81,7 @@ def lines_of(found: Survey) -> list[str]:
     more = f" and {len(found.classes) - _MAX_NAMED} more" if len(found.classes) > _MAX_NAMED else ""
     small, mid, large = (f"{width} x {height}" for width, height in found.sizes)
     return [
-        f"{found.num_samples} photographs, {found.num_boxes} boxes ({few} to {many} a photograph, median {middle:g})",
+        f"{photographs(found.num_samples)}, {found.num_boxes} boxes ({few} to {many} a photograph, median {middle:g})",
         f"{len(found.classes)} classes: {classes}{more}" if len(found.classes) != 1 else f"1 class: {classes}",
         f"photographs of {small}" if small == large else f"photographs from {small} to {large}, median {mid}",
     ]
@@ -86,7 +91,7 @@ def warnings_of(found: Survey) -> list[str]:
     """What may be a mistake."""
     warned = [f"{number} {action}: {kind}" for kind, actions in found.bad.items() for action, number in actions.items()]
     if found.num_empty:
-        warned.append(f"{found.num_empty} photographs have no objects: they teach the empty answer")
+        warned.append(f"{photographs(found.num_empty)} without objects: taught as the empty answer")
     if found.num_ignored:
         warned.append(f"{found.num_ignored} ignore regions (difficult, crowd): neither learned nor scored")
     by_lower: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""`rollout-learner check --config F`: every mistake at once, or what the run is, for people or as one JSON object.
+"""What can be known of a run before it starts: `rollout-learner check`, and the first half of `doctor`.
 
-A check needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. On the command line
-it also reads the annotation files. With `--probe` it asks each rollout server once, at `/ready/` and
-`/get_world_size/`.
+`preflight` reads the configuration, the files that it names and, where asked to, every annotation. It finds every
+mistake at once, needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `--probe`
+asks each rollout server once.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from learner.config.load import load_config
 from learner.config.modes import ROLLOUT
@@ -22,21 +21,16 @@ from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
 from learner.config.sections.servers import SERVER, WAY_OUT
+from learner.doctor.finding import SeenServer
 from learner.doctor.length import length_report
 from learner.doctor.memory import memory_report
 from learner.extensions import check_extensions
 from learner.journal.trackers import check_trackers
-from shared.aio import gather
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder
 from shared.masking import masked_in
 from shared.tokens import read_token
-
-if TYPE_CHECKING:
-    from learner.rollout.client import ServerClient
-
-PROBE_TIMEOUT_S = 10.0  # for each answer of a server, without retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +39,17 @@ class Drawing:
 
     number: int
     out: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preflight:
+    """A run before it starts. `report`: its plan and what was found, for `--json`. `mistakes`: what keeps it from
+    running."""
+
+    config: RunConfig
+    plan: Plan
+    report: dict[str, Any]
+    mistakes: list[Mistake]
 
 
 def run_check(
@@ -61,31 +66,36 @@ def run_check(
     """Print the plan for `world_size` ranks (default 1) to stdout and return 0. If something is wrong, print one line
     per mistake to stderr and return 2. With `read_data` the plan has the number of samples in each split. `people`: as
     text instead of JSON. `drawing`: some of the training photographs are drawn too."""
+    num_ranks = 1 if world_size is None else world_size
     try:
-        num_ranks = 1 if world_size is None else world_size
-        report = masked_in(_report(path, num_ranks, probe, env, read_data, overrides, drawing))
+        found = preflight(path, num_ranks, env, read_data=read_data, overrides=overrides, drawing=drawing)
+        mistakes = [*found.mistakes, *(_ask_servers(found, env) if probe else ())]
+        if mistakes:
+            raise ConfigErrors(mistakes=mistakes)
     except ConfigErrors as error:
         print(error, file=sys.stderr)
         return ConfigError.exit_code
+    report = masked_in(found.report)
     if not people:
         print(json.dumps(report, indent=2))
         return 0
-    from learner.doctor.data_report import in_words  # imported here: it reads images, a check of keys does not
+    from learner.doctor.data_report import READY, in_words  # imported here: it reads images, a check of keys does not
 
-    print("\n".join(in_words(report)))
+    print("\n".join([*in_words(report), f"{READY} (--json prints the whole plan)"]))
     return 0
 
 
-def _report(
+def preflight(
     path: str,
     world_size: int,
-    probe: bool,
     env: Mapping[str, str],
+    *,
     read_data: bool,
-    overrides: Sequence[str],
-    drawing: Drawing | None,
-) -> dict[str, Any]:
-    """Raises ConfigErrors: the file's mistakes, or if it has none, those of the data and servers that it names."""
+    overrides: Sequence[str] = (),
+    drawing: Drawing | None = None,
+) -> Preflight:
+    """Raises ConfigErrors if there is no configuration to look at: the file's mistakes, or those of parts that it
+    names. What is wrong with files and data is in `mistakes`."""
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
@@ -98,16 +108,12 @@ def _report(
         report["advice"] = [advice]
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
     report |= memory_report(config, world_size)
-    looks = [partial(_samples, config, plan, drawing)] if read_data else []
-    looks += [partial(_probed, plan, read_token(env))] if probe else []
-    for look in looks:
+    if read_data:
         try:
-            report |= look()
+            report |= _samples(config, plan, drawing)
         except ConfigErrors as errors:
             mistakes += errors.mistakes
-    if mistakes:
-        raise ConfigErrors(f"{path} names files or servers that cannot be used", mistakes=mistakes)
-    return report
+    return Preflight(config=config, plan=plan, report=report, mistakes=mistakes)
 
 
 def _check_parts(config: RunConfig) -> None:
@@ -194,47 +200,35 @@ def _check_warmup(config: RunConfig, steps: int) -> None:
         raise ConfigErrors("the run is too short", mistakes=[mistake])
 
 
-def _probed(plan: Plan, token: str | None) -> dict[str, Any]:
-    """World size per server, and the requests that a rank may have in flight (`chunk`, D4). Raises ConfigErrors if a
-    server does not answer or is not ready (R16), or if the caps do not fit the ranks (R23)."""
-    if not plan.servers:
-        return {"server_world_sizes": [], "chunk": None}
-    import asyncio
+def _ask_servers(found: Preflight, env: Mapping[str, str]) -> list[Mistake]:
+    """Each server that does not answer or is not ready (R16), or what `add_servers` finds."""
+    seen: list[SeenServer] = []
+    if found.plan.servers:
+        from learner.doctor.look import LOOK_TIMEOUT_S, look  # imported here: a plain check needs no HTTP client
 
-    from learner.rollout.client import ServerClient, Timeouts  # imported here: a plain check needs no HTTP client
+        timeout_s = min(LOOK_TIMEOUT_S, found.plan.timeout_s)
+        seen = look(found.plan.servers, read_token(env), timeout_s=timeout_s)
+    obstacles = [(i, one.error or one.not_ready) for i, one in enumerate(seen)]
+    mistakes = [_not_ready(f"{SERVER}.servers[{i}].base_url", error) for i, error in obstacles if error is not None]
+    return mistakes or add_servers(found, seen)
+
+
+def add_servers(found: Preflight, seen: Sequence[SeenServer]) -> list[Mistake]:
+    """Add the world size of each server, all of which have answered, and the requests that a rank may have in flight
+    (`chunk`, D4), to the report. Returns a mistake if the caps do not fit the ranks (R23)."""
+    sizes = [one.status.world_size for one in seen if one.status is not None]
+    found.report.update(server_world_sizes=sizes, chunk=None)
+    if not sizes:
+        return []
     from learner.rollout.distribution import chunk_size
 
-    timeouts = Timeouts.of(min(PROBE_TIMEOUT_S, plan.timeout_s), None)
-    clients = [ServerClient(entry.base_url, timeouts=timeouts, token=token) for entry in plan.servers]
-    answers = asyncio.run(gather(_world_size(client) for client in clients))
-    sizes = [answer for answer in answers if isinstance(answer, int)]
-    if len(sizes) < len(answers):
-        mistakes = [
-            _not_ready(f"{SERVER}.servers[{i}].base_url", error)
-            for i, error in enumerate(answers)
-            if isinstance(error, ProjectError)
-        ]
-        raise ConfigErrors("rollout servers are not ready", mistakes=mistakes)
     try:
-        chunk = chunk_size(
-            decode_batch_size=plan.decode_batch_size, server_world_sizes=sizes, num_ranks=plan.world_size
+        found.report["chunk"] = chunk_size(
+            decode_batch_size=found.plan.decode_batch_size, server_world_sizes=sizes, num_ranks=found.plan.world_size
         )
     except ConfigError as error:
-        mistake = Mistake(
-            path=f"{ROLLOUT}.decode_batch_size", found=error.found, wanted=error.wanted, remedy=error.remedy
-        )
-        raise ConfigErrors(error.what, mistakes=[mistake]) from error
-    return {"server_world_sizes": sizes, "chunk": chunk}
-
-
-async def _world_size(client: ServerClient) -> int | ProjectError:
-    try:
-        await client.ready()
-        return await client.world_size()
-    except ProjectError as error:
-        return error
-    finally:
-        await client.aclose()
+        return [Mistake.of(error, f"{ROLLOUT}.decode_batch_size")]
+    return []
 
 
 def _not_ready(path: str, error: ProjectError) -> Mistake:

@@ -1,60 +1,60 @@
-"""`rollout-learner doctor --config run.yaml [--launch launch.yaml]`: runs the table of checks, prints one line each.
+"""`rollout-learner doctor --config run.yaml`: what `check` finds, then this machine and the rollout servers.
 
-Works without a running server, and says what it could not check. The exit code is 0 if nothing failed, else 1. If the
-configuration cannot be read, the output is that of `--check`, and the exit code is 2.
+Works without a running server, and says what it could not check. The exit code is 0 if nothing is wrong, 2 if `check`
+finds mistakes, 1 if only a check of the machine or the servers failed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 
-from rich.console import Console
-from rich.markup import escape
-
-from learner.config.load import load_config
-from learner.config.plan import resolve
-from learner.data.check import load_unchecked, splits
+from learner.config.schema import RunConfig
+from learner.data.check import load_unchecked
+from learner.data.prompt import PromptEncoder
 from learner.doctor import machine, servers
-from learner.doctor.finding import Check, Finding, Situation, failed, ok
-from learner.doctor.look import Servers, first_sample
-from shared.errors import ProjectError
-from shared.masking import masked
+from learner.doctor.check import Preflight, add_servers, preflight
+from learner.doctor.data_report import READY, in_words
+from learner.doctor.finding import Check, Finding, Situation
+from learner.doctor.look import look
+from learner.sync.canary import CanaryItem
+from shared.errors import ConfigError, ProjectError
+from shared.masking import masked, masked_in
 from shared.tokens import read_token
 
-_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+CHECKS: dict[str, dict[str, Check]] = {
+    "machine": {
+        "python": machine.python_version,
+        "libraries": machine.library_versions,
+        "open files": machine.open_files,
+        "shared memory": machine.shared_memory,
+        "disk": machine.disk_space,
+        "GPU memory": machine.gpu_memory,
+        "proxies": machine.proxies,
+        "devices": machine.devices,
+        "group ports": machine.group_ports,
+        "broadcast": machine.local_broadcast,
+    },
+    "servers": {
+        "reachable": servers.reachable,
+        "state": servers.ready,
+        "model": servers.same_model,
+        "adapters": servers.adapters,
+        "cuda, nccl": servers.same_libraries,
+        "image": servers.image,
+        "prompt": servers.prompt,
+        "communicator": servers.communicator,
+    },
+}
 
-
-def annotation_files(situation: Situation) -> Finding:
-    """Every row of every annotation file."""
-    config = situation.config
-    try:
-        counts = {split: len(load_unchecked(config, path)) for split, path in splits(config).items()}
-    except ProjectError as error:
-        return failed(error)
-    return ok(", ".join(f"{number} samples in {split}" for split, number in counts.items()))
-
-
-CHECKS: tuple[tuple[str, Check], ...] = (
-    ("python", machine.python_version),
-    ("libraries", machine.library_versions),
-    ("open files", machine.open_files),
-    ("shared memory", machine.shared_memory),
-    ("disk", machine.disk_space),
-    ("proxies", machine.proxies),
-    ("annotations", annotation_files),
-    ("devices", machine.devices),
-    ("group ports", machine.group_ports),
-    ("broadcast", machine.local_broadcast),
-    ("servers", servers.reachable),
-    ("ready", servers.ready),
-    ("model", servers.same_model),
-    ("adapters", servers.adapters),
-    ("cuda, nccl", servers.same_libraries),
-    ("image", servers.image),
-    ("prompt", servers.prompt),
-)
+WITHOUT_SERVERS: dict[str, dict[str, Check]] = {
+    **CHECKS,
+    "servers": {"reachable": servers.reachable, "model": servers.same_model},
+}
 
 
 def doctor(
@@ -64,39 +64,84 @@ def doctor(
     launch: str | None,
     world_size: int,
     environment: Mapping[str, str],
+    people: bool = True,
 ) -> int:
-    """Run all checks for `world_size` ranks and return the exit code. `launch`: the path of launch.yaml, to check the
-    devices of servers and learner too. Raises ConfigErrors if the configuration is wrong."""
-    logging.disable(logging.WARNING)  # only the findings are printed, not what libraries log
-    config = load_config(config_path, world_size=world_size, env=environment, overrides=overrides)
-    situation = Situation(config=config, plan=resolve(config, world_size), environment=environment, launch_path=launch)
+    """Look at everything for `world_size` ranks, print it as text or as one JSON object, and return the exit code.
+    `launch`: the path of launch.yaml, to check the devices of servers and learner too. Raises ConfigErrors if the
+    configuration cannot be read."""
+    logging.disable(logging.WARNING)  # only what was found is printed, not what libraries log
+    found = preflight(config_path, world_size, environment, read_data=True, overrides=overrides)
+    situation = _look(found, environment, launch)
+    if situation.servers and len(situation.statuses) == len(situation.servers):
+        found.mistakes.extend(add_servers(found, situation.servers))
+    say = partial(print, flush=True) if people else _nothing
+    say("\n".join([*in_words(masked_in(found.report)), *(f"wrong: {mistake}" for mistake in found.mistakes)]))
+    findings = run_checks(CHECKS if found.plan.servers else WITHOUT_SERVERS, situation, say)
+    verdicts = Counter(finding.verdict for group in findings.values() for finding in group.values())
+    num_wrong = len(found.mistakes) + verdicts["fail"]
+    say(_verdict(num_wrong, verdicts["warn"]))
+    if not people:
+        told = {group: {name: asdict(one) for name, one in checks.items()} for group, checks in findings.items()}
+        mistakes = [asdict(mistake) for mistake in found.mistakes]
+        whole = {**found.report, **told, "mistakes": mistakes, "ready": not num_wrong}
+        print(json.dumps(masked_in(whole), indent=2))
+    return ConfigError.exit_code if found.mistakes else int(num_wrong > 0)
+
+
+def _nothing(line: str) -> None:
+    """Says it to nobody."""
+
+
+def _look(found: Preflight, environment: Mapping[str, str], launch: str | None) -> Situation:
+    situation = Situation(config=found.config, plan=found.plan, environment=environment, launch_path=launch)
+    if not found.plan.servers:
+        return situation
     try:
-        situation = replace(situation, probe=first_sample(config))
+        situation = replace(situation, probe=first_sample(found.config))
     except ProjectError as error:
         situation = replace(situation, probe_error=error)
-    group = Servers(situation.plan.servers, read_token(environment))
-    try:
-        situation = replace(situation, servers=group.look(situation.probe))
-        return report([*CHECKS, ("communicator", group.join)], situation)
-    finally:
-        group.close()
+    return replace(situation, servers=look(found.plan.servers, read_token(environment), probe=situation.probe))
 
 
-def report(checks: Sequence[tuple[str, Check]], situation: Situation) -> int:
-    """Run the checks and print each as it ends. Returns 1 if one failed, else 0."""
-    console = Console(highlight=False, soft_wrap=True)
-    width = max(len(name) for name, _ in checks)
-    verdicts = []
-    for name, check in checks:
-        finding = check(situation)
-        verdicts.append(finding.verdict)
-        verdict = f"[{_COLOURS[finding.verdict]}]{finding.verdict:<7}[/]"
-        console.print(f"{name:<{width}}  {verdict}  {escape(masked(one_line(finding)))}")
-    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in _COLOURS if verdict in verdicts)
-    console.print(f"[bold]{counts}[/]")
-    return 1 if "fail" in verdicts else 0
+def first_sample(config: RunConfig) -> CanaryItem:
+    """The first training sample as the learner encodes it. Raises ProjectError."""
+    only_first = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 1})})
+    sample = load_unchecked(only_first, config.data.train)[0]
+    encoder = PromptEncoder.load(
+        config.model.path,
+        rules=config.data.image_rules,
+        min_pixels=config.model.min_pixels,
+        max_pixels=config.model.max_pixels,
+    )
+    return CanaryItem(
+        sample=sample, prompt=encoder.encode(sample), response_token_ids=(encoder.tokenizer.eos_token_id,)
+    )
 
 
-def one_line(finding: Finding) -> str:
+def run_checks(
+    groups: Mapping[str, Mapping[str, Check]], situation: Situation, say: Callable[[str], None]
+) -> dict[str, dict[str, Finding]]:
+    """The findings of each group by name. Each is said as it ends."""
+    findings: dict[str, dict[str, Finding]] = {}
+    for group, checks in groups.items():
+        say(f"{group}:")
+        findings[group] = {}
+        for name, check in checks.items():
+            finding = findings[group][name] = check(situation)
+            say(in_line(name, finding))
+    return findings
+
+
+_MARKS = {"ok": "", "warn": "! ", "fail": "wrong: ", "skipped": "not checked: "}
+
+
+def in_line(name: str, finding: Finding) -> str:
     """What was found, and what to do, on one line."""
-    return " ".join(f"{finding.text} -> {finding.remedy}".split()) if finding.remedy else " ".join(finding.text.split())
+    remedy = f"; {finding.remedy}" if finding.remedy else ""
+    return f"  {_MARKS[finding.verdict]}{name}: {masked(' '.join(f'{finding.text}{remedy}'.split()))}"
+
+
+def _verdict(num_wrong: int, num_warnings: int) -> str:
+    if num_wrong:
+        return f"not ready: {num_wrong} thing{'s are' if num_wrong > 1 else ' is'} wrong"
+    return f"{READY}, with {num_warnings} warning{'s' if num_warnings > 1 else ''}" if num_warnings else READY

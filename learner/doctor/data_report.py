@@ -13,11 +13,21 @@ from typing import Any
 from learner.config.schema import RunConfig
 from learner.config.sections.augment import stays_upright
 from learner.data.splits import Split
-from learner.data.survey import Survey, lines_of, seen_by_model, shared_images, small_boxes, survey, warnings_of
+from learner.data.survey import (
+    Survey,
+    lines_of,
+    photographs,
+    seen_by_model,
+    shared_images,
+    small_boxes,
+    survey,
+    warnings_of,
+)
 from learner.doctor.length import length_in_words
 from learner.doctor.memory import memory_in_words
 from shared.config.model import ConfigErrors, Mistake
 
+READY = "ready"
 _MAX_NAMED = 12
 _LITTLE = 0.5  # of a photograph's pixels
 
@@ -80,19 +90,21 @@ def data_in_words(report: Mapping[str, Any]) -> list[str]:
         found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})
         lines += [f"{split}:", *(f"  {line}" for line in found["about"])]
         lines += [f"  ! {warning}" for warning in found["warnings"]]
-    lines += [
-        f"! {number} photographs are in both of {pair}" for pair, number in report.get("shared_images", {}).items()
-    ]
+    lines += [f"! {photographs(number)} in both of {pair}" for pair, number in report.get("shared_images", {}).items()]
     return [*lines, *length_in_words(report), memory_in_words(report, report["packing_length"])]
 
 
 def in_words(report: Mapping[str, Any]) -> list[str]:
-    """The report of `check` for people, "ready" last."""
+    """The report of `check` and `doctor` for people."""
     lines = [*data_in_words(report), *(f"! {advice}" for advice in report.get("advice", ()))]
     if pictures := report.get("pictures"):
         lines.append(f"drawn: {len(pictures)} photographs with their labels, in {Path(pictures[0]).parent}")
     lines.append(_method(report))
-    lines.append("ready (--json prints the whole plan)")
+    if sizes := report.get("server_world_sizes"):
+        workers = f"{sum(sizes)} worker{'s' if sum(sizes) > 1 else ''}"
+        lines.append(
+            f"servers: {len(sizes)} ready with {workers}; requests under way from each rank: {report['chunk']}"
+        )
     return lines
 
 

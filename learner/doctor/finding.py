@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
-from learner.sync.canary import CanaryItem
 from shared.errors import ProjectError
-from shared.wire import ScoreReply, ServerStatus
+
+if TYPE_CHECKING:  # `check` imports neither torch nor, without --probe, what speaks HTTP
+    from learner.sync.canary import CanaryItem
+    from shared.wire import ScoreReply, ServerStatus
 
 Verdict = Literal["ok", "warn", "fail", "skipped"]
 
@@ -36,6 +38,7 @@ class SeenServer:
     group_port: int
     status: ServerStatus | None = None
     error: ProjectError | None = None
+    not_ready: ProjectError | None = None  # it answers, and would refuse a rollout asked for now
     reply: ScoreReply | None = None  # to the situation's probe
     reply_error: ProjectError | None = None
 

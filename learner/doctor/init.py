@@ -18,7 +18,16 @@ from learner.data.check import WithoutTokenizer
 from learner.data.formats.detect import locate
 from learner.data.formats.folders import splits_in
 from learner.data.splits import Split, read_split
-from learner.data.survey import Survey, lines_of, seen_by_model, shared_images, small_boxes, survey, warnings_of
+from learner.data.survey import (
+    Survey,
+    lines_of,
+    photographs,
+    seen_by_model,
+    shared_images,
+    small_boxes,
+    survey,
+    warnings_of,
+)
 from learner.tasks.detection.write import validate_sample
 from shared.errors import DataError, OutputError
 
@@ -118,7 +127,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
         warned = [*warnings_of(about), *filter(None, [small_boxes(about, seen)])]
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():
-        print(f"  ! {len(images)} photographs are in {first} and in {second}, for example {images[0]}")
+        print(f"  ! {photographs(len(images))} in {first} and in {second}, for example {images[0]}")
 
 
 def pixels_for(found: Survey) -> int:

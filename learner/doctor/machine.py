@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from learner.config.modes import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
+from learner.doctor.memory import FILLED, engine_share, of_run
 from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml
 from shared.errors import ProjectError
@@ -94,6 +95,23 @@ def disk_space(situation: Situation) -> Finding:
     text = f"{_size(free)} free at {folder}, {kept} checkpoints need about {_size(need)}"
     remedy = "free space, change training.output_dir, or lower training.save_total_limit"
     return ok(text) if free >= need else fail(text, remedy)
+
+
+def gpu_memory(situation: Situation) -> Finding:
+    """The estimate of `check` against the GPU at hand."""
+    config = situation.config
+    needed = of_run(config, situation.plan.world_size)
+    if needed is None:
+        return skipped("model.path has no config.json on this machine to estimate from")
+    if not torch.cuda.is_available():
+        return skipped("no GPU on this machine")
+    total = torch.cuda.get_device_properties(0).total_memory
+    engine = "" if not (share := engine_share(config)) else f", beside {share:.0%} for vLLM, or in turn with it"
+    text = f"learning takes about {_size(needed.total)} of {_size(total)}{engine}"
+    if needed.total <= FILLED * total:
+        return ok(text)
+    remedy = "lower global_max_length, set model.gradient_checkpointing: true, or train with model.lora"
+    return warn(f"{text}: it may not fit", remedy)
 
 
 def proxies(situation: Situation) -> Finding:

@@ -1,19 +1,29 @@
-"""Checks of the rollout servers, and of what both sides must share. They use the results of `look.py`."""
+"""Checks of the rollout servers, and of what both sides must share. They use the results of `look.py`.
+
+Only `communicator` calls servers again, and changes something there: the group, and only if no other learner uses it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 from transformers import AutoConfig
 
 from learner.config.modes import sync_mode
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
+from learner.doctor.look import LOOK_TIMEOUT_S
+from learner.rollout.client import ServerClient, Timeouts
+from learner.rollout.servers import LoopThread
 from learner.sync.fitness import check_adapter, check_architecture, check_prompt
+from learner.sync.groups import ServerLink, await_all, open_groups
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
+from shared.tokens import read_token
 from shared.wire import PROTOCOL_VERSION, ServerStatus
 
+JOIN_TIMEOUT_S = 30.0
 NO_SERVER = "no server answers"
 
 
@@ -56,6 +66,8 @@ def same_model(situation: Situation) -> Finding:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
     except (OSError, ValueError) as error:
         return fail(f"model.path {path}: {str(error).splitlines()[0]}", "correct model.path")
+    if not situation.servers:
+        return ok(f"model.path {path} can be read")
     if not situation.statuses:
         return skipped(f"model.path {path} can be read; {NO_SERVER} to compare it with")
     for server, status in situation.statuses:
@@ -160,3 +172,58 @@ def _of_all(situation: Situation, say: Callable[[ServerStatus], str], *, prefix:
     if not situation.statuses:
         return skipped(NO_SERVER)
     return ok(prefix + ", ".join(say(status) for _, status in situation.statuses))
+
+
+# ---- a trial of the group ------------------------------------------------------------------------------------------
+
+
+def communicator(situation: Situation) -> Finding:
+    """Join each idle server's group and leave it again. This tests ports, addresses and NCCL or TCP, without an
+    update."""
+    if not situation.statuses:
+        return skipped(NO_SERVER)
+    reasons = {server.base_url: reason_not_to_join(status) for server, status in situation.statuses}
+    left_alone = [f"{base_url} {why}" for base_url, why in reasons.items() if why]
+    idle = [(server, status) for server, status in situation.statuses if not reasons[server.base_url]]
+    if not idle:
+        return skipped("; ".join(left_alone))
+    timeouts, token = Timeouts.of(LOOK_TIMEOUT_S, LOOK_TIMEOUT_S), read_token(situation.environment)
+    with ExitStack() as stack:
+        loop = LoopThread("doctor")
+        stack.callback(loop.close, LOOK_TIMEOUT_S)
+        links = []
+        for server, status in idle:
+            client = ServerClient(server.base_url, timeouts=timeouts, token=token)
+            stack.callback(_end_client, loop, client)
+            links.append(ServerLink(client, loop, server.group_port, status.world_size))
+        try:
+            joined = _join_and_leave(links, [status for _, status in idle])
+        except ProjectError as error:
+            return failed(error)
+    return ok("; ".join([f"joined and left: {joined}", *(f"not tried: {why}" for why in left_alone)]))
+
+
+def _end_client(loop: LoopThread, client: ServerClient) -> None:
+    loop.run(client.aclose())
+
+
+def reason_not_to_join(status: ServerStatus) -> str:
+    """Why a trial group would disturb this server's user; empty if it would not."""
+    if status.gate != "serving":
+        return f"is {status.gate}"
+    if status.in_flight or status.waiting:
+        return f"has {status.in_flight + status.waiting} requests"
+    if status.incarnation:
+        return (
+            f"is joined by learner {status.incarnation[:8]}, and a trial would end its group; if that learner is dead, "
+            "the next one replaces it without a restart"
+        )
+    return ""
+
+
+def _join_and_leave(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> str:
+    """The groups that a sync would use."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    joined = open_groups(links, statuses, device=device, timeout_s=JOIN_TIMEOUT_S)
+    await_all([], joined.leave(abort=False))
+    return "; ".join(f"{group.name} (one group)" if len(group.links) > 1 else group.name for group in joined.groups)

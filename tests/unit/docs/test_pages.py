@@ -10,12 +10,14 @@ import httpx
 import pytest
 from PIL import Image
 
+from deploy.memory_table import MODELS
 from deploy.reference import ENDPOINTS, routes
 from deploy.requirements import REQUIREMENTS
 from deploy.site import fetched_from_elsewhere, notebook_page
 from learner.__main__ import main
 from learner.steps import ahead, shares
 from rollout_server.service import RolloutService
+from shared.config.parse import write_yaml
 from shared.errors import error_classes
 from shared.wire import RolloutOutput, ScoreReply
 from tests.unit.docs.blocks import ROOT, blocks
@@ -96,6 +98,46 @@ def write_coco(folder: Path) -> None:
     }
     for split in ("train", "val"):
         (folder / f"{split}.json").write_text(json.dumps(content))
+
+
+def test_the_output_of_check_is_the_one_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of data and a configuration like those that the page speaks of. When the program says something else, so must
+    the page: copy the output."""
+    (block,) = (b for b in blocks() if b.page == ROOT / "docs/howto/own-data.md" and b.text.startswith("train:"))
+    monkeypatch.chdir(tmp_path)
+    write_raccoons(tmp_path)
+    assert main(["check", "--config", "run.yaml"]) == 0
+    assert capsys.readouterr().out.strip() == block.text.strip()
+
+
+def write_raccoons(folder: Path) -> None:
+    """24 photographs of raccoons and a dog, as COCO in two files, one photograph in both; and a 2B model's sizes."""
+    for split, numbers in (("train", range(20)), ("val", range(19, 24))):
+        images = [{"id": n, "file_name": f"{n}.png", "width": 640, "height": 480} for n in numbers]
+        boxes = [
+            {"id": 10 * n + i, "image_id": n, "category_id": 1 + (n == 7), "bbox": [100 * i, 40, 90, 200]}
+            for n in numbers
+            for i in range(n % 4)
+        ]
+        names = [{"id": 1, "name": "raccoon"}, {"id": 2, "name": "dog"}]
+        (folder / f"{split}.json").write_text(json.dumps({"images": images, "annotations": boxes, "categories": names}))
+    (folder / "images").mkdir()
+    for n in range(24):
+        Image.new("RGB", (640, 480), (n, n, n)).save(folder / "images" / f"{n}.png")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **MODELS["2B"]}))
+    write_yaml(
+        folder / "run.yaml",
+        {
+            "model": {"path": "./model", "dtype": "bfloat16", "lora": {"r": 64}, "max_pixels": 262144},
+            "data": {"train": "train.json", "val": "val.json", "prompt": "<image>List every object."},
+            "training": {"output_dir": "runs/mine", "num_train_epochs": 10, "effective_batch_size": 4},
+            "custom": {"trainer_variant": "sft", "extra": {"rollout_matching": {"rollout_backend": "hf"}}},
+            "global_max_length": 4096,
+        },
+    )
 
 
 # ---- the site ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from shared.config.parse import dump_yaml
 from shared.wire import ErrorBody
 from tests.examples import examples
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everything, minimal, stage2
+from tests.unit.learner.rollout.fakes import status
 
 HEAVY = ("torch", "vllm", "transformers", "numpy", "scipy", "httpx", "peft")
 LIGHT = {
@@ -208,9 +209,9 @@ TWO = {
 }
 
 
-def ready(wire: respx.MockRouter, base_url: str, world_size: int) -> None:
+def ready(wire: respx.MockRouter, base_url: str, world_size: object) -> None:
     wire.get(f"{base_url}/ready/").respond(200, json={})
-    wire.get(f"{base_url}/get_world_size/").respond(200, json={"world_size": world_size})
+    wire.get(f"{base_url}/status/").respond(200, json=status(world_size=world_size))
 
 
 def test_r23_probe_adds_world_sizes_and_chunk(
@@ -255,6 +256,7 @@ def test_r16_each_server_that_is_not_ready_is_told(
     file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str], answer: Any, words: str
 ) -> None:
     for base_url in ("http://a:1", "http://b:1/x"):
+        wire.get(f"{base_url}/status/").respond(200, json=status())
         wire.get(f"{base_url}/ready/").mock(
             **{"side_effect" if isinstance(answer, Exception) else "return_value": answer}
         )
@@ -266,12 +268,11 @@ def test_r16_each_server_that_is_not_ready_is_told(
     assert all(words in line and "rollout_backend: hf" in line for line in lines)
 
 
-@pytest.mark.parametrize("body", [{"world_size": 0}, {"world_size": "many"}, {"size": 2}, "text", []])
+@pytest.mark.parametrize("world_size", [0, "many", None, []])
 def test_r16_a_nonsense_world_size(
-    file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str], body: object
+    file: Path, wire: respx.MockRouter, capsys: pytest.CaptureFixture[str], world_size: object
 ) -> None:
-    wire.get("http://h:8000/ready/").respond(200)
-    wire.get("http://h:8000/get_world_size/").respond(200, json=body)
+    ready(wire, "http://h:8000", world_size)
     assert run_check(write(file, minimal()), probe=True) == 2
     assert f"{SERVER}.servers[0].base_url" in capsys.readouterr().err
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
+from deploy.memory_table import MODELS
+from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.plan import resolve
-from learner.doctor import machine, servers
-from learner.doctor.command import annotation_files, report
+from learner.doctor import command, machine, servers
+from learner.doctor import look as look_module
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
-from learner.doctor.look import reason_not_to_join
+from learner.doctor.servers import reason_not_to_join
 from learner.sync.canary import CanaryItem
 from shared.config.parse import dump_yaml
 from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ScoreReply, ServerStatus
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal
+from tests.unit.learner.doctor.test_data_report import write as write_run
 from tests.unit.learner.sync.fakes import PROMPT_IDS, canary_items
 
 URL = "http://127.0.0.1:8000"
@@ -111,12 +116,6 @@ def test_proxies(environment: dict[str, str], verdict: str) -> None:
 
 
 # ---- data, devices, ports ------------------------------------------------------------------------------------------
-
-
-def test_annotations_that_are_missing() -> None:
-    finding = annotation_files(situation({"data.train": "nowhere.jsonl"}))
-    assert finding.verdict == "fail"
-    assert "nowhere.jsonl" in finding.text
 
 
 @pytest.mark.parametrize(("learner", "verdict"), [([3], "ok"), ([1, 3], "fail"), ([], "ok")])
@@ -254,15 +253,100 @@ def test_no_group_is_taken_from_anyone(fields: dict[str, Any], words: str) -> No
     assert bool(why) == bool(words)
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("gib", "verdict"), [(80, "ok"), (4, "warn")])
+def test_the_estimate_is_compared_with_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: int, verdict: str
+) -> None:
+    here = situation({"model.path": str(tmp_path)})
+    assert machine.gpu_memory(here).verdict == "skipped", "no config.json"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", **MODELS["2B"]}))
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    assert machine.gpu_memory(here).verdict == "skipped", "no GPU"
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: True)
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(machine.torch.cuda, "get_device_properties", lambda device: properties)
+    finding = machine.gpu_memory(here)
+    assert (finding.verdict, f"{gib}.0 GiB" in finding.text) == (verdict, True)
+    assert ("global_max_length" in finding.remedy) == (verdict == "warn")
 
 
-@pytest.mark.parametrize(
-    ("last", "code"), [(ok("fine"), 0), (warn("w", "r"), 0), (skipped("s"), 0), (fail("f", "r"), 1)]
-)
-def test_only_a_failure_fails(capsys: pytest.CaptureFixture[str], last: Finding, code: int) -> None:
-    assert report([("one", lambda s: ok("[brackets]")), ("two", lambda s: last)], situation()) == code
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "one  ok       [brackets]"
-    assert lines[1].startswith(f"two  {last.verdict}")
-    assert lines[1].endswith(f"-> {last.remedy}" if last.remedy else last.text)
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def test_people_read_one_line_a_check() -> None:
+    """In the order of the checks, by group."""
+    told: list[str] = []
+    checks = {"one": lambda s: ok("[brackets]"), "two": lambda s: fail("f\ng", "r")}
+    findings = command.run_checks(
+        {"machine": checks, "servers": {"three": lambda s: skipped("s")}}, situation(), told.append
+    )
+    assert told[0] == "machine:"
+    assert told[1] == "  one: [brackets]"
+    assert (told[2].startswith("  wrong: two: "), told[2].endswith("; r")) == (True, True)
+    assert told[4] == "  not checked: three: s"
+    assert findings["servers"]["three"] == skipped("s")
+
+
+def doctor(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    code = main(["doctor", "--config", path, *options])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture
+def two_checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
+    """What the checks of the machine will find."""
+    found = {"disk": ok("space")}
+    checks = {name: lambda s, name=name: found[name] for name in found}
+    for name in ("CHECKS", "WITHOUT_SERVERS"):
+        monkeypatch.setattr(command, name, {"machine": checks, "servers": {"reachable": servers.reachable}})
+    return found
+
+
+def test_doctor_says_what_check_says_and_then_looks_further(
+    tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, custom__extra__rollout_matching__rollout_backend="hf")
+    assert main(["check", "--config", path]) == 0
+    *checked, _ = capsys.readouterr().out.splitlines()
+    code, told = doctor(path, capsys)
+    assert code == 0
+    assert told.splitlines()[: len(checked)] == checked
+    assert told.splitlines()[-1] == "ready"
+    two_checks["disk"] = warn("little space", "free some")
+    code, told = doctor(path, capsys)
+    assert (code, "! disk: little space; free some" in told, "ready, with 1" in told) == (0, True, True)
+    two_checks["disk"] = fail("no space", "free some")
+    code, told = doctor(path, capsys)
+    assert (code, "wrong: disk: no space; free some" in told, "not ready" in told) == (1, True, True)
+    code, told = doctor(path, capsys, "--json")
+    report = json.loads(told)
+    assert (code, report["ready"], report["mistakes"], report["samples"]) == (1, False, [], {"train": 6, "val": 1})
+    assert report["machine"]["disk"]["remedy"] == "free some"
+
+
+def test_what_check_finds_wrong_does_not_hide_the_machine(
+    tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path, custom__extra__rollout_matching__rollout_backend="hf")
+    code, told = doctor(path, capsys, "data.train=nowhere.jsonl")
+    assert (code, "wrong: data.train: found" in told, "  disk: space" in told) == (2, True, True)
+    assert "not ready: 1 thing" in told
+
+
+def test_doctor_and_probe_ask_the_servers_alike(
+    tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is not there is a warning for doctor, which may run before it is started."""
+    path = write_run(tmp_path)
+    found = [seen(status=status(world_size=2))]
+    for module in (command, look_module):
+        monkeypatch.setattr(module, "look", lambda *_, **__: found)
+    assert main(["check", "--probe", "--config", path]) == 0
+    assert "servers: 1 ready with 2 workers" in capsys.readouterr().out
+    code, told = doctor(path, capsys)
+    assert (code, "servers: 1 ready with 2 workers" in told) == (0, True)
+    found[0] = seen(status=None, error=ServerUnreachableError("gone"))
+    assert main(["check", "--probe", "--config", path]) == 2
+    capsys.readouterr()
+    code, told = doctor(path, capsys)
+    assert (code, "! reachable: " in told) == (0, True)
