@@ -59,7 +59,7 @@ Size = Literal["small", "tiny"]
 Labels = Literal["published", "missing"]
 
 MISSING = 0.4  # share of the training labels that are removed
-TRAINED = Path(__file__).parents[1] / "demo" / "checkpoint"
+TRAINED = Path(__file__).parents[1] / "deploy" / "demo" / "checkpoint"
 IN_STEP: Mapping[str, Any] = {"schedule": {"b_ratio": 0.5}}
 AHEAD: Mapping[str, Any] = {**IN_STEP, "async_actor_learner": {"enabled": True}}
 COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "recall")
@@ -72,6 +72,7 @@ REPORT_S = 8.0  # for stopping what runs, and for the report
 
 METHODS: Mapping[str, Arm] = {
     "sft": Arm(variant="sft"),
+    "sft, augmented": Arm(variant="sft", augment=AUGMENT),
     "rollout_matching_sft": Arm(loss=TUNED),
     "keep_unmatched": Arm(loss=KEPT),
     "stage2_ab_training": Arm(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),

@@ -33,6 +33,7 @@ class Arm:
     stage2_ab: Mapping[str, Any] | None = None
     grpo: Mapping[str, Any] | None = None
     complete: Mapping[str, Any] | None = None  # `labels.complete`
+    augment: Mapping[str, Any] | None = None  # `data.augment`
 
     @property
     def samples(self) -> bool:
@@ -84,7 +85,8 @@ def run_config(
         variant=arm.variant,
         matching=matching,
         model={"dtype": "float32"},
-        data={"test": str(test), "num_workers": data_workers},
+        data={"test": str(test), "num_workers": data_workers}
+        | ({"augment": dict(arm.augment)} if arm.augment is not None else {}),
         task={"iou_threshold": 0.3, **arm.task},
         loss=arm.loss,
         labels={"complete": dict(arm.complete)} if arm.complete is not None else None,

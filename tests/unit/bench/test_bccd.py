@@ -37,6 +37,10 @@ XML = """<annotation><filename>{name}.jpg</filename><size><width>640</width><hei
 BOX = (200, 150, 330, 290)
 
 
+def test_stage_1_begins_with_a_checkpoint_that_is_there() -> None:
+    assert (bccd.TRAINED / "config.json").is_file()
+
+
 def test_labels_go_missing_as_asked_and_one_stays() -> None:
     full = [Photograph(str(i), "x", 640, 480, (("RBC", BOX),) * 20) for i in range(100)]
     kept = [len(p.objects) for p in without_labels(full, 0.4)]
