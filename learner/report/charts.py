@@ -169,8 +169,8 @@ class Chart:
     @property
     def is_flat(self) -> bool:
         """Whether every line is one point, or one value throughout: `last` says as much as the drawing."""
-        if self.stacks:
-            return len(self.stacks) == 1
+        if self.stacks or self.text:
+            return len(self.stacks) <= 1
         ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]
         return bool(ys) and all(max(y) - min(y) <= 1e-9 * max(map(abs, y)) for y in ys)
 
@@ -178,7 +178,7 @@ class Chart:
 def parted(charts: Iterable[Chart | None]) -> tuple[list[Chart], Table | None]:
     """The charts that show something, and a table of those that are flat."""
     found = [chart for chart in charts if chart]
-    rows = [[chart.title, chart.last] for chart in found if chart.is_flat]
+    rows = [[chart.title, chart.last or chart.text] for chart in found if chart.is_flat]
     return [chart for chart in found if not chart.is_flat], Table(["", "Value"], rows) if rows else None
 
 
