@@ -132,6 +132,12 @@ class Task(Protocol):
         `calibration.json`. None: answers of this task have no scores, or there is too little to learn from."""
         return None
 
+    def calibrated(self, assignments: Sequence[Any], calibration: str | None = None) -> Sequence[Any]:
+        """The assignments with calibrated scores, for `evaluate` and `scene`. `calibration`: the text of one that was
+        fitted on other samples. None: the scores of each sample are fitted on the others of these. The same
+        assignments if answers of this task have no scores, or if there is too little to learn from."""
+        return assignments
+
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
         """Those of `names` that are rewards of this task (`reward.weights`), each a finite number, larger for better
         answers."""
@@ -434,7 +440,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
-_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration"}
+_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration", "calibrated"}
 
 
 def _missing_methods(value: type) -> Iterator[str]:

@@ -174,12 +174,14 @@ class ParsedRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
-    """One-to-one matching of valid predictions to ground truth. `pairs` are (prediction, ground truth, IoU)."""
+    """One-to-one matching of valid predictions to ground truth. `pairs` are (prediction, ground truth, IoU). `scores`
+    are calibrated ones of the predictions; None: nothing calibrated them."""
 
     parsed: ParsedRollout
     pairs: tuple[tuple[int, int, float], ...]
     missed: tuple[int, ...]  # FN: indices of ground-truth objects, in canonical order
     spurious: tuple[int, ...]  # FP: indices of predictions
+    scores: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)

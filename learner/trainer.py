@@ -13,11 +13,12 @@ runs the same number of forward/backward passes (D5). A sample is trained once p
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from learner.config.inference import CALIBRATION_NAME
 from learner.config.schema import RunConfig
@@ -123,7 +124,8 @@ class Trainer:
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
-        self._evaluations: dict[int, Evaluation] = {}  # the last one and the best one, by step
+        self._evaluation: Evaluation | None = None  # of `_evaluated_at`
+        self._calibration: tuple[int, str | None] | None = None  # a step, and what was fitted on its evaluation
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # a checkpoint that is there only because it is the best
         self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
@@ -186,7 +188,6 @@ class Trainer:
             self.test()
         if training.save_on_end:
             self.save()
-            self.save_calibrations()
         self.note_leftovers()
 
     # ---- one optimizer step ----------------------------------------------------------------------------------------
@@ -281,17 +282,21 @@ class Trainer:
         if self._evaluated_at == self.state.global_step:
             return
         began_s, step, data = time.monotonic(), self.state.global_step, self.config.data
-        evaluation = self.score(self.eval_samples, f"step_{step:06d}.jsonl", data.val or data.test)
-        self._evaluated_at = step
+        evaluation = self.score(
+            self.eval_samples,
+            f"step_{step:06d}.jsonl",
+            data.val or data.test,
+            calibrated=self.task.calibrated if data.val is not None else None,
+        )
+        self._evaluated_at, self._evaluation = step, evaluation
         metrics = {**evaluation.metrics, **self.score_retained()}
         self.time_limit.evaluated(time.monotonic() - began_s)
         self.journal.evaluation(metrics, step=step)
         self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
         verdict = self.best.add(step, evaluation.metrics)
-        self._evaluations = {s: e for s, e in self._evaluations.items() if s == self.best.best_step}
-        self._evaluations[step] = evaluation
         if verdict.is_best and step > 0:
             self.keep_best(is_due=self._saved_at == step)
+        self.save_calibration()
         if verdict.gives_up:
             self.journal.early_stop(self.best.metric, best_step=self.best.best_step, step=step)
         self.callbacks.evaluation(step, metrics)
@@ -301,7 +306,7 @@ class Trainer:
         found = {}
         for one in self.retained:
             file = f"retain_{one.name}_{self.state.global_step:06d}.jsonl"
-            scored = self.score(one.samples, file, None, task=one.task).metrics
+            scored = self.score(one.samples, file, None, task=one.task, calibrated=one.task.calibrated).metrics
             found.update({f"{RETAIN}{one.name}/{metric}": value for metric, value in scored.items()})
         return found
 
@@ -315,16 +320,25 @@ class Trainer:
             self.checkpoints.remove(before)
 
     def test(self) -> None:
-        """Score `data.test` once, if it is given beside `data.val`."""
+        """Score `data.test` once, if it is given beside `data.val`: its boxes are calibrated on that."""
         if self.test_samples:
-            evaluation = self.score(self.test_samples, "test.jsonl", self.config.data.test)
+            fitted = self.calibration()
+            calibrated = partial(self.task.calibrated, calibration=fitted) if fitted is not None else None
+            evaluation = self.score(self.test_samples, "test.jsonl", self.config.data.test, calibrated=calibrated)
             self.journal.test(evaluation.metrics, step=self.state.global_step)
 
     def score(
-        self, samples: list[Sample], file: str, annotations: str | None, *, task: Task | None = None
+        self,
+        samples: list[Sample],
+        file: str,
+        annotations: str | None,
+        *,
+        task: Task | None = None,
+        calibrated: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Evaluation:
         """Roll out `samples`, which are of `annotations`, with the present weights. Write their scenes to `eval/file`,
-        and COCO results beside it. `task`: of samples of another task, for which the run's rewards do not apply."""
+        and COCO results beside it. `task`: of samples of another task, for which the run's rewards do not apply.
+        `calibrated`: as for `evaluate`."""
         assert self.backend is not None
         self.stop.check()
         step = self.state.global_step
@@ -339,6 +353,7 @@ class Trainer:
                     self.ranks,
                     global_step=step,
                     rewards=self.rewards if task is None else None,
+                    calibrated=calibrated,
                 )
         if self.ranks.is_main:
             write_evaluation(evaluation, self.run_dir / "eval" / file, category_ids_of(self.config.data, annotations))
@@ -360,19 +375,30 @@ class Trainer:
         self._saved_at = self.state.global_step
         self.cadence.saved()
         self.journal.note(f"saved {path}")
+        self.save_calibration()
         self.callbacks.save(self.state.global_step, path)
         return path
 
-    def save_calibrations(self) -> None:
-        """Beside the last and the best checkpoint, what makes scores of their answers, fitted on `data.val`."""
-        if not self.ranks.is_main or self.config.data.val is None:
+    def calibration(self) -> str | None:
+        """What makes scores of the present weights' answers, fitted on `data.val`. None: they were not evaluated there,
+        or there is too little to learn from."""
+        step = self.state.global_step
+        if self.config.data.val is None or self._evaluation is None or self._evaluated_at != step:
+            return None
+        if self._calibration is None or self._calibration[0] != step:
+            self._calibration = step, self.task.calibration(self._evaluation.assignments)
+        return self._calibration[1]
+
+    def save_calibration(self) -> None:
+        """Beside the checkpoint of this step, what makes scores of its answers: fitted on `data.val`, where the step
+        was evaluated and saved, whichever came first."""
+        folder, is_saved = self.checkpoints.path_of(self.state), self._saved_at == self.state.global_step
+        file = folder / CALIBRATION_NAME
+        if not self.ranks.is_main or not is_saved or file.is_file() or not folder.is_dir():
             return
-        for step, evaluation in self._evaluations.items():
-            folder = self.run_dir / f"checkpoint-{step}"
-            text = self.task.calibration(evaluation.assignments) if folder.is_dir() else None
-            if text is not None:
-                write_atomically(folder / CALIBRATION_NAME, text)
-                self.journal.note(f"scores are calibrated on data.val: {folder.name}/{CALIBRATION_NAME}")
+        if (text := self.calibration()) is not None:
+            write_atomically(file, text)
+            self.journal.note(f"scores are calibrated on data.val: {file.parent.name}/{file.name}")
 
     def rescue(self) -> None:
         """After an error: save the last whole step without the other ranks, which may be gone. An unfinished step is

@@ -194,11 +194,17 @@ DETECTION = (
     Metric(
         "coco/ap",
         "share",
-        "COCO's AP (pycocotools), by the probability of each box's tokens; without log-probabilities every score is 1",
+        "COCO's AP (pycocotools) by the boxes' scores: calibrated, or the probabilities of their tokens",
     ),
     Metric("coco/ap50", "share", "the same at IoU 0.5"),
     Metric("coco/ap75", "share", "the same at IoU 0.75"),
     Metric("coco/ar100", "share", "COCO's AR with 100 detections"),
+    Metric(
+        "coco/calibrated",
+        "0 or 1",
+        "1: the scores are probabilities that a box is right, fitted on other images; 0: there is no `data.val`, or it"
+        " has too few boxes",
+    ),
 )
 
 # In `metrics` of the event `eval`: `task.type: key_value`.

@@ -226,8 +226,8 @@ class HfBackend(RolloutBackend):
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
         """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have them,
-        except those of a beam search. Those that are asked for greedily always have them: an evaluation scores its boxes
-        with them."""
+        except those of a beam search. Those that are asked for greedily always have them, because an evaluation scores
+        its boxes with them."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
         self._stop_ids = stop_token_ids(policy.model, policy.tokenizer)

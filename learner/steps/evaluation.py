@@ -7,7 +7,7 @@ In: a backend that serves the current weights, samples, a task. Out: metrics ove
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,11 @@ def evaluate(
     *,
     global_step: int,
     rewards: Rewards | None = None,
+    calibrated: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
 ) -> Evaluation:
-    """Roll out `samples` greedily, one share per rank, and score them together. Raises RewardError if a reward function
-    fails."""
+    """Roll out `samples` greedily, one share per rank, and score them together. `calibrated` gives all assignments the
+    scores of their predictions; None: they are the probabilities of their tokens. Raises RewardError if a reward
+    function fails."""
     share = -(-len(samples) // ranks.world_size)
     mine = samples[ranks.rank * share : (ranks.rank + 1) * share]
     rollouts = backend.generate(
@@ -64,7 +66,8 @@ def evaluate(
     )
     scored = [(rollout, task.match(task.parse(rollout))) for rollout in rollouts]
     everything = [pair for part in ranks.all_gather_object(scored) for pair in part]
-    answers, assignments = tuple(rollout for rollout, _ in everything), tuple(found for _, found in everything)
+    answers, matched = tuple(rollout for rollout, _ in everything), tuple(found for _, found in everything)
+    assignments = tuple(calibrated(matched) if calibrated is not None else matched)
     means = rewards.means(answers, assignments) if rewards else {}
     return Evaluation(
         metrics={**task.evaluate(assignments), **means},

@@ -24,7 +24,14 @@ from scipy.stats import rankdata
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.metrics import ignored_shares
-from learner.tasks.detection.scores import FEATURES, Calibration, Candidate, design, raw_scores
+from learner.tasks.detection.scores import (
+    FEATURES,
+    Calibration,
+    Candidate,
+    design,
+    raw_scores,
+    scores_of,
+)
 from shared.errors import DataError
 
 PENALTIES = (10.0, 3.0, 1.0, 0.3)  # of the squared weights
@@ -109,15 +116,39 @@ def fit_calibration(
 
     Raises DataError if there is too little to learn from.
     """
-    boxes = boxes_of(found, samples, None)
-    _require_enough(boxes, samples)
-    first = _fit(boxes, samples, num_drawn=num_drawn)
-    boxes = boxes_of(found, samples, first)  # the order is better now
-    calibration = _fit(boxes, samples, num_drawn=num_drawn)
+    calibration, boxes = _fit_twice(found, samples, num_drawn=num_drawn)
     scores = _held_out(boxes, calibration, _best_penalty(boxes, calibration))
     measured = {"auc": auc(boxes.right, scores), "ece": ece(boxes.right, scores)}
     threshold = best_threshold(boxes.right, scores, boxes.num_truth)
     return calibration.model_copy(update={"threshold": threshold, "measured": measured}), scores, boxes
+
+
+def cross_fitted(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int) -> list[Floats]:
+    """Scores of each image's candidates, each [N], by a fit that had no image of its part: image i is in part i modulo
+    `FOLDS`. So the labels of an image never decide its own scores.
+
+    Raises DataError if there is too little to learn from.
+    """
+    scores = [np.zeros(0)] * len(found)
+    for part in range(FOLDS):
+        others = [i for i in range(len(found)) if i % FOLDS != part]
+        calibration, _ = _fit_twice([found[i] for i in others], [samples[i] for i in others], num_drawn=num_drawn)
+        for i in range(part, len(found), FOLDS):
+            scores[i] = scores_of(found[i], calibration) if found[i] else scores[i]
+    return scores
+
+
+def _fit_twice(
+    found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
+) -> tuple[Calibration, Boxes]:
+    """Which of several boxes of one object is right depends on the order of scores: after the first fit it is better.
+
+    Raises DataError if there is too little to learn from.
+    """
+    boxes = boxes_of(found, samples, None)
+    _require_enough(boxes, samples)
+    boxes = boxes_of(found, samples, _fit(boxes, samples, num_drawn=num_drawn))
+    return _fit(boxes, samples, num_drawn=num_drawn), boxes
 
 
 def _require_enough(boxes: Boxes, samples: Sequence[Sample]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from learner.config.sections.task import TaskConfig
 from learner.extensions import PrefixRewards, Task, Tokenizer
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample, Target
 from learner.tasks.detection.bins import canonical_key
-from learner.tasks.detection.calibrate import fit_calibration
+from learner.tasks.detection.calibrate import cross_fitted, fit_calibration
 from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
 from learner.tasks.detection.rewards import answer_rewards, prefix_rewards
-from learner.tasks.detection.scores import CalibrationFile, candidates, token_scores
+from learner.tasks.detection.scores import CalibrationFile, Candidate, candidates, scores_of, token_scores
 from learner.tasks.detection.target import build_target, ground_truth_target
 from learner.tasks.detection.write import escaped, object_fault, serialize_objects, validate_sample
 from learner.tasks.task import SerializedTail
@@ -99,7 +100,7 @@ class DetectionTask(Task):
             "truth": [object_json(o) for o in sample.objects],
             "ignored": [object_json(o) for o in sample.ignored],
             "predictions": [object_json(p.object) for p in parsed.objects],
-            "scores": [round(float(score), 5) for score in token_scores(parsed, self._pieces)],
+            "scores": [round(float(score), 5) for score in self._scores(assignment)],
             "pairs": [list(pair) for pair in assignment.pairs],
             "drops": dict(parsed.drops),
             "truncated": parsed.truncated,
@@ -115,18 +116,39 @@ class DetectionTask(Task):
         return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        """All of `metrics.METRICS` over the whole set, by name, and COCO's AP as a cross-check; 0 for an empty set."""
-        scores = [token_scores(assignment.parsed, self._pieces) for assignment in assignments]
-        return {**evaluate_counts(self.count(assignments)), **coco_ap(assignments, scores)}
+        """All of `metrics.METRICS` over the whole set, by name, and COCO's AP by calibrated scores if all assignments
+        have them, else by the tokens' probabilities; 0 for an empty set."""
+        calibrated = bool(assignments) and all(one.scores is not None for one in assignments)
+        ap = coco_ap(assignments, [self._scores(one) for one in assignments])
+        return {**evaluate_counts(self.count(assignments)), **ap, "coco/calibrated": float(calibrated)}
+
+    def _scores(self, assignment: Assignment) -> Sequence[float]:
+        """Of each prediction."""
+        return assignment.scores if assignment.scores is not None else token_scores(assignment.parsed, self._pieces)
 
     def calibration(self, assignments: Sequence[Assignment]) -> str | None:
-        samples = [assignment.parsed.rollout.sample for assignment in assignments]
-        found = [candidates([assignment.parsed], self._pieces) for assignment in assignments]
         try:
-            calibration, _, _ = fit_calibration(found, samples, num_drawn=0)
+            calibration, _, _ = fit_calibration(*self._candidates(assignments), num_drawn=0)
         except DataError:
             return None
         return CalibrationFile(calibrations=[calibration]).to_json()
+
+    def calibrated(self, assignments: Sequence[Assignment], calibration: str | None = None) -> Sequence[Assignment]:
+        found, samples = self._candidates(assignments)
+        if calibration is not None:
+            known = CalibrationFile.model_validate_json(calibration).of(0)
+            scores = [scores_of(own, known) if own else np.empty(0) for own in found]
+        else:
+            try:
+                scores = cross_fitted(found, samples, num_drawn=0)
+            except DataError:
+                return assignments
+        return [replace(one, scores=tuple(own.tolist())) for one, own in zip(assignments, scores, strict=True)]
+
+    def _candidates(self, assignments: Sequence[Assignment]) -> tuple[list[list[Candidate]], list[Sample]]:
+        """Those of each answer, in the order of its predictions, and its sample."""
+        found = [candidates([one.parsed], self._pieces) for one in assignments]
+        return found, [one.parsed.rollout.sample for one in assignments]
 
     def validate(self, sample: Sample) -> None:
         """Raises DataError if an object cannot be ground truth, or if they are not in canonical order."""

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from learner.config.inference import CALIBRATION_NAME
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.data.batches import DistributedSampler
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
-from learner.records import PackedRow, Rollout
+from learner.records import PackedRow, Rollout, Sample
 from learner.report.page import render
 from learner.report.read import read_runs
 from learner.steps.totals import StepTotals
+from learner.tasks.detection.scores import read_calibration
+from learner.tasks.detection.task import DetectionTask
 from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer, write_data
@@ -370,6 +373,68 @@ def test_what_is_retained_is_scored_beside_each_evaluation(
     page = render(read_runs(tmp_path / "run"))
     assert "Gained and forgotten" in page
     assert (tmp_path / "run" / "eval" / "retain_old_000002.jsonl").is_file()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_scores_are_calibrated_on_val_and_saved_with_the_checkpoint(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """R43: beside every checkpoint whose weights were evaluated, whichever came first. `data.test` is scored by the
+    calibration of `data.val`, and val by fits that leave out its own images."""
+    monkeypatch.setattr(FakeBackend, "_answer", _every_third_box_is_wrong)
+    asked: list[str | None] = []
+    calibrated = DetectionTask.calibrated
+
+    def told(self: DetectionTask, assignments: Any, calibration: str | None = None) -> Any:
+        asked.append(calibration)
+        return calibrated(self, assignments, calibration)
+
+    monkeypatch.setattr(DetectionTask, "calibrated", told)
+    settings = {"per_device_train_batch_size": 2, "effective_batch_size": 4, "max_steps": 4, "save_steps": 3}
+    settings |= {"eval_steps": 2, "eval_on_end": True, "save_on_end": True, "keep_best": "f1@0.5"}
+    config = make_config(tiny_text, tmp_path, **settings)
+    val = str(write_data(tmp_path / "val.jsonl", 24, "v"))
+    config = config_of(
+        config.model_dump(exclude_unset=True) | {"data": {**config.data.model_dump(exclude_unset=True), "val": val}}
+    )
+    run(config, monkeypatch, world_size)
+    found = {step: tmp_path / "run" / f"checkpoint-{step}" / CALIBRATION_NAME for step in (2, 3, 4)}
+    assert {step: file.is_file() for step, file in found.items()} == {2: True, 3: False, 4: True}
+    assert found[3].parent.is_dir(), "saved, but not evaluated"
+    assert set(asked) == {None, found[4].read_text()}
+    known = read_calibration(found[4].parent, samples=0)
+    assert known is not None
+    assert known.num_images == 24
+    scored = [*events_of(tmp_path, "eval"), *events_of(tmp_path, "test")]
+    assert [event["metrics"]["coco/calibrated"] for event in scored] == [1.0, 1.0, 1.0]
+
+
+def _every_third_box_is_wrong(self: FakeBackend, sample: Sample, seed: int) -> Rollout:
+    wrong = [obj._replace(bins=(900, 900, 950, 950)) for obj in sample.objects]
+    objects = [wrong[i] if (i + int(sample.sample_id[1:])) % 3 == 0 else obj for i, obj in enumerate(sample.objects)]
+    text = self._task.serialize(objects, after=None).text
+    return Rollout(
+        sample=sample,
+        prompt_token_ids=self.policy.encoder.encode(sample).token_ids,
+        response_token_ids=tuple(self.policy.tokenizer.encode(text, add_special_tokens=False)),
+        finish_reason="stop",
+        ver=self.ver,
+        seed=seed,
+    )
+
+
+def test_without_validation_annotations_nothing_is_calibrated(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R43: `data.test` alone is scored, never fitted."""
+    monkeypatch.setattr(FakeBackend, "_answer", _every_third_box_is_wrong)
+    settings = {"per_device_train_batch_size": 4, "max_steps": 2, "eval_steps": 2, "save_on_end": True}
+    config = make_config(tiny_text, tmp_path, **settings)
+    write_data(Path(config.data.test or ""), 24, "t")
+    run(config, monkeypatch)
+    (event,) = events_of(tmp_path, "eval")
+    assert event["metrics"]["coco/calibrated"] == 0.0
+    assert not list((tmp_path / "run").glob(f"*/{CALIBRATION_NAME}"))
 
 
 def test_a_step_is_saved_once(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deploy.demo.model import build_tokenizer
@@ -16,7 +18,9 @@ from learner.config.sections.task import TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample
 from learner.steps.evaluation import Evaluation, evaluate, write_evaluation
+from learner.tasks.detection.scores import CalibrationFile, scored_objects, token_scores
 from learner.tasks.detection.task import DetectionTask
+from learner.tasks.tokens import pieces_of
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
 TOKENIZER: Any = build_tokenizer()
@@ -57,13 +61,37 @@ class Oracle:
         )
 
 
-def evaluate_on(world_size: int, count: int) -> list[tuple[Evaluation, Oracle]]:
+class Noisy(Oracle):
+    """Some boxes are beside their object. The tokens of right ones are a little more probable."""
+
+    def _answer(self, sample: Sample) -> Rollout:
+        rng = np.random.default_rng(int(sample.sample_id[1:]))
+        right = rng.random(len(sample.objects)) < 0.5
+        shifts = np.where(right, rng.integers(0, 12, len(right)), 45)
+        objects = [
+            obj._replace(bins=(obj.bins[0] + int(by), obj.bins[1], obj.bins[2] + int(by), obj.bins[3]))
+            for obj, by in zip(sample.objects, shifts, strict=True)
+        ]
+        tokens = tuple(TOKENIZER.encode(TASK.serialize(objects, after=None).text, add_special_tokens=False))
+        rollout = Rollout(
+            sample=sample, prompt_token_ids=(1,), response_token_ids=tokens, finish_reason="stop", ver=7, seed=None
+        )
+        parsed, logprobs = TASK.parse(rollout), np.zeros(len(tokens))
+        for predicted, is_right in zip(parsed.objects, right, strict=True):
+            for slot in predicted.slots:
+                logprobs[parsed.slots.start[slot]] = -rng.exponential(0.2 if is_right else 0.5)
+        return replace(rollout, logprobs=tuple(logprobs.tolist()))
+
+
+def evaluate_on(
+    world_size: int, count: int, made: type[Oracle] = Oracle, **options: Any
+) -> list[tuple[Evaluation, Oracle]]:
     samples, meeting = [scene(i) for i in range(count)], Meeting(world_size)
 
     def rank_main(rank: int) -> tuple[Evaluation, Oracle]:
         ranks = ThreadRanks(rank=rank, world_size=world_size, meeting=meeting) if world_size > 1 else Ranks()
-        oracle = Oracle()
-        return evaluate(oracle, samples, TASK, ranks, global_step=3), oracle
+        oracle = made()
+        return evaluate(oracle, samples, TASK, ranks, global_step=3, **options), oracle
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(rank_main, range(world_size)))
@@ -86,6 +114,78 @@ def test_ranks_share_the_samples_and_agree_on_the_result(world_size: int, count:
         if greedy
     }
     assert places == {i: f"t{i}" for i in range(count)}
+
+
+# ---- scores --------------------------------------------------------------------------------------------------------
+
+
+def test_ap_is_that_of_the_scores_by_a_slow_reference(tmp_path: Path) -> None:
+    """R43: of the tokens' probabilities, and of calibrated scores; on any number of ranks. The files have the scores
+    that were used."""
+    [(plain, _)] = evaluate_on(1, 20, Noisy)
+    [(alone, _)] = evaluate_on(1, 20, Noisy, calibrated=TASK.calibrated)
+    for evaluation, is_calibrated in ((plain, 0.0), (alone, 1.0)):
+        assert evaluation.metrics["coco/calibrated"] == is_calibrated
+        scores = [one.scores or token_scores(one.parsed, pieces_of(TOKENIZER)) for one in evaluation.assignments]
+        assert evaluation.metrics["coco/ap"] == pytest.approx(slow_ap(evaluation, scores))
+        write_evaluation(evaluation, tmp_path / "some.jsonl")
+        rows = json.loads((tmp_path / "some.coco.json").read_text())
+        assert [row["score"] for row in rows] == [pytest.approx(score, abs=1e-5) for own in scores for score in own]
+    equal = [[1.0] * len(one.parsed.objects) for one in plain.assignments]
+    assert slow_ap(plain, equal) < plain.metrics["coco/ap"], "scores rank boxes"
+    for evaluation, _ in evaluate_on(3, 20, Noisy, calibrated=TASK.calibrated):
+        assert evaluation.metrics == pytest.approx(alone.metrics)
+
+
+def test_scores_of_test_are_those_that_validation_fitted() -> None:
+    [(val, _)] = evaluate_on(1, 20, Noisy)
+    text = TASK.calibration(val.assignments)
+    assert text is not None
+    [(test, _)] = evaluate_on(1, 6, Noisy, calibrated=partial(TASK.calibrated, calibration=text))
+    known = CalibrationFile.model_validate_json(text).of(0)
+    for one in test.assignments:
+        wanted = [found.score for found in scored_objects([one.parsed], pieces_of(TOKENIZER), known)]
+        assert one.scores == pytest.approx(wanted)
+    assert test.metrics["coco/calibrated"] == 1.0
+
+
+def test_too_few_boxes_are_scored_by_their_tokens() -> None:
+    [(few, _)] = evaluate_on(1, 6, Noisy, calibrated=TASK.calibrated)
+    [(plain, _)] = evaluate_on(1, 6, Noisy)
+    assert few.metrics == plain.metrics
+
+
+def slow_ap(evaluation: Evaluation, scores: Sequence[Sequence[float]]) -> float:
+    """COCO's AP of one class, by loops: of thresholds and 101 recalls, the mean of the best precision from there on."""
+    ranked = sorted((-score, image, place) for image, own in enumerate(scores) for place, score in enumerate(own))
+    answers = evaluation.assignments
+    num_truth = sum(len(one.parsed.rollout.sample.objects) for one in answers)
+    values = []
+    for step in range(10):
+        taken: set[tuple[int, int]] = set()
+        right: list[bool] = []
+        for _, image, place in ranked:
+            box = answers[image].parsed.objects[place].object.bins
+            free = [
+                (slow_iou(box, obj.bins), k)
+                for k, obj in enumerate(answers[image].parsed.rollout.sample.objects)
+                if (image, k) not in taken
+            ]
+            best, k = max(free, default=(0.0, -1))
+            right.append(best >= 0.5 + 0.05 * step - 1e-9)
+            taken |= {(image, k)} if right[-1] else set()
+        points = [(sum(right[: n + 1]) / num_truth, sum(right[: n + 1]) / (n + 1)) for n in range(len(right))]
+        values += [max((p for r, p in points if r >= at), default=0.0) for at in np.linspace(0, 1, 101)]
+    return sum(values) / len(values)
+
+
+def slow_iou(a: Sequence[int], b: Sequence[int]) -> float:
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    both = max(0, width) * max(0, height)
+    return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def written(k: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from learner.config.inference import CALIBRATION_NAME
 from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection.calibrate import (
+    FOLDS,
     auc,
     best_threshold,
     boxes_of,
+    cross_fitted,
     ece,
     fit_calibration,
     reliability,
@@ -23,6 +26,7 @@ from learner.tasks.detection.calibrate import (
 )
 from learner.tasks.detection.scores import (
     FEATURES,
+    Calibration,
     CalibrationFile,
     Candidate,
     candidates,
@@ -162,6 +166,44 @@ def test_a_fit_is_calibrated_on_images_that_it_has_not_seen(tmp_path: Path) -> N
     assert again is not None
     assert again.scores(new.features, new.names).tolist() == scores.tolist()
     assert read_calibration(tmp_path, samples=0) is None, "drawn answers are no greedy ones"
+
+
+def test_no_image_is_scored_by_a_fit_that_saw_its_labels() -> None:
+    """Of images whose labels are turned over, the own scores stay as they are, and those of other parts change."""
+    found, samples = simulated(40, seed=3)
+    before = cross_fitted(found, samples, num_drawn=0)
+    turned = [
+        replace(sample, objects=(found[i][1].object,)) if i % FOLDS == 2 else sample for i, sample in enumerate(samples)
+    ]
+    after = cross_fitted(found, turned, num_drawn=0)
+    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+        assert (old.tolist() == new.tolist()) == (i % FOLDS == 2), i
+
+
+def test_cross_fitted_scores_are_those_of_a_slow_reference() -> None:
+    """Every image alone: the others of which it is no part are fitted, and each of its boxes is scored by hand."""
+    found, samples = simulated(12, seed=4)
+    scores = cross_fitted(found, samples, num_drawn=0)
+    for i in (0, 3, 7, 11):
+        others = [k for k in range(12) if k % FOLDS != i % FOLDS]
+        known, *_ = fit_calibration([found[k] for k in others], [samples[k] for k in others], num_drawn=0)
+        for candidate, score in zip(found[i], scores[i], strict=True):
+            assert score == pytest.approx(_by_hand(candidate, known))
+
+
+def _by_hand(candidate: Candidate, known: Calibration) -> float:
+    """A piecewise linear function of each feature, column by column."""
+    columns, area = [1.0], 0.0
+    for name, value in zip(FEATURES, candidate.features.tolist(), strict=True):
+        if name not in known.knots:
+            continue
+        low, *inner, high = known.knots[name]
+        at = (min(max(value, low), high) - low) / (high - low)
+        columns += [at, *(max(0.0, at - (knot - low) / (high - low)) for knot in inner)]
+        area = at if name == "log_area" else area
+    for one in known.names:
+        columns += [1.0, area] if one == candidate.object.desc else [0.0, 0.0]
+    return 1 / (1 + math.exp(-sum(a * b for a, b in zip(columns, known.weights, strict=True))))
 
 
 def test_too_little_to_learn_from_and_a_file_that_cannot_be_read(tmp_path: Path) -> None:
