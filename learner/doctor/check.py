@@ -68,7 +68,8 @@ def run_check(
     text instead of JSON. `drawing`: some of the training photographs are drawn too."""
     num_ranks = 1 if world_size is None else world_size
     try:
-        found = preflight(path, num_ranks, env, read_data=read_data, overrides=overrides, drawing=drawing)
+        options = {"read_data": read_data, "build_model": probe}
+        found = preflight(path, num_ranks, env, **options, overrides=overrides, drawing=drawing)
         mistakes = [*found.mistakes, *(_ask_servers(found, env) if probe else ())]
         if mistakes:
             raise ConfigErrors(mistakes=mistakes)
@@ -91,11 +92,12 @@ def preflight(
     env: Mapping[str, str],
     *,
     read_data: bool,
+    build_model: bool = False,
     overrides: Sequence[str] = (),
     drawing: Drawing | None = None,
 ) -> Preflight:
     """Raises ConfigErrors if there is no configuration to look at: the file's mistakes, or those of parts that it
-    names. What is wrong with files and data is in `mistakes`."""
+    names. What is wrong with files and data is in `mistakes`; with `build_model` also names that the model lacks."""
     if world_size < 1:
         remedy = "give the number of learner ranks"
         mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
@@ -108,6 +110,8 @@ def preflight(
         report["advice"] = [advice]
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
     report |= memory_report(config, world_size)
+    if build_model:
+        mistakes += _names_of_model(config)
     if read_data:
         try:
             report |= _samples(config, plan, drawing)
@@ -162,6 +166,15 @@ def _family(config: RunConfig) -> list[Mistake]:
     except ConfigError as error:
         return [Mistake.of(error, key)]
     return []
+
+
+def _names_of_model(config: RunConfig) -> list[Mistake]:
+    """What the section names that the model does not have. Nothing if the model is not on this machine."""
+    if not any((Path(config.model.path) / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return []
+    from learner.doctor.names import names_that_are_wrong  # imported here: it builds the model
+
+    return names_that_are_wrong(config.model)
 
 
 def _samples(config: RunConfig, plan: Plan, drawing: Drawing | None) -> dict[str, Any]:

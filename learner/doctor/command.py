@@ -70,7 +70,7 @@ def doctor(
     `launch`: the path of launch.yaml, to check the devices of servers and learner too. Raises ConfigErrors if the
     configuration cannot be read."""
     logging.disable(logging.WARNING)  # only what was found is printed, not what libraries log
-    found = preflight(config_path, world_size, environment, read_data=True, overrides=overrides)
+    found = preflight(config_path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _look(found, environment, launch)
     if situation.servers and len(situation.statuses) == len(situation.servers):
         found.mistakes.extend(add_servers(found, situation.servers))

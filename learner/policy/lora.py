@@ -11,6 +11,7 @@ float32, so no number besides the tensors has to travel; the trained weights do 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from learner.policy.weights import CheckpointWeights
 from shared.errors import ConfigError
 from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
+
+_MOST_NEAR, _MOST_NAMES = 3, 12  # in a message
 
 
 def base_model_path(config: ModelConfig) -> str | None:
@@ -46,7 +49,7 @@ def base_model_path(config: ModelConfig) -> str | None:
 def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftModel | None:
     """The adapter of `config.path`, or a new one from `config.lora`. With an adapter the rest of the model is frozen.
 
-    Raises ConfigError if no layer has a name in `target_modules`.
+    Raises ConfigError if a name in `target_modules` is no layer's.
     """
     if base_model_path(config) is not None:
         return peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
@@ -54,6 +57,8 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftMode
 
 
 def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
+    if isinstance(config.target_modules, list):
+        _require_layers(model, config.target_modules)
     options = peft.LoraConfig(
         r=config.r,
         lora_alpha=config.alpha,
@@ -71,6 +76,31 @@ def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
             wanted="names of linear layers of the model",
             remedy='use "all-linear", or names such as q_proj',
         ) from error
+
+
+def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """peft leaves out a name that no layer has, as long as another one matches. Raises ConfigError."""
+    layers = [name for name, _ in model.named_modules()]
+    unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
+    if unknown:
+        linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+        known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+        raise ConfigError(
+            "model.lora.target_modules names no layer",
+            found=_with_near(unknown, list(known)),
+            wanted=f"names of linear layers: {', '.join(list(known)[:_MOST_NAMES])}",
+            remedy='correct the name or remove it, or use "all-linear"',
+        )
+
+
+def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """Each unknown name, with known ones that are like it."""
+    told = []
+    for name in unknown:
+        like = [one for one in known if one.strip(".").endswith(f".{name.strip('.')}")][:_MOST_NEAR]
+        like = like or difflib.get_close_matches(name, known, _MOST_NEAR)
+        told.append(f"{name!r} (near: {', '.join(like)})" if like else repr(name))
+    return ", ".join(told)
 
 
 @contextmanager
@@ -92,14 +122,16 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
     Raises ConfigError if a prefix matches nothing, or nothing is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    for prefix in prefixes:
-        if not any(name.startswith(prefix) for name in names):
-            raise ConfigError(
-                "model.freeze names no parameter",
-                found=prefix,
-                wanted=f"the beginning of a name such as {names[0]}",
-                remedy="correct the prefix or remove it",
-            )
+    unknown = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names)]
+    if unknown:
+        parts = [name.split(".") for name in names]
+        known = dict.fromkeys(".".join(part[:depth]) + "." for part in parts for depth in range(1, len(part)))
+        raise ConfigError(
+            "model.freeze names no parameter",
+            found=_with_near(unknown, list(known)),
+            wanted=f"the beginning of a name such as {names[0]}",
+            remedy="correct the prefix or remove it",
+        )
     for name, parameter in model.named_parameters():
         if name.startswith(tuple(prefixes)):
             parameter.requires_grad_(False)
