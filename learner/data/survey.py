@@ -7,15 +7,18 @@ In: the samples of `read_split`. Out: a `Survey`, and lines of text. Of images t
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from learner.config.sections.model import ModelConfig
 from learner.data.splits import Split
 from learner.records import Sample
 from learner.tasks.detection.bins import bounding_box
+from shared.reading import json_in
 
 _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
@@ -105,21 +108,70 @@ def warnings_of(found: Survey) -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PixelLimits:
+    """How a processor of Qwen-VL's kind resizes: each side to a multiple of `factor` pixels, which is the side of a
+    visual token's square, and width x height to `least` to `most` pixels."""
+
+    least: int = 1
+    most: int
+    factor: int = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What the model sees of a photograph. Sides are multiples of `factor` pixels, a visual token is a square of it."""
+    """What the model sees of a photograph."""
 
     size: tuple[int, int]
     share: float  # of the photograph's pixels
     num_tokens: int
 
 
-def seen_by_model(size: tuple[int, int], max_pixels: int, factor: int = 32) -> Seen:
-    """A photograph of `size` after the processor of Qwen-VL models has shrunk it to at most `max_pixels`."""
-    width, height = size
-    scale = min(1.0, (max_pixels / max(1, width * height)) ** 0.5)
-    across, down = (max(1, int(side * scale / factor + 0.5 * (scale == 1.0))) for side in size)
-    share = min(1.0, across * down * factor**2 / max(1, width * height))
+def pixel_limits(model: ModelConfig) -> PixelLimits | None:
+    """Those of `model`, or the checkpoint's own where the section leaves them open. None if nothing is known: the
+    checkpoint is not on this machine, or its processor has no such limits."""
+    own = _own_limits(Path(model.path))
+    if own is None:
+        return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)
+    least = model.min_pixels or min(own.least, model.max_pixels or own.least)  # as `shared.generation.limit_pixels`
+    return PixelLimits(least=least, most=model.max_pixels or max(own.most, least), factor=own.factor)
+
+
+def _own_limits(folder: Path) -> PixelLimits | None:
+    try:
+        adapter = folder / "adapter_config.json"
+        if adapter.is_file():
+            folder = Path(str(json_in(adapter)["base_model_name_or_path"]))
+        joined, alone = folder / "processor_config.json", folder / "preprocessor_config.json"
+        found = json_in(joined).get("image_processor") if joined.is_file() else None
+        found = found or json_in(alone)
+        size = found.get("size") or {}
+        return PixelLimits(
+            least=int(found.get("min_pixels") or size["shortest_edge"]),
+            most=int(found.get("max_pixels") or size["longest_edge"]),
+            factor=int(found["patch_size"]) * int(found["merge_size"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who loads the model says what is wrong with it
+        return None
+
+
+def seen_by_model(size: tuple[int, int], limits: PixelLimits) -> Seen:
+    """A photograph of `size` (width, height) as the processors of Qwen-VL models resize it."""
+    factor, area = limits.factor, max(1, size[0] * size[1])
+    across, down = (max(1, round(side / factor)) for side in size)
+    if across * down * factor**2 > limits.most:
+        shrink = math.sqrt(area / limits.most)
+        across, down = (max(1, math.floor(side / shrink / factor)) for side in size)
+    elif across * down * factor**2 < limits.least:
+        grow = math.sqrt(limits.least / area)
+        across, down = (math.ceil(side * grow / factor) for side in size)
+    share = min(1.0, across * down * factor**2 / area)
     return Seen(size=(across * factor, down * factor), share=share, num_tokens=across * down)
+
+
+def seen_in_words(seen: Seen) -> str:
+    """One line about the largest photograph."""
+    size = f"{seen.size[0]} x {seen.size[1]}"
+    return f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens"
 
 
 def small_boxes(found: Survey, seen: Seen) -> str | None:
@@ -129,7 +181,7 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
         return None
     return (
         f"the median box is {found.smallest_side_px:.0f} pixels across, {side:.0f} as the model sees it: "
-        "raise model.max_pixels, or cut photographs into parts"
+        "set a larger model.max_pixels, or cut photographs into parts"
     )
 
 

@@ -12,12 +12,17 @@ from typing import Any
 
 from learner.config.schema import RunConfig
 from learner.config.sections.augment import stays_upright
+from learner.config.sections.model import ModelConfig
 from learner.data.splits import Split
 from learner.data.survey import (
+    PixelLimits,
+    Seen,
     Survey,
     lines_of,
     photographs,
+    pixel_limits,
     seen_by_model,
+    seen_in_words,
     shared_images,
     small_boxes,
     survey,
@@ -49,14 +54,23 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
 
 def _of_split(config: RunConfig, found: Survey) -> dict[str, list[str]]:
     lines, warned = lines_of(found), warnings_of(found)
-    if config.model.max_pixels is not None:
-        seen = seen_by_model(found.sizes[2], config.model.max_pixels)
-        size = f"{seen.size[0]} x {seen.size[1]}"
-        lines.append(f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens")
-        if seen.share < _LITTLE:
-            warned.append(f"the model sees {seen.share:.0%} of the largest photograph: raise model.max_pixels")
-        warned += filter(None, [small_boxes(found, seen)])
+    limits = pixel_limits(config.model)
+    if limits is not None:
+        seen = seen_by_model(found.sizes[2], limits)
+        lines.append(seen_in_words(seen))
+        warned += filter(None, [_little_seen(config.model, limits, seen), small_boxes(found, seen)])
     return {"about": lines, "warnings": warned}
+
+
+def _little_seen(model: ModelConfig, limits: PixelLimits, seen: Seen) -> str | None:
+    """A warning if the model sees less than half of the largest photograph."""
+    if seen.share >= _LITTLE:
+        return None
+    whose = "model.max_pixels" if model.max_pixels is not None else "the checkpoint's own limit"
+    return (
+        f"the model sees {seen.share:.0%} of the largest photograph, because {whose} is {limits.most} pixels: "
+        "set a larger model.max_pixels, here and in the server's file"
+    )
 
 
 def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
@@ -73,9 +87,10 @@ def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
 
 def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:
     """Raises ConfigErrors if not even the smallest photograph of `train` fits a row."""
-    if config.model.max_pixels is None or "train" not in about:
+    limits = pixel_limits(config.model)
+    if limits is None or "train" not in about:
         return
-    fewest = seen_by_model(about["train"].sizes[0], config.model.max_pixels).num_tokens
+    fewest = seen_by_model(about["train"].sizes[0], limits).num_tokens
     if fewest >= config.global_max_length:
         found = f"{config.global_max_length}, and at least {fewest} tokens of the smallest photograph"
         remedy = "raise it, or lower model.max_pixels"

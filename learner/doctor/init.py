@@ -19,10 +19,12 @@ from learner.data.formats.detect import locate
 from learner.data.formats.folders import splits_in
 from learner.data.splits import Split, read_split
 from learner.data.survey import (
+    PixelLimits,
     Survey,
     lines_of,
     photographs,
     seen_by_model,
+    seen_in_words,
     shared_images,
     small_boxes,
     survey,
@@ -120,10 +122,9 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
         about = survey(read)
         print(f"\n{split} ({getattr(data, split)})")
         lines = lines_of(about) if about.num_samples else ["no photograph can be used"]
-        seen = seen_by_model(about.sizes[2], pixels_for(about))
+        seen = seen_by_model(about.sizes[2], PixelLimits(most=pixels_for(about)))
         if about.num_samples:
-            size = f"{seen.size[0]} x {seen.size[1]}"
-            lines.append(f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens")
+            lines.append(seen_in_words(seen))
         warned = [*warnings_of(about), *filter(None, [small_boxes(about, seen)])]
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():

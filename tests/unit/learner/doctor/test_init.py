@@ -12,7 +12,7 @@ import pytest
 from learner.__main__ import main
 from learner.config.load import load_config
 from learner.data.check import check_split, splits
-from learner.data.survey import seen_by_model
+from learner.data.survey import PixelLimits, seen_by_model
 from rollout_server.config import load_server_config
 from shared.version import DISTRIBUTION, version
 from tests.unit.learner.data.annotations import voc, voc_object
@@ -70,10 +70,10 @@ def test_a_folder_that_is_none_is_refused(folder: Path, tmp_path: Path, missing:
 
 
 def test_what_the_model_sees_of_a_large_photograph() -> None:
-    seen = seen_by_model((4000, 3000), 2 << 20)
+    seen = seen_by_model((4000, 3000), PixelLimits(most=2 << 20))
     assert seen.num_tokens <= 2048
     assert 0.1 < seen.share < 0.18
-    assert seen_by_model((640, 480), 2 << 20).share == 1.0
+    assert seen_by_model((640, 480), PixelLimits(most=2 << 20)).share == 1.0
 
 
 @pytest.mark.parametrize(
