@@ -195,4 +195,4 @@ def test_two_servers_at_once(
             said.append(answers(backend))
         assert said[0] != said[1]
         one, two = server.base_url, second.base_url
-        assert f"joined {[one, two] if device == '1' else [f'{one}, {two}']}" in caplog.text
+        assert f"joined {[one, two] if device == str(OTHER) else [f'{one}, {two}']}" in caplog.text
