@@ -375,6 +375,9 @@ def evaluate(
     model: Annotated[
         list[str] | None, typer.Option(metavar="NAME=DIR", help="A model that answers the images; may be repeated.")
     ] = None,
+    retain: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="Other annotations that models answer; repeatable.")
+    ] = None,
     val: Annotated[str | None, typer.Option(help="Annotations on which thresholds are chosen.")] = None,
     val_predictions: Annotated[
         list[str] | None, typer.Option(metavar="NAME=FILE", help="Results on --val, by the same names.")
@@ -388,7 +391,8 @@ def evaluate(
 
     F1 at the best threshold, AP, calibration, classes, intervals, and differences from the first one.
     """
-    given, answering, held_out = (_named(part) for part in (predictions, model, val_predictions))
+    given, answering = _named(predictions, "--predictions"), _named(model, "--model")
+    held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
 
     def work() -> int:
         from learner.detector.answers import Asked
@@ -402,6 +406,7 @@ def evaluate(
             models=answering,
             val=val,
             val_predictions=held_out,
+            retain=retained,
             asked=asked,
             image_root=image_root,
             out=out,
@@ -411,12 +416,15 @@ def evaluate(
     _end(work)
 
 
-def _named(texts: Sequence[str] | None) -> dict[str, Path]:
-    """`NAME=PATH`; a path alone is named by its file."""
+def _named(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
+    """`NAME=PATH`; a path alone is named by its file. Raises BadParameter if two have one name."""
     found: dict[str, Path] = {}
     for text in texts or ():
-        name, sign, path = text.partition("=")
-        found[name if sign else Path(text).stem] = Path(path if sign else text)
+        given, sign, path = text.partition("=")
+        name = given if sign else Path(text).stem
+        if name in found:
+            raise typer.BadParameter(f"{name!r} is the name of two: give each its own, NAME=PATH", param_hint=option)
+        found[name] = Path(path if sign else text)
     return found
 
 

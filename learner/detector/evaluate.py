@@ -1,7 +1,10 @@
-"""`rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE ... --model NAME=DIR ...`.
+"""`rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE ... --model NAME=DIR ... --retain NAME=FILE ...`.
 
 Compares detectors on an annotation file, files first, then models, in the order of the command line: the first one is
 what the others are compared with. Prints a table, and writes `evaluation.json` and `index.html`.
+
+The models answer the annotation files of `--retain` too. What each gained and lost there is compared with the first
+model, beside what it gained on the main file.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,24 +28,28 @@ from learner.detector.evaluation import Found, Result, Scored, evaluate_all, thr
 from learner.detector.inputs import Anything, InputImage, coco_categories
 from learner.detector.pictures import TEMPLATES
 from learner.detector.results_in import box_in_sample, read_results
+from learner.journal.retained import OWN
 from learner.records import Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
 from shared.errors import ConfigError
 
 EVALUATION, PAGE = "evaluation.json", "index.html"
+_MAIN, _VAL = "main", "val"
 TABLE_WIDTH = 110  # characters: where nobody looks, as in a log, lines are not broken
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """`predictions`, `val_predictions` and `models` by name. `val`: annotations that thresholds are chosen on."""
+    """`predictions`, `val_predictions` and `models` by name. `val`: annotations that thresholds are chosen on.
+    `retain`: other annotations that the models answer, by name."""
 
     annotations: str
     predictions: Mapping[str, Path] = field(default_factory=dict)
     models: Mapping[str, Path] = field(default_factory=dict)
     val: str | None = None
     val_predictions: Mapping[str, Path] = field(default_factory=dict)
+    retain: Mapping[str, Path] = field(default_factory=dict)
     asked: Asked = field(default_factory=Asked)
     image_root: str | None = None
     out: Path
@@ -50,6 +58,59 @@ class EvaluateOptions:
 def evaluate(options: EvaluateOptions) -> int:
     """Returns the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
     quiet()
+    _require_detectors(options)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    paths = {_MAIN: options.annotations} | ({_VAL: options.val} if options.val is not None else {})
+    paths |= {_retained(name): str(path) for name, path in options.retain.items()}
+    samples = {key: _samples(options, path) for key, path in paths.items()}
+    given = {_MAIN: options.predictions, _VAL: options.val_predictions}
+    found = {key: _read(paths[key], own, given.get(key, {})) for key, own in samples.items()}
+    for name, folder in options.models.items():
+        for key, one in _by_model(folder, name, samples, options.asked).items():
+            found[key].append(one)
+    thresholds = {one.name: _threshold(one, samples[_VAL]) for one in found.get(_VAL, ())}
+    results = evaluate_all(found[_MAIN], samples[_MAIN], thresholds)
+    compared = _compared(options, found, samples, results, thresholds)
+    write_atomically(options.out / EVALUATION, json.dumps(_rows(results, compared), indent=1) + "\n")
+    page = TEMPLATES.get_template("evaluation.html").render(
+        title=Path(options.annotations).name,
+        facts=f"{len(samples[_MAIN])} images, {sum(len(s.objects) for s in samples[_MAIN])} objects",
+        results=results,
+        compared=compared,
+        classes=sorted({name for one in results for name in one.classes}),
+        chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
+    )
+    write_atomically(options.out / PAGE, page)
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(_table(results))
+    if compared:
+        console.print(_gains(compared))
+    print(options.out / PAGE)
+    return 0
+
+
+Compared = list[tuple[str, list[Result]]]  # the main annotations, then each of `retain`: results of the models
+
+
+def _compared(
+    options: EvaluateOptions,
+    found: Mapping[str, Sequence[Found]],
+    samples: Mapping[str, Sequence[Sample]],
+    results: list[Result],
+    thresholds: Mapping[str, float],
+) -> Compared:
+    """[] if nothing is retained. Differences are from the first model everywhere."""
+    if not options.retain:
+        return []
+    if options.predictions:  # they are not models: `results` has differences from the first file
+        models = found[_MAIN][len(options.predictions) :]
+        results = evaluate_all(models, samples[_MAIN], thresholds)
+    others = [(name, _retained(name)) for name in options.retain]
+    return [(OWN, results), *((name, evaluate_all(found[key], samples[key])) for name, key in others)]
+
+
+def _require_detectors(options: EvaluateOptions) -> None:
+    """Raises ConfigError if there is nothing to evaluate, nothing that answers what is retained, or a name twice."""
     if not options.predictions and not options.models:
         raise ConfigError(
             "evaluate: nothing to evaluate",
@@ -57,28 +118,25 @@ def evaluate(options: EvaluateOptions) -> int:
             wanted="COCO results, or a model that answers the images",
             remedy="name one: --predictions yolo=predictions.json, --model ours=runs/cells",
         )
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    samples = _samples(options, options.annotations)
-    found = _found(options, options.annotations, samples, options.predictions)
-    thresholds: dict[str, float] = {}
-    if options.val is not None:
-        held_out = _samples(options, options.val)
-        for one in _found(options, options.val, held_out, options.val_predictions):
-            thresholds[one.name] = threshold_of([list(one.boxes.get(s.sample_id, ())) for s in held_out], held_out)
-    results = evaluate_all(found, samples, thresholds)
-    write_atomically(options.out / EVALUATION, json.dumps([asdict(one) for one in results], indent=1) + "\n")
-    page = TEMPLATES.get_template("evaluation.html").render(
-        title=Path(options.annotations).name,
-        facts=f"{len(samples)} images, {sum(len(s.objects) for s in samples)} objects",
-        results=results,
-        classes=sorted({name for one in results for name in one.classes}),
-        chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
-    )
-    write_atomically(options.out / PAGE, page)
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(_table(results))
-    print(options.out / PAGE)
-    return 0
+    if options.retain and not options.models:
+        raise ConfigError(
+            "evaluate: --retain needs a model",
+            found="--predictions alone, which have no boxes for other annotations",
+            wanted="a model that answers the other images too",
+            remedy="name one, or several to compare: --model before=base --model after=runs/cells",
+        )
+    if twice := sorted(options.predictions.keys() & options.models.keys()):
+        raise ConfigError(
+            "evaluate: two detectors have one name",
+            found=", ".join(twice),
+            wanted="a name for each of --predictions and --model",
+            remedy="name them: --predictions file=found.json --model ours=runs/cells",
+        )
+
+
+def _retained(name: str) -> str:
+    """Keeps the names of a user apart from those of this module."""
+    return f"retain {name}"
 
 
 def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
@@ -86,24 +144,39 @@ def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
     return load_split(data, path, Anything()).samples
 
 
-def _found(
-    options: EvaluateOptions, annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]
-) -> list[Found]:
+def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]) -> list[Found]:
     categories = coco_categories([annotations])
-    read = [read_results(path, name, samples, categories) for name, path in predictions.items()]
-    return read + [_by_model(path, name, samples, options.asked) for name, path in options.models.items()]
+    return [read_results(path, name, samples, categories) for name, path in predictions.items()]
 
 
-def _by_model(path: Path, name: str, samples: Sequence[Sample], asked: Asked) -> Found:
+def _by_model(path: Path, name: str, samples: Mapping[str, Sequence[Sample]], asked: Asked) -> dict[str, Found]:
+    """What one model, which is started once, finds in each of the annotated sets."""
+    with Detector(path, asked=asked) as detector:
+        return {key: Found(name=name, boxes=_boxes(detector, own)) for key, own in samples.items()}
+
+
+def _boxes(detector: Detector, samples: Sequence[Sample]) -> dict[str, list[Scored]]:
     line = {i: InputImage(id=sample.sample_id, source=sample.images[0], name="") for i, sample in enumerate(samples)}
     boxes: dict[str, list[Scored]] = {}
-    with Detector(path, asked=asked) as detector:
-        for place, one in detector.predictions(line):
-            if not isinstance(one, Prediction):
-                raise one
-            sample = samples[place]
-            boxes[sample.sample_id] = [Scored(box_in_sample(b.box, b.name, sample), b.score) for b in one.boxes]
-    return Found(name=name, boxes=boxes)
+    for place, one in detector.predictions(line):
+        if not isinstance(one, Prediction):
+            raise one
+        sample = samples[place]
+        boxes[sample.sample_id] = [Scored(box_in_sample(b.box, b.name, sample), b.score) for b in one.boxes]
+    return boxes
+
+
+def _threshold(found: Found, samples: Sequence[Sample]) -> float:
+    return threshold_of([list(found.boxes.get(s.sample_id, ())) for s in samples], samples)
+
+
+def _rows(results: Sequence[Result], compared: Compared) -> list[dict[str, Any]]:
+    """One a detector. Those of models have their results on what is retained, as `retained`."""
+    rows = {one.name: asdict(one) for one in results}
+    for data, own in compared[1:]:
+        for one in own:
+            rows[one.name].setdefault("retained", {})[data] = asdict(one)
+    return list(rows.values())
 
 
 def _table(results: Sequence[Result]) -> Table:
@@ -122,3 +195,17 @@ def _table(results: Sequence[Result]) -> Table:
             f"{one.ece:.3f}",
         )
     return shown
+
+
+def _gains(compared: Compared) -> Table:
+    """F1@0.5 of each model on each set, and the difference from the first model."""
+    _, first = compared[0]
+    shown = Table("F1@0.5 on", *(one.name for one in first), box=None, padding=(0, 2, 0, 0))
+    for data, results in compared:
+        shown.add_row(data, *(_gain(one) for one in results))
+    return shown
+
+
+def _gain(one: Result) -> str:
+    text, gained = f"{one.intervals['f1@0.5'].estimate:.3f}", one.differences.get("f1@0.5")
+    return text if gained is None else f"{text} {gained.estimate:+.3f} [{gained.low:+.3f}, {gained.high:+.3f}]"

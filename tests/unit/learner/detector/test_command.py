@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from deploy.demo import build_data
 from learner.__main__ import main
@@ -268,3 +269,70 @@ def test_calibrated_scores_say_how_probably_a_box_is_right(
     assert all(0 < box.score < 1 for box in found.boxes)
     assert {box.votes for box in found.boxes} <= {0, 1, 2}
     assert main([*arguments, "--samples", "few"]) == 2
+
+
+# ---- evaluation of models ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blurred(tmp_path: Path) -> Path:
+    """The checkpoint with a vision tower that sees less."""
+    folder = tmp_path / "blurred"
+    shutil.copytree(CHECKPOINT, folder)
+    file = folder / "model.safetensors"
+    weights = {name: w * 0.8 if "visual.merger" in name else w for name, w in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_what_models_gain_and_forget_stands_side_by_side(
+    data: Path, blurred: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R44: the models answer the retained annotations too, whatever their format, and are compared with the first
+    model, also where a file of results comes before it."""
+    build_data.build(build_data.Build(train=0, val=0, test=6, seed=5), tmp_path / "old")
+    main_file, old = str(data / "test.coco.json"), tmp_path / "old" / "test.jsonl"
+    none = tmp_path / "none.json"
+    none.write_text("[]")
+    models = ("--model", f"before={CHECKPOINT}", "--model", f"after={blurred}", "--backend", "hf")
+    arguments = ["evaluate", main_file, "--out", str(tmp_path / "out"), *models, "--retain", f"old={old}"]
+    assert main([*arguments, "--predictions", f"nothing={none}"]) == 0
+    told = capsys.readouterr().err
+    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())}
+    assert "retained" not in rows["nothing"], "a file has no boxes for other annotations"
+    before, after = (rows[name]["retained"]["old"] for name in ("before", "after"))
+    assert sum(one["objects"] for one in before["classes"].values()) == _num_objects(old)
+    lost = after["differences"]["f1@0.5"]["estimate"]
+    assert lost == pytest.approx(_f1(after) - _f1(before))
+    assert lost < -0.05, "it sees less"
+    assert before["differences"] == {}
+    shown = [line for line in told.splitlines() if line.startswith(("old ", "own data "))]
+    assert f"{_f1(before):.3f}" in shown[1]
+    assert f"{_f1(after):.3f} {lost:+.3f}" in shown[1]
+    assert f"{_f1(rows['after']) - _f1(rows['before']):+.3f}" in shown[0], "from the first model, not from the file"
+    assert f"{lost:+.3f}" in (tmp_path / "out" / "index.html").read_text()
+
+
+def _f1(result: dict[str, Any]) -> float:
+    return float(result["intervals"]["f1@0.5"]["estimate"])
+
+
+def _num_objects(file: Path) -> int:
+    return sum(len(json.loads(line)["objects"]) for line in file.read_text().splitlines())
+
+
+def test_what_is_retained_needs_a_model_and_names_of_their_own(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    none, main_file = tmp_path / "none.json", str(data / "test.coco.json")
+    none.write_text("[]")
+    arguments = ["evaluate", main_file, "--out", str(tmp_path / "out"), "--predictions", f"a={none}"]
+    assert main([*arguments, "--retain", f"old={main_file}"]) == 2
+    assert "--model" in capsys.readouterr().err
+    assert main([*arguments, "--model", f"a={CHECKPOINT}"]) == 2
+    assert "--predictions" in capsys.readouterr().err
+    model = ["--model", f"b={CHECKPOINT}", "--backend", "hf"]
+    assert main([*arguments, *model, "--retain", f"old={main_file}", "--retain", f"old={none}"]) == 2
+    assert "--retain" in capsys.readouterr().err
+    assert main([*arguments, *model, "--retain", f"old={tmp_path / 'missing.json'}"]) == 2
+    assert "missing.json" in capsys.readouterr().err
