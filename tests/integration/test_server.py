@@ -62,16 +62,18 @@ class Learner:
         self.communicator: Communicator | None = None
         self.others: list[Communicator] = []  # workers of other servers in the same group
 
-    def encode(self, messages: list[dict[str, Any]], image: Image.Image | None) -> dict[str, torch.Tensor]:
-        text = messages[0]["content"].removeprefix("<image>")
+    def encode(self, messages: list[dict[str, Any]], *images: Image.Image | None) -> dict[str, torch.Tensor]:
+        """None is no image."""
+        text = messages[0]["content"].replace("<image>", "")
         parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
-        turns = [{"role": "user", "content": [{"type": "image"}, *parts] if image else text}]
+        given = [image for image in images if image is not None]
+        turns = [{"role": "user", "content": [*({"type": "image"} for _ in given), *parts] if given else text}]
         prompt = self.processor.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        return self.processor(text=[prompt], images=[image] if image else None, return_tensors="pt")
+        return self.processor(text=[prompt], images=given or None, return_tensors="pt")
 
-    def generate(self, messages: list[dict[str, Any]], image: Image.Image | None = None) -> list[int]:
+    def generate(self, messages: list[dict[str, Any]], *images: Image.Image) -> list[int]:
         """Greedy, stop-trimmed."""
-        inputs = self.encode(messages, image)
+        inputs = self.encode(messages, *images)
         ids = self.model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         stops = set(self.model.generation_config.eos_token_id)
         return [i for n, i in enumerate(ids.tolist()) if not stops & set(ids.tolist()[: n + 1])]
@@ -253,6 +255,15 @@ def test_pictures_of_other_shapes_are_other_pictures_to_the_caches(learner: Lear
         reply = learner.infer([{"messages": PICTURE, "images": [as_base64(image)]}]).json()[0]
         assert reply["prompt_token_ids"] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
         assert reply["response_token_ids"] == learner.generate(PICTURE, image)
+
+
+def test_a_request_may_have_several_images(learner: Learner) -> None:
+    """R03, R13: in the order of the placeholders, as transformers has them."""
+    pages = [picture(), Image.new("RGB", (96, 64)), Image.new("RGB", (64, 96), "white")]
+    asked = [{"role": "user", "content": "<image><image><image>name every digit"}]
+    reply = learner.infer([{"messages": asked, "images": list(map(as_base64, pages))}]).json()[0]
+    assert reply["prompt_token_ids"] == learner.encode(asked, *pages)["input_ids"][0].tolist()
+    assert reply["response_token_ids"] == learner.generate(asked, *pages)
 
 
 def test_seeds_belong_to_requests(learner: Learner) -> None:

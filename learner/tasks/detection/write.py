@@ -62,10 +62,17 @@ def escaped(desc: str) -> str:
 
 
 def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
-    """Raises DataError, which names sample and object, if an object cannot be a target.
+    """Raises DataError, which names sample and object, if an object cannot be a target, or if there are several images.
 
     `pieces` None: everything except whether descriptions survive tokenization.
     """
+    if len(sample.images) > 1:  # a box has no word for its image, in labels and in answers
+        raise DataError(
+            f"sample {sample.sample_id}: nothing says which of its images a box is in",
+            found=f"{len(sample.images)} images, {len(sample.objects)} objects",
+            wanted="one image a record, or none, for task.type: detection",
+            remedy="make one record of each image; records with several images need another task, such as key_value",
+        )
     for number, obj in enumerate(sample.objects, start=1):
         fault = object_fault(obj, pieces)
         if fault is not None:

@@ -26,6 +26,9 @@ ROW = {
 }
 
 
+TWO_IMAGES = [{"role": "user", "content": "<image><image>Detect."}]
+
+
 def write(folder: Path, *rows: Any) -> str:
     draw(folder, "1.png")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,6 +49,7 @@ def test_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ({**ROW, "id": "b", "objects": [{"desc": " ", "bbox_2d": [1, 1, 5, 5]}]}, "blank"),
         ({**ROW, "id": "b", "objects": [{"desc": "cat", "bbox_2d": [9, 9, 1, 1]}]}, "on_bad_record.no_area"),
         ({**ROW, "id": "b", "width": None}, "width"),
+        ({**ROW, "id": "b", "images": ["1.png", "1.png"], "messages": TWO_IMAGES}, "which of its images a box is in"),
         (ROW, "id"),
     ],
 )

@@ -184,15 +184,15 @@ def test_fields_that_cannot_be_taught_are_refused(fields: dict[str, str]) -> Non
 # ---- whole runs ----------------------------------------------------------------------------------------------------
 
 
-def write_documents(path: Path, fields: dict[str, str], *, images: bool) -> str:
-    """Four samples with the same fields."""
+def write_documents(path: Path, fields: dict[str, str], *, pages: int) -> str:
+    """Four samples with the same fields, of so many images each, every one of another size."""
     rows = []
     for i in range(4):
-        turn = {"role": "user", "content": ("<image>" if images else "") + "Which fields?"}
+        turn = {"role": "user", "content": "<image>" * pages + "Which fields?"}
         rows.append({"id": f"d{i}", "messages": [turn], "fields": fields})
-        if images:
-            Image.fromarray(np.full((64, 64, 3), 40 * i, np.uint8)).save(path / f"{i}.png")
-            rows[-1]["images"] = [f"{i}.png"]
+        for page in range(pages):
+            Image.fromarray(np.full((64, 64 + 32 * page, 3), 40 * i, np.uint8)).save(path / f"{i}-{page}.png")
+            rows[-1].setdefault("images", []).append(f"{i}-{page}.png")
     (path / "fields.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path / "fields.jsonl")
 
@@ -214,7 +214,7 @@ def test_a_model_learns_the_fields_from_its_own_answers(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From random weights to the exact answer, end of the answer included; nothing but rollouts is learned."""
-    data = write_documents(tmp_path, {"one": "two", "six": "ten"}, images=False)
+    data = write_documents(tmp_path, {"one": "two", "six": "ten"}, pages=0)
     keys = {"max_steps": 20, "effective_batch_size": 2, "learning_rate": 1e-2, "eval_on_start": True}
     run_dir = run(tiny_text, tmp_path, monkeypatch, {"data.train": data, "data.test": data}, **keys)
     before, after = (event["metrics"] for event in events(run_dir, "eval"))
@@ -224,15 +224,20 @@ def test_a_model_learns_the_fields_from_its_own_answers(
     assert (last["right"], last["missed"], last["wrong"]) == (4.0, 0.0, 0.0)
 
 
-def test_fields_of_pictures_are_evaluated_and_reported(
-    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pages", [1, 3])
+def test_fields_of_pictures_are_learned_evaluated_and_reported(
+    pages: int, tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = write_documents(tmp_path, {"one": "two"}, images=True)
+    """A document may have several pages: read, rolled out, packed and learned as one sample."""
+    data = write_documents(tmp_path, {"one": "two"}, pages=pages)
     keys = {"max_steps": 1, "effective_batch_size": 2}
     run_dir = run(tiny_vlm, tmp_path, monkeypatch, {"data.train": data, "data.test": data}, **keys)
     scenes = [json.loads(line) for line in (run_dir / "eval" / "step_000001.jsonl").read_text().splitlines()]
     assert [(scene["id"], scene["fields"]) for scene in scenes] == [(f"d{i}", {"one": "two"}) for i in range(4)]
-    assert (scenes[0]["width"], scenes[0]["height"]) == (64, 64), "as the image has them"
+    assert [Path(image).name for image in scenes[0]["images"]] == [f"0-{page}.png" for page in range(pages)]
+    assert (scenes[0]["width"], scenes[0]["height"]) == (64, 64), "as the first image has them"
+    (step,) = [event["metrics"] for event in events(run_dir, "step")]
+    assert step["missed"] == 2.0, "the step learned two documents"
     page = write_report(run_dir).read_text()
     assert "exact_match" in page
     assert "damaged" not in page
