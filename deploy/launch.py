@@ -46,6 +46,7 @@ from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.masking import masked
 from shared.processes import end_with_parent
 from shared.version import Version
+from shared.waits import Deadline, awake_s
 from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
@@ -182,11 +183,9 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
 
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
-    started, said, is_last = time.monotonic(), "", False
+    started, deadline, said = time.monotonic(), Deadline(timeout_s), "nothing"
     with httpx.Client(trust_env=False, timeout=5.0) as client:
-        while not is_last:
-            # Asked before the look: after a pause of this program the server may be ready.
-            is_last = time.monotonic() - started >= timeout_s
+        while not deadline.is_over():
             check_alive([server, *beside])
             said = look(client, server, base_url)
             if not said:
@@ -271,13 +270,13 @@ class Server:
         self.given_up = False
         self._is_ready = True  # `launch` has waited for it
         self._num_restarts = 0
-        self._started_at = time.monotonic()
+        self._started_at = awake_s()
         self._start_at: float | None = None  # when it is started again
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
         """One look: start it if it is time, say that it is ready again, or notice its end."""
-        now = time.monotonic()
+        now = awake_s()
         if self.given_up:
             return
         if self._start_at is not None:
@@ -295,7 +294,7 @@ class Server:
 
     def _ended(self, what: str) -> None:
         self._processes.forget(self.process)
-        if self._is_ready and time.monotonic() - self._started_at > STEADY_S:
+        if self._is_ready and awake_s() - self._started_at > STEADY_S:
             self._num_restarts = 0
         said = f"{what}; last words: {_last_words(self._log)}"
         if self._num_restarts >= self._entry.max_restarts:
@@ -304,11 +303,11 @@ class Server:
             return
         pause_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2**self._num_restarts)
         self._num_restarts += 1
-        self._start_at = time.monotonic() + pause_s
+        self._start_at = awake_s() + pause_s
         say(f"{said}. Restart {self._num_restarts} of {self._entry.max_restarts} in {pause_s:g} s")
 
     def _start_again(self) -> None:
-        self._is_ready, self._start_at, self._started_at = False, None, time.monotonic()
+        self._is_ready, self._start_at, self._started_at = False, None, awake_s()
         argv = [*self._entry.via, *server_argv(self._entry.config)]
         self.process = self._processes.start("server", argv, devices=self._entry.devices, log=self._log, again=True)
 
@@ -318,12 +317,12 @@ def launch(config: LaunchConfig) -> int:
 
     Raises ServerError, DeadlineError, and KeyboardInterrupt with the signal's number.
     """
-    deadline = time.monotonic() + config.ready_timeout_s
+    deadline = Deadline(config.ready_timeout_s)
     with supervised() as processes:
         servers = [Server(processes, i, entry, Path(config.log_dir)) for i, entry in enumerate(config.servers)]
         alive = [server.process for server in servers]
         for server in servers:
-            left_s = max(POLL_S, deadline - time.monotonic())
+            left_s = max(POLL_S, deadline.left_s())
             seconds = wait_ready(server.process, server.url, left_s, beside=alive)
             say(f"{server.url} ready after {seconds:.0f} s")
         learner = config.learner

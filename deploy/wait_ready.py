@@ -24,6 +24,7 @@ from learner.config.modes import uses_servers
 from shared.addresses import is_loopback
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.version import Version
+from shared.waits import Deadline
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -77,10 +78,10 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") 
 
     Raises DeadlineError, which names those that did not.
     """
-    started = time.monotonic()
+    started, deadline = time.monotonic(), Deadline(timeout_s)
     last = dict.fromkeys(urls, "nothing yet")
     while last := {url: said for url in last if (said := _look(url, server_ids)) is not None}:
-        if time.monotonic() - started >= timeout_s:
+        if deadline.is_over():
             break
         time.sleep(POLL_S)
     else:

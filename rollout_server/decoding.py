@@ -33,7 +33,7 @@ from PIL import Image
 
 from shared.errors import MediaError, RequestError, ServerBusyError
 from shared.images import ImageRules, Images, media_error
-from shared.waits import SLICE_S, TimeLeft
+from shared.waits import SLICE_S, Deadline
 
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
@@ -77,11 +77,11 @@ class Budget:
         self._changed = threading.Condition()
 
     def take(self, num_pixels: int, closed: threading.Event) -> None:
-        time_left = TimeLeft(self._timeout_s)
+        deadline = Deadline(self._timeout_s)
         with self._changed:
             while self.num_held and self.num_held + num_pixels > self._most:
                 check_open(closed)
-                if time_left.is_over():
+                if deadline.is_over():
                     raise ServerBusyError(
                         "images of the calls under way hold too much memory",
                         found=f"{self.num_held} pixels after {self._timeout_s:g} s",
@@ -113,12 +113,12 @@ class Decoders:
         """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
-        time_left = TimeLeft(self._config.image_decode_timeout_s)
-        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, time_left)) for source, data in encoded]
+        deadline = Deadline(self._config.image_decode_timeout_s)
+        looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, deadline)) for source, data in encoded]
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
-        time_left = TimeLeft(self._config.image_decode_timeout_s)
-        return [_image(self._ask(_DECODE, data, source, share, time_left)) for source, data in encoded]
+        deadline = Deadline(self._config.image_decode_timeout_s)
+        return [_image(self._ask(_DECODE, data, source, share, deadline)) for source, data in encoded]
 
     def close(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -145,10 +145,10 @@ class Decoders:
                 remedy="shrink the images, save them without progression, or raise the server's max_request_pixels",
             )
 
-    def _ask(self, what: bytes, data: bytes, source: str, share: Share, time_left: TimeLeft) -> bytearray:
+    def _ask(self, what: bytes, data: bytes, source: str, share: Share, deadline: Deadline) -> bytearray:
         def check() -> None:
             check_open(share.closed)
-            if time_left.is_over():
+            if deadline.is_over():
                 limit = self._config.image_decode_timeout_s
                 remedy = "shrink the image, or raise the server's image_decode_timeout_s"
                 raise media_error(source, f"no end of decoding after {limit:g} s", "an image that decodes soon", remedy)

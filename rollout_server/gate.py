@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import DeadlineError, ServerBusyError, ServerPoisonedError, SyncError
+from shared.waits import time_limit
 
 State = Literal["serving", "draining", "updating", "poisoned"]
 
@@ -221,7 +222,7 @@ class WaitingGate:
     async def _wait_to_enter(self) -> None:
         self.waiting += 1
         try:
-            async with asyncio.timeout(self._queue_timeout_s):
+            async with time_limit(self._queue_timeout_s):
                 await self._until(self.gate.try_enter)
         except TimeoutError:
             raise ServerBusyError(
@@ -235,7 +236,7 @@ class WaitingGate:
 
     async def _drain(self) -> None:
         try:
-            async with asyncio.timeout(self._drain_timeout_s):
+            async with time_limit(self._drain_timeout_s):
                 await self._until(self.gate.drained)
         except TimeoutError:
             raise DeadlineError(

@@ -38,6 +38,7 @@ from shared.errors import (
     SyncError,
 )
 from shared.sync.buckets import num_bucket_bytes
+from shared.waits import Deadline, time_limit
 from shared.wire import (
     BUCKETS,
     CloseCommunicatorCall,
@@ -118,12 +119,12 @@ class WeightUpdates:
                 async with self._waiting_gate.update(
                     call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
                 ) as outcome:
-                    drained = time.monotonic()
+                    drained, deadline = time.monotonic(), Deadline(call.timeout_s)
                     try:
                         loaded, scores = await update_weights(self._engine, call, clear_cache=clear_cache)
                         outcome.weights = self._weights(call, loaded)
                         if not call.base_of_adapter:
-                            check_canary(await self._expectation(call, drained + call.timeout_s), scores)
+                            check_canary(await self._expectation(call, deadline), scores)
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
                         await self._leave(str(error) or type(error).__name__)
@@ -194,10 +195,10 @@ class WeightUpdates:
         self._full_weights = loaded.weights
         return loaded.weights
 
-    async def _expectation(self, call: UpdateWeightsCall, deadline: float) -> ExpectScoresCall:
+    async def _expectation(self, call: UpdateWeightsCall, deadline: Deadline) -> ExpectScoresCall:
         update = (call.incarnation, call.ver)
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
+            async with time_limit(deadline.left_s()):
                 while (expected := self._expected) is None or (expected.incarnation, expected.ver) != update:
                     self._expected_came.clear()
                     await self._expected_came.wait()

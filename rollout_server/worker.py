@@ -32,6 +32,7 @@ from shared.sync.digest import digest
 from shared.sync.group import Communicator, start_join
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.sync.meeting import num_strangers
+from shared.waits import Deadline
 from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, UpdateWeightsCall
 
 P = ParamSpec("P")
@@ -198,7 +199,7 @@ class Receiving:
         self._update = update
         self._communicator = communicator
         self._load = load
-        self._deadline = time.monotonic() + update.timeout_s
+        self._deadline = Deadline(update.timeout_s)
         self._num_asked = self._num_loaded = 0
         self._opened = False
         self._seals = hashlib.blake2b(digest_size=16)
@@ -240,8 +241,8 @@ class Receiving:
         """Ask for more buckets, up to BUCKETS_AHEAD of the one that is loaded."""
         buckets, src = self._update.buckets, self._communicator.world_size - 1
         while self._num_asked < min(len(buckets), self._num_loaded + 1 + BUCKETS_AHEAD):
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
+            left_s = self._deadline.left_s()
+            if not left_s:
                 raise DeadlineError(
                     "the update did not end in time",
                     found=f"{self._num_loaded} of {len(buckets)} buckets after {self._update.timeout_s:g} s",

@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from shared.image_rules import ImageRules, check_bytes, media_error
-from shared.waits import SLICE_S, TimeLeft
+from shared.waits import SLICE_S, Deadline
 
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
@@ -120,7 +120,7 @@ class _Line:
     resolver's own limits.)"""
 
     def __init__(self, timeout_s: float) -> None:
-        self._time_left = TimeLeft(timeout_s)
+        self._deadline = Deadline(timeout_s)
         self.hung_up = False
         self._link: socket.socket | None = None
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class _Line:
         """A connection that the caller closes. Raises OSError."""
         if self.hung_up:
             raise TimeoutError("redirects took the time")
-        link = socket.create_connection(address, timeout=max(SLICE_S, self._time_left.left_s))
+        link = socket.create_connection(address, timeout=max(SLICE_S, self._deadline.left_s()))
         link.settimeout(None)
         with self._lock:
             self._release()
@@ -153,7 +153,7 @@ class _Line:
 
     def _watch(self) -> None:
         while not self._closed.wait(SLICE_S):
-            if self._time_left.is_over():
+            if self._deadline.is_over():
                 with self._lock:
                     self.hung_up = True
                     if self._link is not None:

@@ -1,69 +1,120 @@
-"""Waits with a deadline in which no time passes while this process itself stands still: Ctrl-Z and `fg`, a machine that
-was paused or held up. What is waited for may have come meanwhile, and only this process has not seen it.
+"""Waits with a deadline, by a clock that stands still with this process: Ctrl-Z and `fg`, a machine that was paused or
+held up. What is waited for may have come meanwhile, and only this process has not seen it.
 
-Each wait is cut into ticks, and a tick counts once, however long it took. `TimeLeft` is for those who wait for several
-things in turn, such as the parts of an answer.
+All deadlines of both programs are made here. `time.monotonic` measures durations, and ends no wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from concurrent import futures
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-TICKS = 20
-SLICE_S = 0.05
-_MOST_PER_SLICE_S = 4 * SLICE_S  # more is a pause, not a late thread
+SLICE_S = 0.05  # how often to look at what cannot be waited for
+_TICK_S = 0.05
+_MOST_PER_TICK_S = 4 * _TICK_S  # a longer tick is a pause of the process, not a thread that runs late
 
 
-async def within(limit_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """Its result. Raises TimeoutError after `limit_s`, and what it raises; it has ended then."""
-    task = asyncio.ensure_future(work)
-    try:
-        if await ends_within(limit_s, task):
-            return task.result()
-        raise TimeoutError
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
+class _AwakeClock:
+    """Seconds during which this process ran. A thread ticks, because nothing else tells a pause from a quiet time:
+    of the time since the last tick, at most `_MOST_PER_TICK_S` counts."""
+
+    def __init__(self) -> None:
+        self._last = (0.0, time.monotonic())  # the clock's time and the system's; replaced as one
+        self._ticking: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def now_s(self) -> float:
+        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a fork has left it behind
+            self._start()
+        return self._at(time.monotonic())
+
+    def _at(self, system_s: float) -> float:
+        clock_s, last_s = self._last
+        return clock_s + min(system_s - last_s, _MOST_PER_TICK_S)
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._ticking is None or not self._ticking.is_alive():
+                self._tick()
+                self._ticking = threading.Thread(target=self._run, name="awake clock", daemon=True)
+                self._ticking.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_TICK_S)
+            self._tick()
+
+    def _tick(self) -> None:
+        system_s = time.monotonic()
+        self._last = (self._at(system_s), system_s)
+
+
+awake_s = _AwakeClock().now_s
+
+
+class Deadline:
+    """`limit_s` seconds from now, during which this process runs. For any number of threads."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._at_s = awake_s() + limit_s
+
+    def left_s(self) -> float:
+        """At least 0."""
+        return max(0.0, self._at_s - awake_s())
+
+    def is_over(self) -> bool:
+        return awake_s() >= self._at_s
+
+
+@contextlib.asynccontextmanager
+async def time_limit(limit_s: float) -> AsyncIterator[None]:
+    """`asyncio.timeout` by this clock: cancels the body after `limit_s`, and raises TimeoutError."""
+    deadline, loop = Deadline(limit_s), asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer: asyncio.Handle
+
+        def look() -> None:
+            nonlocal timer
+            if deadline.is_over():
+                limit.reschedule(loop.time())
+            else:
+                timer = loop.call_later(deadline.left_s(), look)
+
+        timer = loop.call_soon(look)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 async def ends_within(limit_s: float, task: asyncio.Future[Any]) -> bool:
-    """It goes on if it does not end."""
-    for _ in range(TICKS):
-        if (await asyncio.wait({task}, timeout=limit_s / TICKS))[0]:
-            return True
-    return False
+    """True if it ends in time. It goes on if it does not."""
+    deadline = Deadline(limit_s)
+    while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:
+        if deadline.is_over():
+            return False
+    return True
 
 
 def wait_for(changed: threading.Condition, holds: Callable[[], bool], limit_s: float) -> bool:
-    """Whether `holds` became true within `limit_s`. The caller has the condition's lock."""
-    return any(changed.wait_for(holds, timeout=limit_s / TICKS) for _ in range(TICKS))
+    """True if `holds` became true within `limit_s`. The caller has the condition's lock."""
+    deadline = Deadline(limit_s)
+    while not changed.wait_for(holds, timeout=deadline.left_s()):
+        if deadline.is_over():
+            return False
+    return True
 
 
 def result_of(future: futures.Future[T], limit_s: float) -> T:
     """Raises TimeoutError after `limit_s`, and what the future's work raises."""
-    for _ in range(TICKS):
-        if futures.wait([future], timeout=limit_s / TICKS).done:
-            return future.result()
-    raise TimeoutError
-
-
-class TimeLeft:
-    """How many seconds are left to wait, in slices of SLICE_S. Of one that took far longer, only a part counts, so the
-    limit ends however often there are pauses. Not for several threads."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.left_s = limit_s
-        self._asked_at = time.monotonic()
-
-    def is_over(self) -> bool:
-        """Call it after every slice."""
-        now = time.monotonic()
-        self.left_s -= min(now - self._asked_at, _MOST_PER_SLICE_S)
-        self._asked_at = now
-        return self.left_s <= 0
+    deadline = Deadline(limit_s)
+    while not futures.wait([future], timeout=deadline.left_s()).done:
+        if deadline.is_over():
+            raise TimeoutError
+    return future.result()

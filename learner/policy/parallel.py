@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shared.errors import CollectiveError, ConfigError, ProjectError
+from shared.waits import Deadline
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -137,8 +138,8 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"roll call/{rank}", "here")
         missing.extend(other for other in range(world_size) if other != rank)
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while missing and time.monotonic() < deadline:
+        deadline = Deadline(_ROLL_CALL_S)
+        while missing and not deadline.is_over():
             time.sleep(0.05)
             missing[:] = [other for other in missing if not store.check([f"roll call/{other}"])]
 

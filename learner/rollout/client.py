@@ -35,7 +35,7 @@ from shared.errors import (
     ServerUnreachableError,
     UnauthorizedError,
 )
-from shared.waits import within
+from shared.waits import awake_s, time_limit
 from shared.wire import (
     NDJSON,
     TOKEN_VARIABLE,
@@ -222,16 +222,16 @@ class ServerClient:
         """Poll `/health/` for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError, or at once what a
         final answer (4xx) says."""
         limit_s = self.timeouts.gone_s if limit_s is None else limit_s
-        deadline = _now() + limit_s
+        deadline = awake_s() + limit_s
         while True:
             try:
                 return await self.health()
             except ProjectError as error:
                 if not isinstance(error, ServerUnreachableError | DeadlineError) and error.http_status < 500:
                     raise
-                if _now() >= deadline:
+                if awake_s() >= deadline:
                     raise self._gone(_last_seen_of(error), limit_s) from error
-            await asyncio.sleep(min(self.timeouts.poll_s, limit_s / 4, max(0.01, deadline - _now())))
+            await asyncio.sleep(min(self.timeouts.poll_s, limit_s / 4, max(0.01, deadline - awake_s())))
 
     async def ready(self) -> None:
         """One look at `/ready/`; raises unless it answers 200."""
@@ -265,7 +265,7 @@ class ServerClient:
             raise self._late(answers, deadline_s, health_age_s=health_age_s)
 
         async def exchange() -> httpx.Response:
-            answers.sent_at = _now()
+            answers.sent_at = awake_s()
             sending = self._send_infer(call, deadline_s, answers, patience)
             return await self._while_alive(sending, patience.silent_s, deadline_s=deadline_s, late=late)
 
@@ -348,10 +348,10 @@ class ServerClient:
             if response.is_success:
                 return response
             error = error_of(response, self.base_url)
-            if not isinstance(error, ServerBusyError) or _now() >= deadline:
+            if not isinstance(error, ServerBusyError) or awake_s() >= deadline:
                 raise error
-            deadline = min(deadline, _now() + self.timeouts.gone_s)
-            wait_s = min(retry_after_s(response), max(0.0, deadline - _now()))
+            deadline = min(deadline, awake_s() + self.timeouts.gone_s)
+            wait_s = min(retry_after_s(response), max(0.0, deadline - awake_s()))
             log.info("%s is busy, %s again in %.1f s: %s", self.base_url, path, wait_s, error.what)
             await asyncio.sleep(wait_s)
 
@@ -414,30 +414,27 @@ class ServerClient:
         late: Callable[[float], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         """One exchange. It ends when `/health/` was silent for `silent_s`, or after `deadline_s` with what `late`
-        raises, which is told how long ago the server was seen. While this process itself stood still (Ctrl-Z, a machine
-        that was held up), no time passes."""
+        raises, which is told how long ago the server was seen."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
         tick_s = poll_s / 5
-        begin = last_seen = _now()
+        begin = last_seen = awake_s()
         next_look = begin + poll_s
         try:
             while True:
-                until = min(_now() + tick_s, begin + deadline_s)
+                wait_s = max(0.0, min(tick_s, begin + deadline_s - awake_s()))
                 tasks = {task, looking} if looking else {task}
-                await asyncio.wait(tasks, timeout=max(0.0, until - _now()), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if task.done():
                     return task.result()
-                stood_s = max(0.0, _now() - until)
-                begin, last_seen, next_look = begin + stood_s, last_seen + stood_s, next_look + stood_s
-                if _now() >= begin + deadline_s and late is not None:
-                    await late(_now() - last_seen)
-                if looking is None and _now() >= next_look:
+                if awake_s() >= begin + deadline_s and late is not None:
+                    await late(awake_s() - last_seen)
+                if looking is None and awake_s() >= next_look:
                     looking = asyncio.create_task(self.health())
-                elif looking is not None and (looking.done() or _now() >= last_seen + silent_s):
+                elif looking is not None and (looking.done() or awake_s() >= last_seen + silent_s):
                     last_seen = self._seen(looking, last_seen, silent_s)
-                    looking, next_look = None, _now() + poll_s
+                    looking, next_look = None, awake_s() + poll_s
         finally:
             ended = {task, looking} if looking else {task}
             for one in ended:
@@ -448,19 +445,20 @@ class ServerClient:
         """When the server was last seen, after another look, which may not have ended. Raises ServerUnreachableError
         after `silent_s`."""
         if not looking.done():
-            raise self._gone(f"silence at /health/ for {_now() - last_seen:.1f} s", silent_s)
+            raise self._gone(f"silence at /health/ for {awake_s() - last_seen:.1f} s", silent_s)
         try:
             looking.result()
         except ProjectError as error:
-            if _now() - last_seen > silent_s:
+            if awake_s() - last_seen > silent_s:
                 raise self._gone(_last_seen_of(error), silent_s) from error
             return last_seen
-        return _now()
+        return awake_s()
 
     async def _last_look(self, health_age_s: float) -> None:
         """Raises ServerUnreachableError unless `/health/` answers within LAST_LOOK_S."""
         try:
-            await within(LAST_LOOK_S, self.health())
+            async with time_limit(LAST_LOOK_S):
+                await self.health()
         except (ProjectError, TimeoutError) as error:
             said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
             raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
@@ -533,7 +531,7 @@ class _Answers:
     def _take(self, i: int, output: RolloutOutput) -> None:
         self._missing.remove(i)
         if len(output.response_token_ids) >= self.longest:
-            self.longest, self.longest_s = len(output.response_token_ids), _now() - self.sent_at
+            self.longest, self.longest_s = len(output.response_token_ids), awake_s() - self.sent_at
         self._on_answer(i, output)
 
     def _incomplete(self, found: int) -> RolloutError:
@@ -559,7 +557,3 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 def _last_seen_of(error: ProjectError) -> str:
     """What a look at the server found. An unreachable server is not described twice."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -20,7 +20,7 @@ from shared.aio import gather
 from shared.checkpoint import differences
 from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, ServerUnreachableError
 from shared.pixels import ImageProcessing
-from shared.waits import within
+from shared.waits import time_limit
 from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
 T = TypeVar("T")
@@ -118,7 +118,8 @@ def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Membe
 async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
     """A server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
     try:
-        return await within(LAST_LOOK_S, backend.look(client, 0.0))
+        async with time_limit(LAST_LOOK_S):
+            return await backend.look(client, 0.0)
     except TimeoutError:
         raise ServerUnreachableError(
             f"{client.base_url}: the rollout server does not answer",

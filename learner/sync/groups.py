@@ -13,7 +13,6 @@ own beyond CAUSE_GRACE_S; every error that leaves this module names the servers.
 from __future__ import annotations
 
 import secrets
-import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,6 +27,7 @@ from shared.errors import CommunicatorError, DeadlineError, ProjectError, SyncEr
 from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation
 from shared.sync.group import Backend, Communicator, start_join
+from shared.waits import Deadline
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatus
 
 T = TypeVar("T")
@@ -208,11 +208,11 @@ def named(error: ProjectError, who: str) -> ProjectError:
 def _raise_cause(sent: Sent, posts: Posts) -> None:
     """Raise what made any of these fail. If a wire broke, everyone on it says so; whoever broke it may have more to
     say, and gets a moment for it."""
-    deadline = time.monotonic() + CAUSE_GRACE_S
+    deadline = Deadline(CAUSE_GRACE_S)
     while errors := [*_errors(post for _, post in posts), *_errors_on_the_wire(sent)]:
         causes = [error for error in errors if not isinstance(error, CommunicatorError | DeadlineError)]
         open_posts = [post for _, post in posts if not post.done()]
-        if causes or not open_posts or not wait(open_posts, deadline - time.monotonic(), FIRST_COMPLETED).done:
+        if causes or not open_posts or not wait(open_posts, deadline.left_s(), FIRST_COMPLETED).done:
             raise (causes or errors)[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection
 from concurrent.futures import Future
 
@@ -11,6 +10,7 @@ from learner.rollout.client import HEALTH_TIMEOUT_S
 from learner.rollout.membership import Member
 from learner.rollout.servers import ServerBackend
 from shared.errors import ProjectError
+from shared.waits import awake_s, time_limit
 
 BACK_OFF_S = 10.0  # after a server could not join; doubled each time
 MAX_BACK_OFF_S = 600.0
@@ -22,7 +22,7 @@ class ReturnWatch:
 
     def __init__(self, backend: ServerBackend) -> None:
         self._backend = backend
-        self._followed: dict[str, float] = {}  # base_url -> monotonic seconds before which it is not tried
+        self._followed: dict[str, float] = {}  # base_url -> `awake_s` before which it is not tried
         self._ready: frozenset[str] = frozenset()
         self._watching: Future[None] | None = None
 
@@ -36,11 +36,11 @@ class ReturnWatch:
     def refused(self, member: Member) -> None:
         """It failed a sync. The first time it may come back at once."""
         wait_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (member.failures - 2)) if member.failures > 1 else 0.0
-        self._followed[member.base_url] = time.monotonic() + wait_s
+        self._followed[member.base_url] = awake_s() + wait_s
 
     def ready(self) -> list[str]:
         """Those that may join the next sync."""
-        now, ready = time.monotonic(), self._ready
+        now, ready = awake_s(), self._ready
         return [base_url for base_url, not_before in self._followed.items() if base_url in ready and now >= not_before]
 
     async def _watch(self) -> None:
@@ -51,7 +51,7 @@ class ReturnWatch:
 
     async def _is_ready(self, base_url: str) -> bool:
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            async with time_limit(HEALTH_TIMEOUT_S):
                 await self._backend.look(self._backend.client(base_url), 0.0)
         except (ProjectError, TimeoutError):
             return False

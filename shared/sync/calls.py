@@ -9,15 +9,14 @@ alive. Collectives run this way, because a lost peer may block them.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from shared.errors import DeadlineError
+from shared.waits import Deadline
 
 T = TypeVar("T")
-TICK_S, LATE_S = 0.25, 1.0
 
 
 class Operation(Generic[T]):
@@ -30,7 +29,7 @@ class Operation(Generic[T]):
         self.what = what
         self.future: Future[T] = Future()
         self.future.set_running_or_notify_cancel()
-        self.deadline = time.monotonic() + timeout_s
+        self.deadline = Deadline(timeout_s)
         self._timeout_s, self._on_failure = timeout_s, on_failure
         self._unended = threading.Lock()  # whoever gets it may end the operation
         _end_in_time(self)
@@ -106,29 +105,17 @@ def _watch() -> None:
         with _changed:
             overdue = _overdue()
             if not overdue:
-                began, planned_s = time.monotonic(), _until_next_s()
-                _changed.wait(planned_s)
-                if planned_s is not None:
-                    _allow_for(time.monotonic() - began - planned_s)
+                _changed.wait(_until_next_s())
         while overdue:  # keeps nothing that has ended
             overdue.pop().expire()
 
 
 def _overdue() -> list[Operation[Any]]:
-    now = time.monotonic()
-    found = [operation for operation in _under_way if operation.deadline <= now]
+    found = [operation for operation in _under_way if operation.deadline.is_over()]
     _under_way.difference_update(found)
     return found
 
 
 def _until_next_s() -> float | None:
-    """At most a tick. None: nothing is under way."""
-    deadlines = [operation.deadline for operation in _under_way]
-    return min(TICK_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
-
-
-def _allow_for(late_s: float) -> None:
-    """Far later than a tick: this process itself stood still (Ctrl-Z, a paused machine). No deadline passes then."""
-    if late_s > LATE_S:
-        for operation in _under_way:
-            operation.deadline += late_s
+    """None: nothing is under way."""
+    return min((operation.deadline.left_s() for operation in _under_way), default=None)

@@ -30,7 +30,6 @@ import os
 import socket
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -41,6 +40,7 @@ from shared.errors import CommunicatorError, ProjectError
 from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation
 from shared.sync.meeting import Seat, late, meet
+from shared.waits import Deadline
 
 log = logging.getLogger(__name__)
 SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
@@ -173,7 +173,7 @@ class _Tcp(Communicator):
         content = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is a buffer
 
         def broadcast(issued: Callable[[], None]) -> None:
-            deadline = time.monotonic() + timeout_s
+            deadline = Deadline(timeout_s)
             with self._running:
                 links = _joined(self._links)
                 source = None if self.rank == src else links[src if self.rank == 0 else 0]
@@ -188,7 +188,7 @@ _PART_BYTES = 1 << 20
 
 
 def _pass_on(
-    content: memoryview, source: socket.socket | None, targets: Sequence[socket.socket], deadline: float
+    content: memoryview, source: socket.socket | None, targets: Sequence[socket.socket], deadline: Deadline
 ) -> None:
     """Fill `content` from `source`, if there is one, and send it to all targets, part by part."""
     size = bytearray(_SIZE.pack(len(content)))
@@ -209,23 +209,30 @@ def _pass_on(
         _send(part, targets, deadline)
 
 
-def _fill(part: memoryview, source: socket.socket, deadline: float) -> None:
+def _fill(part: memoryview, source: socket.socket, deadline: Deadline) -> None:
     while part:
-        source.settimeout(_left_s(deadline))
-        num_bytes = source.recv_into(part)
+        num_bytes = _in_time(source.recv_into, part, source, deadline)
         if not num_bytes:
             raise ConnectionResetError("the other side closed the connection")
         part = part[num_bytes:]
 
 
-def _send(part: memoryview | bytearray, targets: Iterable[socket.socket], deadline: float) -> None:
+def _send(part: memoryview | bytearray, targets: Iterable[socket.socket], deadline: Deadline) -> None:
     for target in targets:
-        target.settimeout(_left_s(deadline))
-        target.sendall(part)
+        left = memoryview(part)
+        while left:
+            left = left[_in_time(target.send, left, target, deadline) :]
 
 
-def _left_s(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())
+def _in_time(transfer: Callable[[memoryview], int], part: memoryview, link: socket.socket, deadline: Deadline) -> int:
+    """Returns how many bytes were moved. Raises TimeoutError at the deadline; the socket's own counts pauses too."""
+    while True:
+        link.settimeout(max(0.001, deadline.left_s()))
+        try:
+            return transfer(part)
+        except TimeoutError:
+            if deadline.is_over():
+                raise
 
 
 class _Nccl(Communicator):
@@ -359,6 +366,6 @@ def _in_background(call: Callable[[], object]) -> None:
 @atexit.register
 def _let_them_leave() -> None:
     """A thread inside NCCL when the interpreter ends would abort the process (SIGABRT, after a good run)."""
-    deadline = time.monotonic() + _LEAVE_PATIENCE_S
+    deadline = Deadline(_LEAVE_PATIENCE_S)
     for thread in _leaving:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(deadline.left_s())

@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shared.errors import CommunicatorError, DeadlineError
+from shared.waits import Deadline
 
 CARD_BYTES = 256
 HELLO_S = 5.0  # from a connection to its proof
@@ -107,7 +108,7 @@ class _Wait:
     """The deadline of a join, which may also be given up."""
 
     def __init__(self, member: Seat, given_up: threading.Event) -> None:
-        self.deadline = time.monotonic() + member.timeout_s
+        self.deadline = Deadline(member.timeout_s)
         self._member, self._given_up = member, given_up
         self.seen = "nobody listening"
         self.num_refused = 0  # visits, by someone who did not know the group's secret
@@ -115,7 +116,7 @@ class _Wait:
     def check(self) -> None:
         if self._given_up.is_set():
             raise CommunicatorError(f"joining {self._member} was given up")
-        if time.monotonic() > self.deadline:
+        if self.deadline.is_over():
             raise _late_joining(self._member, self._found())
 
     def _found(self) -> str:
@@ -137,7 +138,7 @@ class _Guest:
 
     link: socket.socket
     challenge: bytes
-    until: float
+    until: Deadline
     said: bytearray = field(default_factory=bytearray)
 
 
@@ -197,7 +198,7 @@ class _Door:
 
     def _greet(self, link: socket.socket) -> None:
         link.setblocking(False)
-        guest = _Guest(link, secrets.token_bytes(_RANDOM_BYTES), time.monotonic() + HELLO_S)
+        guest = _Guest(link, secrets.token_bytes(_RANDOM_BYTES), Deadline(HELLO_S))
         self._guests[link] = guest
         self._selector.register(link, selectors.EVENT_READ, guest)
         try:
@@ -235,13 +236,12 @@ class _Door:
 
     def _answer(self, rank: int, cards: bytes, wait: _Wait) -> None:
         to = self._members[rank]
-        to.link.settimeout(max(_POLL_S, wait.deadline - time.monotonic()))
+        to.link.settimeout(max(_POLL_S, wait.deadline.left_s()))
         to.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         to.link.sendall(cards + _proof(self._member, b"rank 0", rank, to.challenge, to.answer, cards))
 
     def _drop_the_slow(self) -> None:
-        now = time.monotonic()
-        for guest in [guest for guest in self._guests.values() if guest.until < now]:
+        for guest in [guest for guest in self._guests.values() if guest.until.is_over()]:
             self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
@@ -257,7 +257,7 @@ class _Door:
 
 def _listen(member: Seat) -> socket.socket:
     family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)[0][0]
-    patience = time.monotonic() + min(_PORT_PATIENCE_S, member.timeout_s)
+    patience = Deadline(min(_PORT_PATIENCE_S, member.timeout_s))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -266,7 +266,7 @@ def _listen(member: Seat) -> socket.socket:
                 listener.bind((member.host, member.port))
                 break
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > patience:
+                if error.errno != errno.EADDRINUSE or patience.is_over():
                     raise _cannot_listen(member, error) from error
             time.sleep(_POLL_S)
         listener.listen(_BACKLOG)
@@ -328,10 +328,10 @@ def _introduce(link: socket.socket, member: Seat, card: bytes, wait: _Wait) -> l
 def _receive(link: socket.socket, num_bytes: int, wait: _Wait, patience_s: float | None = None) -> bytes | None:
     """None if the other side closes before, or says nothing for `patience_s`."""
     said = bytearray()
-    patience = None if patience_s is None else time.monotonic() + patience_s
+    patience = None if patience_s is None else Deadline(patience_s)
     while len(said) < num_bytes:
         wait.check()
-        if patience is not None and time.monotonic() > patience:
+        if patience is not None and patience.is_over():
             return None
         link.settimeout(_POLL_S)
         try:

@@ -21,7 +21,6 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import yaml
 
@@ -95,9 +94,11 @@ def run_fake(name: str, path: str) -> None:
 
 def main() -> None:
     from deploy import launch
+    from shared import waits
 
     hour = Path(sys.argv[sys.argv.index("--config") + 1]).with_name(HOUR)
-    launch.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0 * hour.exists(), sleep=time.sleep)
+    awake_s = waits.awake_s
+    waits.awake_s = lambda: awake_s() + 3600.0 * hour.exists()
     launch.STOP_TIMEOUT_S = 1.0
     launch.server_argv = lambda config: [sys.executable, __file__, "server", config]
     launch.learner_argv = lambda config, *numbers: [sys.executable, __file__, "learner", config]

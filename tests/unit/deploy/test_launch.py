@@ -20,6 +20,7 @@ from deploy import launch
 from deploy.launch_file import LearnerLaunch, load_launch_config
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
+from shared import waits
 from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
@@ -253,17 +254,19 @@ def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
     monkeypatch: pytest.MonkeyPatch, paused_in: str
 ) -> None:
     """The server went on meanwhile, and may be ready."""
-    now, answers = [0.0], iter(["HTTP 503", "", *["HTTP 503"] * 9])
+    now, paused_s, answers = [0.0], [0.0], iter(["HTTP 503", "", *["HTTP 503"] * 99])
 
     def look(*args: object) -> str:
-        now[0] += 100 * (paused_in == "look")
+        paused_s[0] += 100 * (paused_in == "look")
         return next(answers)
 
     def sleep(seconds: float) -> None:
-        now[0] += 100 if paused_in == "sleep" else seconds
+        now[0] += seconds
+        paused_s[0] += 100 * (paused_in == "sleep")
 
     monkeypatch.setattr(launch, "look", look)
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0] + paused_s[0], sleep=sleep))
+    monkeypatch.setattr(waits, "awake_s", lambda: now[0])
     with subprocess.Popen(["sleep", "60"]) as popen:
         try:
             server = launch.Process("server", popen)

@@ -13,9 +13,10 @@ import pytest
 from rollout_server.engine import BUSY_TURNS, StallWatch
 from rollout_server.processes import cpu_seconds
 from shared.errors import ServerError
+from tests.pauses import pause_soon
 from tests.waits import until, wait_until
 
-STALL_S, SHORT_S = 0.4, 0.1
+STALL_S, SHORT_S = 0.8, 0.1
 
 
 def idle() -> dict[int, float]:
@@ -110,9 +111,9 @@ def test_a_pause_of_the_server_itself_is_no_silence_of_the_engine() -> None:
 
         running = asyncio.create_task(watch.run(answer, idle))
         waiting = asyncio.create_task(wait_for(watch))
-        await asyncio.sleep(0.25 * STALL_S)
-        time.sleep(3 * STALL_S)
-        for _ in range(20):
+        pause_soon(after_s=0.25 * STALL_S, for_s=3 * STALL_S)
+        end = time.monotonic() + 5 * STALL_S
+        while time.monotonic() < end:
             await asyncio.sleep(0.05 * STALL_S)
             watch.check()
         assert not waiting.done()

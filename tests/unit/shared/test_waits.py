@@ -14,11 +14,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shared import waits
 from shared.errors import DeadlineError
 from shared.sync.calls import Operation
-from shared.waits import SLICE_S, TimeLeft, result_of, wait_for, within
+from shared.waits import Deadline, ends_within, result_of, time_limit, wait_for
 
 LONG_S, SHORT_S = 30.0, 0.2
 LIMIT_S, WORK_S, PAUSE_S = 1.5, 0.3, 2.5  # the pause is longer than the limit, and the work much shorter
@@ -61,11 +63,27 @@ def coroutine(work_s: float, limit_s: float) -> bool:
 
     async def run() -> bool:
         try:
-            return await within(limit_s, work())
+            async with time_limit(limit_s):
+                return await work()
         except TimeoutError:
             return False
 
     return asyncio.run(run())
+
+
+def task(work_s: float, limit_s: float) -> bool:
+    async def run() -> bool:
+        return await ends_within(limit_s, asyncio.ensure_future(asyncio.sleep(work_s)))
+
+    return asyncio.run(run())
+
+
+def polled(work_s: float, limit_s: float) -> bool:
+    ended, deadline = threading.Event(), Deadline(limit_s)
+    later(ended.set, work_s)
+    while not ended.is_set() and not deadline.is_over():
+        time.sleep(0.01)
+    return ended.is_set()
 
 
 def operation(work_s: float, limit_s: float) -> bool:
@@ -76,7 +94,14 @@ def operation(work_s: float, limit_s: float) -> bool:
     return True
 
 
-WAITS = {"condition": condition, "future": future, "coroutine": coroutine, "operation": operation}
+WAITS = {
+    "condition": condition,
+    "future": future,
+    "coroutine": coroutine,
+    "task": task,
+    "polled": polled,
+    "operation": operation,
+}
 
 
 @pytest.mark.parametrize("wait", WAITS.values(), ids=list(WAITS))
@@ -130,12 +155,57 @@ def test_an_error_is_raised_and_work_that_is_given_up_is_cancelled() -> None:
 
     async def run() -> None:
         with pytest.raises(ValueError, match="no"):
-            await within(5.0, fail())
-        with pytest.raises(TimeoutError):
-            await within(0.1, slow())
+            async with time_limit(5.0):
+                await fail()
+        for limit_s in (0.1, 0.0):
+            with pytest.raises(TimeoutError):
+                async with time_limit(limit_s):
+                    await slow()
 
     asyncio.run(run())
-    assert ended == [True]
+    assert ended == [True, True]
+
+
+def _clock(monkeypatch: pytest.MonkeyPatch) -> tuple[waits._AwakeClock, list[float]]:
+    """A clock whose ticks the test makes, and the system's time, to be set."""
+    system_s = [100.0]
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: system_s[0]))
+    return waits._AwakeClock(), system_s
+
+
+def test_of_a_pause_only_a_part_of_a_second_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, system_s = _clock(monkeypatch)
+    begin = clock._at(system_s[0])
+    system_s[0] += 3600
+    clock._tick()
+    assert 0 < clock._at(system_s[0]) - begin < 1
+
+
+@given(seconds=st.lists(st.floats(0.0, 1000.0), max_size=50))
+def test_the_clock_never_goes_back_and_never_runs_ahead_of_the_system(seconds: list[float]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        clock, system_s = _clock(monkeypatch)
+        last = clock._at(system_s[0])
+        for index, passed_s in enumerate(seconds):
+            system_s[0] += passed_s
+            now = clock._at(system_s[0])
+            assert 0.0 <= now - last <= passed_s + 1e-9
+            if index % 2:
+                clock._tick()
+                assert clock._at(system_s[0]) == now
+            last = now
+
+
+def test_time_passes_in_a_process_that_was_forked() -> None:
+    """The ticking thread stays behind in the parent."""
+    text = (
+        "import os, sys, time; from shared import waits; waits.awake_s(); pid = os.fork()\n"
+        "if pid: sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "deadline, end = waits.Deadline(1.0), time.monotonic() + 30\n"
+        "while not deadline.is_over() and time.monotonic() < end: time.sleep(0.01)\n"
+        "os._exit(0 if deadline.is_over() else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", text], timeout=60).returncode == 0
 
 
 if __name__ == "__main__":
@@ -145,24 +215,3 @@ if __name__ == "__main__":
     began = time.monotonic()
     print("waiting", flush=True)
     print(WAITS[sys.argv[1]](max(0.0, began + WORK_S + PAUSE_S - time.monotonic()), LIMIT_S), flush=True)
-
-
-def test_patience_does_not_count_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    limit = TimeLeft(1.0)
-    now[0] += 3600
-    assert not limit.is_over()
-    begin = now[0]
-    while not limit.is_over():
-        now[0] += SLICE_S
-    assert 0.5 < now[0] - begin <= 1.0
-
-
-def test_patience_ends_though_there_are_pauses_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    limit, number = TimeLeft(1.0), 0
-    while not limit.is_over():
-        number, now[0] = number + 1, now[0] + 60
-    assert number < 1.0 / SLICE_S

@@ -29,6 +29,7 @@ from shared.errors import (
     UnauthorizedError,
 )
 from shared.wire import NDJSON, Bucket, ErrorBody, InferCall, RolloutInferRequest, RolloutOutput, UpdateWeightsCall
+from tests.pauses import pause_soon
 from tests.unit.learner.rollout.fakes import error, output, status
 
 T = TypeVar("T")
@@ -447,7 +448,7 @@ def test_a_pause_of_the_learner_itself_is_no_silence_of_the_server(
         return httpx.Response(200)
 
     async def paused(client: ServerClient) -> list[RolloutOutput]:
-        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
+        pause_soon(after_s=0.1, for_s=1.0)
         return await infer(client)
 
     respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
