@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from deploy.demo.model import build
 from learner.config.sections.grpo import GrpoConfig
+from learner.config.sections.model import LoraConfig
 from learner.config.sections.training import TrainingConfig
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
@@ -67,6 +68,31 @@ def reinforce(one: Segment, seed: int) -> Segment:
     return replace(one, policy=tokens, extra_weight=0.5)
 
 
+def one_step_with_a_reference(model: Path, out: Path, ranks: Ranks) -> None:
+    """Adapters of which some are frozen, held to their reference (`kl_weight`). Only rank 0 has a reinforced row, so
+    only it switches the adapters off and on."""
+    policy = policy_of(model, lora=LoraConfig(r=2), grpo=GrpoConfig(kl_weight=0.1), freeze=["model.visual."])
+    policy.broadcast(ranks)
+    names = [name for name, _ in policy.trainable]
+    with torch.no_grad():  # a fresh adapter is its own reference
+        for name, p in policy.trainable:
+            if "lora_B" in name:
+                p.fill_(0.01)
+    optimizer = Optimizer(policy.trainable, TrainingConfig(output_dir=str(out), learning_rate=1e-3), total_steps=2)
+    prompts = [policy.encoder.encode(sample([image(64, 64, seed=i)])) for i in range(2)]
+    taught = segment(prompts[1], 9, seed=1)
+    segments = [reinforce(segment(prompts[0], 8, seed=0), 0), taught]
+    for step in range(2):  # the second one shows what the first left behind
+        mine = segments if ranks.world_size == 1 else [segments[ranks.rank]]
+        results = [policy.backward(row(one)) for one in mine]
+        weight = sum(ranks.all_gather_object(sum(r.weight_sum for r in results)))
+        policy.reduce_gradients(ranks, weight_sum=weight)
+        assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == names
+        grads = gradients(policy)
+        optimizer.update(step)
+    save_file(grads, out / f"{ranks.rank}-reference.safetensors")
+
+
 def stay_away(ranks: Ranks) -> None:
     """Rank 1 comes to one collective fewer than rank 0, which must be told so."""
     ranks.barrier()
@@ -80,6 +106,7 @@ def rank_main(model: Path, out: Path) -> None:
     ranks = init_ranks(os.environ, timeout_s=TIMEOUT_S)
     for packed, reinforced in itertools.product((False, True), repeat=2):
         one_step(model, out, ranks, packed=packed, reinforced=reinforced)
+    one_step_with_a_reference(model, out, ranks)
     if ranks.world_size > 1:
         stay_away(ranks)
 
@@ -123,6 +150,19 @@ def test_ranks_and_packing_do_not_change_the_step(
             if not name.startswith("updated."):
                 torch.testing.assert_close(result[name], tensor, atol=1e-6, rtol=1e-3)
             assert torch.equal(result[name], results[0][name]), f"ranks differ in {name}"
+
+
+def test_a_rank_without_reinforced_rows_reduces_the_same_parameters(runs: dict[int, Run]) -> None:
+    """Issue 39, 1: with `kl_weight` and `model.freeze`, peft made frozen adapters trainable on the ranks that had a
+    reinforced row. Buckets then had unequal sizes, and both ranks died."""
+    alone = load_file(runs[1].out / "0-reference.safetensors")
+    assert alone
+    assert not any("visual" in name for name in alone)
+    for rank in range(2):
+        found = load_file(runs[2].out / f"{rank}-reference.safetensors")
+        assert found.keys() == alone.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-3)
 
 
 def test_a_rank_that_stays_away_is_an_error_within_the_deadline(runs: dict[int, Run]) -> None:
