@@ -260,11 +260,13 @@ def start_learner(
     ranks: int | None = 1,
     devices: Sequence[int] = (),
     prefix: Sequence[str] = (),
+    command: Sequence[str] = (),
 ) -> LearnerRun:
-    """Start a learner whose run directory is `folder/name`. `ranks` None: one, without torchrun."""
+    """Start a learner whose run directory is `folder/name`. `ranks` None: one, without torchrun, which may have another
+    `command` than `train`."""
     path = folder / f"{name}.yaml"
     write_yaml(path, dict(config), "bench")
-    alone = [sys.executable, "-m", "learner", "--config", str(path)]
+    alone = [sys.executable, "-m", "learner", *command, "--config", str(path)]
     argv = [*prefix, *(alone if ranks is None else learner_argv(str(path), ranks))]
     log = path.with_suffix(".log")
     process = processes.start(f"learner {name}", argv, devices=visible(*devices), log=log)

@@ -16,7 +16,8 @@ An *arm* is a method. All arms are stopped early in the same way: every few step
 labels are as complete as those of training, and test scenes, whose labels are as published. The step with the best
 validation `fm@0.5`, whose order does not depend on missing labels, is the one whose test scenes count. `sft, then ...`
 begins with the `sft` run of the same seed, at its best step. An arm's rate may be multiplied on the command line
-(`--rate 0.5`). Of several rates the report shows the one that is best by validation.
+(`--rate 0.5`). Of several rates the report shows the one that is best by validation. `recipe` is `rollout-learner
+recipe`, which chooses for itself; it needs `--run-seconds`.
 
 With `--run-seconds` every run has the same time, its start included, and what it has evaluated by then counts.
 
@@ -56,15 +57,19 @@ from bench.runs import LearnerRun, exit_code_of, last_words, read_events, say, s
 from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
 from deploy.launch import Processes
+from learner.report.read import RECIPE
 from learner.run.files import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 from shared.config.parse import write_yaml
+from shared.reading import json_in
 
 Row = dict[str, Any]
 
 VAL, TEST = 100, 500  # scenes of digits
+TEST_PART = "test"
 SELECTED_BY = "fm@0.5"  # labels of validation scenes have gaps where those of training have
 REPORT_S = 6.0
+RECIPE_SHARE = 0.9  # of the time of a run, for its stages; the rest is for the process's start and an evaluation
 RATE = ", rate x "
 F1 = "f1@0.5"
 
@@ -81,6 +86,7 @@ class Arm(arms.Arm):
     steps: int = 60
     evaluations: int = 10
     after_sft: bool = False  # begins with the stopped `sft` run
+    recipe: bool = False  # `rollout-learner recipe`, by the configuration of `variant`
 
 
 _GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
@@ -103,6 +109,7 @@ ARMS: Mapping[str, Arm] = {
     "sft, then grpo": Arm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
     "sft, then grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
     "sft, then rollout matching": Arm(loss=TUNED, after_sft=True, rate=5e-5),
+    "recipe": Arm(variant="sft", steps=120, evaluations=15, recipe=True),
 }
 
 
@@ -302,6 +309,7 @@ class Plan(Experiment):
     knows_steps: int
     steps_share: float
     pool: int
+    val: int
     test: int
 
     @property
@@ -338,6 +346,7 @@ def main(
     knows_steps: Annotated[int, typer.Option(help="`sft` steps of 64 scenes that make the base `knows`.")] = 400,
     steps_share: Annotated[float, typer.Option(help="Of the arms' steps.")] = 1.0,
     pool: Annotated[int, typer.Option(help="Training scenes that are drawn.")] = 10_000,
+    val: Annotated[int, typer.Option(help="Validation scenes.")] = VAL,
     test: Annotated[int, typer.Option(help="Test scenes.")] = TEST,
 ) -> None:
     """Make the bases, run every arm in every regime, report."""
@@ -356,10 +365,13 @@ def main(
         knows_steps=knows_steps,
         steps_share=steps_share,
         pool=pool,
+        val=val,
         test=test,
     )
     if unknown := set(arm or ()) - set(ARMS):
         raise typer.BadParameter(f"no such arm: {', '.join(sorted(unknown))}; there are: {'; '.join(ARMS)}")
+    if run_seconds is None and any(ARMS[name].recipe for name in arm or ARMS):
+        raise typer.BadParameter("the arm recipe needs --run-seconds, the time that it has")
     regimes = [Regime.read(name) for name in regime or ()]
     runs = [
         Run(one, name, FIRST_SEED + i, times)
@@ -397,12 +409,12 @@ def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
 
 
 def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
-    """Per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, and with the test scenes `REGIME.eval.jsonl`; for the bases
-    `teaching/HABIT.jsonl`."""
+    """Per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, `REGIME.test.jsonl`, the last two also as
+    `REGIME.eval.jsonl`; for the bases `teaching/HABIT.jsonl`."""
     began = time.monotonic()
     if any(not regime.is_bccd for regime in regimes):
         workers = os.cpu_count() or 1
-        build(Build(train=plan.pool, val=VAL, test=plan.test, seed=3), plan.work / "data", workers=workers)
+        build(Build(train=plan.pool, val=plan.val, test=plan.test, seed=3), plan.work / "data", workers=workers)
         build(Build(train=plan.pool, val=0, test=0, seed=4), plan.work / "teaching", workers=workers)
         rows = _read_rows(plan.work / "teaching" / "train.jsonl")
         for name, habit in HABITS.items():
@@ -421,6 +433,7 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
         folder = plan.work / ("bccd" if regime.is_bccd else "data")
         _write_rows(folder / f"{regime.name}.train.jsonl", train)
         _write_rows(folder / f"{regime.name}.val.jsonl", val)
+        _write_rows(folder / f"{regime.name}.test.jsonl", test)
         _write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
     say(f"data: {time.monotonic() - began:.0f} s")
 
@@ -537,10 +550,17 @@ def compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
         runs,
         config=lambda run, slot: run_config(plan, run),
         keep=lambda run: keep_result(plan, run),
+        command=lambda run: recipe_command(plan) if ARMS[run.arm].recipe else (),
         can_start=lambda run: run.first is None or plan.stopped(run.first).is_dir(),
         run_limit_s=min(plan.left_s(), plan.run_s or plan.left_s()),
         keeps_stopped=plan.run_s is not None,
     )
+
+
+def recipe_command(plan: Plan) -> list[str]:
+    """The recipe ends by itself, a little before its time as a run is over."""
+    assert plan.run_s is not None, "refused by main"
+    return ["recipe", "--minutes", f"{RECIPE_SHARE * plan.run_s / 60:.3f}"]
 
 
 def run_config(plan: Plan, run: Run) -> dict[str, Any]:
@@ -549,7 +569,7 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
     every = max(1, steps // arm.evaluations)
     data = plan.work / ("bccd" if regime.is_bccd else "data")
     batch_size = min(arm.batch_size, regime.scenes) * arm.group
-    return arms.run_config(
+    config = arms.run_config(
         arm,
         model=plan.stopped(run.first) if run.first else plan.base(regime.base),
         train=data / f"{regime.name}.train.jsonl",
@@ -573,6 +593,10 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
             "save_steps": every if run.arm == "sft" and run.rate == 1.0 else None,
         },
     )
+    if arm.recipe:  # it sees validation scenes alone, and each evaluation scores test scenes beside them
+        retained = {"name": TEST_PART, "val": str(data / f"{regime.name}.test.jsonl")}
+        config["data"] |= {"val": str(data / f"{regime.name}.val.jsonl"), "test": None, "retain": [retained]}
+    return config
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -589,13 +613,15 @@ class Evaluated:
 def keep_result(plan: Plan, run: Run) -> None:
     """The course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
     run_dir = plan.run_dir(run)
-    course = _course(run_dir, with_weights=run.arm == "sft" and run.rate == 1.0)
+    if ARMS[run.arm].recipe:
+        course, steps = _recipe_course(run_dir)
+    else:
+        course = _course(run_dir, with_weights=run.arm == "sft" and run.rate == 1.0)
+        steps = steps_of(read_events(run_dir))
     if not course:
         say(f"{run.folder}: stopped before its first evaluation")
         return
-    best = max(course, key=lambda one: (one.val[SELECTED_BY], -one.step))
-    events = read_events(run_dir)
-    steps = steps_of(events)
+    best = _best(course)
     before = {} if run.first is None else json.loads(run.first.result(plan.out).read_text())
     result = {
         "arm": run.label,
@@ -609,6 +635,7 @@ def keep_result(plan: Plan, run: Run) -> None:
         "course": [{"step": one.step, "val": one.val, "test": one.test} for one in course],
         "rewards": [round(one["reward"], 4) for one in steps if "reward" in one],
         "scenes": best.scenes,
+        "recipe": json_in(record) if (record := run_dir / RECIPE).is_file() else None,
         **circumstances(),
     }
     if ARMS[run.arm].variant == "sft" and run.seed == FIRST_SEED and run.rate == 1.0:
@@ -641,8 +668,30 @@ def _course(run_dir: Path, *, with_weights: bool) -> list[Evaluated]:
     return [one for one in found if not one.step or (run_dir / f"checkpoint-{one.step}" / "manifest.json").is_file()]
 
 
-def _evaluated(path: Path) -> Evaluated:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def _recipe_course(run_dir: Path) -> tuple[list[Evaluated], list[dict[str, Any]]]:
+    """The whole evaluations and the steps of both stages. Those of `grpo` are counted on from the step of `sft` whose
+    weights it began with; its first evaluation is of these weights, which were evaluated before."""
+    course: list[Evaluated] = []
+    steps: list[dict[str, Any]] = []
+    began_at = 0
+    for stage in (run_dir / "sft", run_dir / "grpo"):
+        found = []
+        for path in sorted((stage / "eval").glob("step_*.jsonl")):
+            test = path.with_name(path.name.replace("step_", f"retain_{TEST_PART}_"))
+            if test.is_file():
+                found.append(_evaluated(path, test))
+        steps += [{**one, "global_step": one["global_step"] + began_at} for one in steps_of(read_events(stage))]
+        course += [replace(one, step=one.step + began_at) for one in found if one.step or not course]
+        began_at = _best(course).step if course else 0
+    return course, steps
+
+
+def _best(course: Sequence[Evaluated]) -> Evaluated:
+    return max(course, key=lambda one: (one.val[SELECTED_BY], -one.step))
+
+
+def _evaluated(path: Path, *more: Path) -> Evaluated:
+    lines = [json.loads(line) for one in (path, *more) for line in one.read_text().splitlines()]
     counts = {line["id"]: line["counts"] for line in lines}
     parts = {name: {i: c for i, c in counts.items() if i.startswith(name)} for name in ("val", "test")}
     scores = {name: _scores(list(part.values())) for name, part in parts.items()}
@@ -669,7 +718,7 @@ def report(out: Path) -> None:
         for one in chosen.values():
             rate = ARMS[one.arm].rate * one.rate if one.arm in ARMS else 0.0  # of the base, 0
             told = {"learning_rate": float(f"{rate:.6g}"), "val": round(one.val, 4), "curves": one.curves}
-            summary["arms"][one.arm] |= told
+            summary["arms"][one.arm] |= told | ({"recipes": one.recipes} if one.recipes else {})
         found[folder.name] = summary
         text += f"\n{folder.name}\n\n{table(summary)}\n"
     if found:
@@ -684,6 +733,7 @@ class Chosen:
     rate: float  # times the arm's
     val: float
     curves: Mapping[str, Sequence[Sequence[float]]]  # by seed
+    recipes: Mapping[str, Row]  # by seed, what a recipe chose and why
 
 
 def _by_validation(folder: Path) -> dict[str, Chosen]:
@@ -696,7 +746,9 @@ def _by_validation(folder: Path) -> dict[str, Chosen]:
     for label, results in found.items():
         arm, _, rate = label.partition(RATE)
         val = mean(result["val"][SELECTED_BY] for result in results.values())
-        one = Chosen(arm, float(rate or 1.0), val, {seed: _curve(result) for seed, result in sorted(results.items())})
+        curves = {seed: _curve(result) for seed, result in sorted(results.items())}
+        recipes = {seed: result["recipe"] for seed, result in sorted(results.items()) if result.get("recipe")}
+        one = Chosen(arm, float(rate or 1.0), val, curves, recipes)
         if arm not in best or one.val > best[arm][1].val:
             best[arm] = label, one
     return dict(best.values())

@@ -193,6 +193,7 @@ class Experiment:
         *,
         config: Callable[[N, Slot[N]], dict[str, Any]],
         keep: Callable[[N], None],
+        command: Callable[[N], Sequence[str]] = lambda run: (),
         can_start: Callable[[N], bool] = lambda run: True,
         run_limit_s: float | None = None,
         keeps_stopped: bool = False,
@@ -200,7 +201,8 @@ class Experiment:
         """Every run without a result, several side by side, as far as the time goes.
 
         `keep` writes the result of a run that has ended well; with `keeps_stopped` also of one that `run_limit_s` has
-        stopped. `can_start` False: the run waits for others.
+        stopped. `command`: of the learner, with its options; none: `train`. `can_start` False: the run waits for
+        others.
         """
         left = self.unfinished(runs)
         say(f"{len(left)} runs, {len(slots)} at a time, {self.left_s():.0f} s left")
@@ -213,9 +215,14 @@ class Experiment:
 
         def start(run: N, slot: Slot[N]) -> LearnerRun:
             shutil.rmtree(self.run_dir(run), ignore_errors=True)  # of an interrupted run
-            settings = config(run, slot)
             return start_learner(
-                processes, self.runs_dir, run.folder, settings, ranks=None, devices=slot.learner_devices
+                processes,
+                self.runs_dir,
+                run.folder,
+                config(run, slot),
+                ranks=None,
+                devices=slot.learner_devices,
+                command=command(run),
             )
 
         def ended(run: N, code: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ def plan(folder: Path) -> Plan:
         knows_steps=40,
         steps_share=1.0,
         pool=100,
+        val=5,
         test=10,
     )
 
@@ -88,3 +91,38 @@ def test_a_fault_spoils_the_share_that_it_says(fault: str) -> None:
         spared = {"classes": lambda one: one["desc"] in "23", "small": lambda one: one["bbox_2d"][2] == 40}
         if fault in spared:
             assert sum(map(spared[fault], left)) == before / 2
+
+
+def write_stage(folder: Path, scores: dict[int, int]) -> None:
+    """Evaluations of a stage: at each step so many of 4 objects are found, of validation and of test scenes."""
+    (folder / "eval").mkdir(parents=True)
+    events = [{"event": "step", "global_step": step + 1, "step_s": 1.0, "metrics": {}} for step in range(max(scores))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for step, hits in scores.items():
+        for part, name in (("val", f"step_{step:06d}"), ("test", f"retain_test_{step:06d}")):
+            counts = {"truth": 4.0, "predictions": 4.0, "tp@0.50": float(hits)}
+            (folder / "eval" / f"{name}.jsonl").write_text(json.dumps({"id": f"{part}-1", "counts": counts}) + "\n")
+
+
+def test_the_stages_of_a_recipe_are_one_course(tmp_path: Path) -> None:
+    """`grpo` goes on from the best step of `sft`; an evaluation without its test scenes does not count."""
+    write_stage(tmp_path / "sft", {0: 1, 8: 3, 16: 2})
+    write_stage(tmp_path / "grpo", {0: 4, 8: 4, 16: 4})
+    (tmp_path / "grpo" / "eval" / "retain_test_000016.jsonl").unlink()
+    course, steps = study._recipe_course(tmp_path)
+    assert [(one.step, one.val["f1@0.5"], one.test["f1@0.5"]) for one in course] == [
+        (0, 0.25, 0.25),
+        (8, 0.75, 0.75),
+        (16, 0.5, 0.5),
+        (16, 1.0, 1.0),
+    ]
+    assert study._best(course) is course[3]
+    assert [one["global_step"] for one in steps] == [*range(1, 17), *range(9, 25)]
+
+
+def test_a_recipe_has_the_time_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="run-seconds"):
+        study.main(out=tmp_path, arm=["recipe"], regime=["demo-32"], colocate=False)
+    told = study.recipe_command(replace(plan(tmp_path), run_s=120.0))
+    assert told[:2] == ["recipe", "--minutes"]
+    assert 1.0 < float(told[2]) < 2.0
