@@ -389,7 +389,7 @@ def evaluate(
 ) -> None:
     """Compare detectors on an annotation file.
 
-    F1 at the best threshold, AP, calibration, classes, intervals, and differences from the first one.
+    F1 at the best threshold, AP, calibration, classes, intervals, and differences of every two.
     """
     given, answering = _named(predictions, "--predictions"), _named(model, "--model")
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")

@@ -1,7 +1,7 @@
 """`rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE ... --model NAME=DIR ... --retain NAME=FILE ...`.
 
-Compares detectors on an annotation file, files first, then models, in the order of the command line: the first one is
-what the others are compared with. Prints a table, and writes `evaluation.json` and `index.html`.
+Compares detectors on an annotation file, files first, then models, in the order of the command line: each is compared
+with all before it. Prints a table, and writes `evaluation.json` and `index.html`.
 
 The models answer the annotation files of `--retain` too. What each gained and lost there is compared with the first
 model, beside what it gained on the main file.

@@ -1,7 +1,7 @@
 """Scored boxes of any detectors on any annotation file: how good each is, and by how much they differ.
 
 In: for each detector, boxes with scores by image (COCO results, or a model's own). Out: F1@0.5 and F1@mIoU at a
-threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and paired differences from the first.
+threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and paired differences of every two.
 Boxes are compared in pixels, without rounding.
 
 The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Otherwise the images are
@@ -54,12 +54,14 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """`threshold` None: one for each part of the images."""
+    """`threshold` None: one for each part of the images. `pairs`: differences from each earlier detector by its name,
+    by metric; `differences` are those from the first, {} for the first itself."""
 
     name: str
     threshold: float | None
     intervals: Mapping[str, Interval]
-    differences: Mapping[str, Interval]  # from the first detector; {} for the first
+    differences: Mapping[str, Interval]
+    pairs: Mapping[str, Mapping[str, Interval]]
     ap: Mapping[str, float]
     auc: float
     ece: float
@@ -72,8 +74,7 @@ def evaluate_all(
     found: Sequence[Found], samples: Sequence[Sample], validation: Mapping[str, float] | None = None
 ) -> list[Result]:
     """One result a detector, in order. `validation`: thresholds by name."""
-    tables: list[CountTable] = []
-    precisions: list[ApDraws] = []
+    earlier: dict[str, tuple[CountTable, ApDraws]] = {}
     results: list[Result] = []
     for one in found:
         threshold = (validation or {}).get(one.name)
@@ -87,13 +88,18 @@ def evaluate_all(
         all_scores = [[box.score for box in boxes] for boxes in line]
         precision = ApDraws.of(everything, all_scores)
         intervals = {metric: bootstrap_interval(table, metric) for metric in SHOWN}
-        differences = {m: bootstrap_difference(tables[0], table, m) for m in SHOWN[:2]} if tables else {}
+        pairs = {
+            name: {m: bootstrap_difference(before, table, m) for m in SHOWN[:2]}
+            | {m: precision.minus(precision_before, m) for m in SHOWN_AP}
+            for name, (before, precision_before) in earlier.items()
+        }
         results.append(
             Result(
                 name=one.name,
                 threshold=threshold,
                 intervals=intervals | {name: precision.interval(name) for name in SHOWN_AP},
-                differences=differences | {n: precision.minus(precisions[0], n) for n in SHOWN_AP if precisions},
+                differences=next(iter(pairs.values()), {}),
+                pairs=pairs,
                 ap=coco_ap(everything, all_scores),
                 auc=auc(right, scores),
                 ece=ece(right, scores),
@@ -102,8 +108,7 @@ def evaluate_all(
                 num_boxes=sum(map(len, line)),
             )
         )
-        tables.append(table)
-        precisions.append(precision)
+        earlier[one.name] = (table, precision)
     return results
 
 

@@ -61,6 +61,27 @@ def test_detectors_are_compared_with_the_first(truth: Path) -> None:
     assert other["classes"]["white"]["f1@0.5"] == 0.0
 
 
+def test_every_two_detectors_are_compared(truth: Path) -> None:
+    """On the same draws of images, so that what is between two is what is from the first to each."""
+    rows, files = results_of(truth), []
+    for name, some in (("whole", rows), ("most", rows[:-2]), ("half", rows[::2])):
+        file = truth.parent / f"{name}.json"
+        file.write_text(json.dumps(some))
+        files += ["--predictions", str(file)]
+    whole, most, half = evaluated(truth, *files)
+    assert whole["pairs"] == {}
+    assert list(half["pairs"]) == ["whole", "most"]
+    assert half["pairs"]["whole"] == half["differences"]
+    for metric in ("f1@0.5", "f1@miou", "coco/ap", "coco/ap50"):
+        between = half["pairs"]["most"][metric]
+        assert between["estimate"] == pytest.approx(
+            half["intervals"][metric]["estimate"] - most["intervals"][metric]["estimate"]
+        )
+        assert between["low"] <= between["high"] < 0
+    page = (truth.parent / "out" / "index.html").read_text()
+    assert f"{half['pairs']['most']['coco/ap']['estimate']:+.3f}" in page
+
+
 def test_files_as_ultralytics_writes_them(truth: Path) -> None:
     """Images by the stem of their file, classes by name."""
     rows = json.loads(truth.read_text())
