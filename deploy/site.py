@@ -2,6 +2,7 @@
 
 A page that would fetch anything from elsewhere ends the build: the site works without network and from disk, so
 scripts, styles, fonts and pictures must be its own. The notebook becomes a page, with the outputs that are saved in it.
+Short names in code never break.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 _FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)")
+_NAME = re.compile(r"<code>([^<\s]{1,32})</code>")
 
 NOTEBOOK, PAGE = "notebooks/library.ipynb", "notebooks/library.md"
 
@@ -43,10 +45,16 @@ def _block(language: str, text: str) -> str:
 
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
-    """Raises PluginError if the page fetches something."""
+    """The page, names whole. Raises PluginError if it fetches something."""
     if fetched := fetched_from_elsewhere(output):
         raise PluginError(f"{page.file.src_path} fetches {', '.join(fetched)}; put a copy into docs/assets")
-    return output
+    return whole_names(output)
+
+
+def whole_names(html: str) -> str:
+    """Marks inline code of one short word for the style: browsers break it behind hyphens and slashes, and a key in two
+    pieces is not read as one. A longer one must break, or a phone cannot show it."""
+    return _NAME.sub(r'<code class="name">\1</code>', html)
 
 
 def fetched_from_elsewhere(html: str) -> list[str]:

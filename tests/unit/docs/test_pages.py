@@ -13,7 +13,7 @@ from PIL import Image
 from deploy.memory_table import MODELS
 from deploy.reference import ENDPOINTS, routes
 from deploy.requirements import REQUIREMENTS
-from deploy.site import fetched_from_elsewhere, notebook_page
+from deploy.site import fetched_from_elsewhere, notebook_page, whole_names
 from learner.__main__ import main
 from learner.steps import ahead, shares
 from rollout_server.service import RolloutService
@@ -165,3 +165,10 @@ def test_pictures_have_a_light_and_a_dark_form_and_a_text() -> None:
         text = (ROOT / "docs" / name).read_text()
         assert "prefers-color-scheme: dark" in text, name
         assert 'aria-label="' in text, name
+
+
+def test_short_names_are_marked_so_that_they_do_not_break() -> None:
+    html = "<p><code>--val-predictions</code> <code>a command</code></p><pre><code>x\n</code></pre>"
+    assert whole_names(html) == html.replace("<code>--val", '<code class="name">--val')
+    path = f"<code>bench/results/{'x' * 30}.json</code>"
+    assert whole_names(path) == path, "a phone has no room for it"
