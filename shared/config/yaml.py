@@ -286,7 +286,8 @@ class _Reader:
             return match[0]
 
         filled = _DOLLAR.sub(one, text)
-        secret = [match[1] for match in _DOLLAR.finditer(text) if match[1] in self.env and is_secret(match[1])]
+        names = [match[1] for match in _DOLLAR.finditer(text) if match[1]]  # None: an escaped `$${`
+        secret = [name for name in names if name in self.env and is_secret(name)]
         for name in secret:
             remember(name, self.env[name])
         if secret:

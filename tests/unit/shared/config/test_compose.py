@@ -158,6 +158,11 @@ def test_secrets_are_written_as_variables(tmp_path: Path) -> None:
     assert parse(Hiding, load_yaml(tmp_path / "written.yaml", env)) == config
 
 
+def test_an_escaped_variable_is_none_of_the_process_s(tmp_path: Path) -> None:
+    """The environment itself refuses to be asked for anything but text."""
+    assert load_yaml(write(tmp_path, 'a: "$${HOME}"\n'), os.environ) == {"a": "${HOME}"}
+
+
 def test_a_secret_is_found_in_what_became_of_a_value(tmp_path: Path) -> None:
     """A URL without its last slash, with its host in lower case; a default that was made of it. What is written reads
     back as it is."""
