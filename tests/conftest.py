@@ -61,4 +61,5 @@ def logging_as_before() -> Iterator[None]:
     logging.disable(logging.NOTSET)
     for logger, (propagate, level) in before.items():
         logger.propagate = propagate
-        logger.setLevel(level)
+        if logger.level != level:  # setting it clears the caches of all loggers
+            logger.setLevel(level)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import types
@@ -394,6 +395,11 @@ def _is_right_without_quotes(text: str, annotation: Any) -> bool:
 # ---- a configuration that is partly wrong --------------------------------------------------------------------------
 
 
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
+
+
 class UntrustedValueError(Exception):
     """A rule looked at a value that is itself wrong."""
 
@@ -436,7 +442,7 @@ class _View:
             return [self._shown(entry, item, (*path, index)) for index, entry in enumerate(value)]
         if any(bad[: len(path)] == path for bad in self._bad):
             raise UntrustedValueError(dotted(path))
-        return TypeAdapter(annotation).validate_python(value)
+        return _adapter(annotation).validate_python(value)
 
 
 def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:
