@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from mkdocs.exceptions import PluginError
 from PIL import Image
 
 from deploy.memory_table import MODELS
 from deploy.reference import ENDPOINTS, routes
 from deploy.requirements import REQUIREMENTS
-from deploy.site import fetched_from_elsewhere, notebook_page, whole_names
+from deploy.site import fetched_from_elsewhere, notebook_page, on_page_markdown, on_post_page, whole_names
 from learner.__main__ import main
 from learner.steps import ahead, shares
 from rollout_server.service import RolloutService
@@ -172,3 +174,15 @@ def test_short_names_are_marked_so_that_they_do_not_break() -> None:
     assert whole_names(html) == html.replace("<code>--val", '<code class="name">--val')
     path = f"<code>bench/results/{'x' * 30}.json</code>"
     assert whole_names(path) == path, "a phone has no room for it"
+
+
+def test_blocks_that_tests_leave_out_are_blocks_on_the_site() -> None:
+    page = '```python data-unchecked="needs a running server"\nx = 1\n```\n'
+    assert on_page_markdown(page) == "```python\nx = 1\n```\n"
+
+
+def test_a_block_that_is_shown_as_text_ends_the_build() -> None:
+    shown = SimpleNamespace(file=SimpleNamespace(src_path="a.md"))
+    assert on_post_page("<pre>```</pre>", page=shown, config=None) == "<pre>```</pre>"
+    with pytest.raises(PluginError):
+        on_post_page("<p>```python x</p>", page=shown, config=None)
