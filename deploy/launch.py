@@ -41,6 +41,7 @@ from deploy.places import Place, write_place
 from deploy.torchrun import describe, exit_code, without_working_directory
 from deploy.wait_ready import id_of
 from rollout_server.config import load_server_config
+from shared.answers import ask
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.masking import masked
@@ -51,6 +52,7 @@ from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
+LOOK_S = 5.0  # for one answer of `/ready/`, before the learner has started
 BACK_OFF_S = 1.0  # before the first restart; doubled before each of the next
 MAX_BACK_OFF_S = 60.0
 STEADY_S = 600.0
@@ -184,7 +186,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
     started, deadline, said = time.monotonic(), Deadline(timeout_s), "nothing"
-    with httpx.Client(trust_env=False, timeout=5.0) as client:
+    with httpx.Client(trust_env=False, timeout=LOOK_S) as client:
         while not deadline.is_over():
             check_alive([server, *beside])
             said = look(client, server, base_url)
@@ -202,12 +204,12 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
 def look(client: httpx.Client, server: Process, base_url: str) -> str:
     """Ask `/ready/`: nothing if this very server is ready, else what came instead."""
     try:
-        answer = client.get(f"{base_url}/ready/")
-    except httpx.HTTPError as error:
+        code, content = ask(client, f"{base_url}/ready/", timeout_s=client.timeout.read or LOOK_S)
+    except (httpx.HTTPError, ValueError) as error:
         return type(error).__name__
-    if answer.status_code != httpx.codes.OK:
-        return f"HTTP {answer.status_code}"
-    found = id_of(answer)
+    if code != httpx.codes.OK:
+        return f"HTTP {code}"
+    found = id_of(content)
     return "" if found == server.server_id else f"the answer of another server (id {found})"
 
 

@@ -22,7 +22,9 @@ import typer
 from learner.config.load import load_config
 from learner.config.modes import uses_servers
 from shared.addresses import is_loopback
+from shared.answers import ask
 from shared.errors import ConfigError, DeadlineError, ProjectError
+from shared.reading import json_of
 from shared.version import Version
 from shared.waits import Deadline
 
@@ -97,21 +99,22 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") 
 def _look(url: str, server_ids: str) -> str | None:
     """None for a ready server, else its answer. Proxies are used as the learner would use them."""
     try:
-        response = httpx.get(f"{url}/ready/", timeout=ANSWER_S, trust_env=not is_loopback(httpx.URL(url).host))
-    except httpx.HTTPError as error:
+        with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host)) as client:
+            code, content = ask(client, f"{url}/ready/", timeout_s=ANSWER_S)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    if response.status_code != httpx.codes.OK:
-        return f"HTTP {response.status_code}: {response.text[:200]}"
+    if code != httpx.codes.OK:
+        return f"HTTP {code}: {content[:200].decode(errors='replace')}"
     if not server_ids:
         return None
-    found = id_of(response)
+    found = id_of(content)
     return None if found.startswith(server_ids) else f"another server (id {found}, wanted {server_ids}...)"
 
 
-def id_of(response: httpx.Response) -> str:
+def id_of(content: bytes) -> str:
     """The `server_id` in an answer of `/ready/`."""
     try:
-        return str(response.json()["server_id"])
+        return str(json_of(content)["server_id"])
     except (ValueError, KeyError, TypeError):
         return "unknown"
 

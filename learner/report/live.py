@@ -38,6 +38,7 @@ from learner.report.scores import F1
 from learner.report.training import AHEAD, named_charts
 from learner.rollout.control import read_state
 from shared.addresses import is_loopback
+from shared.answers import ask
 from shared.errors import ConfigError, DataError, ServerError
 from shared.masking import bare_url
 from shared.reading import json_in
@@ -47,7 +48,6 @@ from shared.wire import TOKEN_VARIABLE, ServerStatus
 POLL_S = 2.0
 SILENT_S = 120.0  # without an event for so long, the run may have ended
 ASK_S = 1.0  # a server's answer
-MAX_STATUS_BYTES = 1 << 20
 BUSY_STEPS = 20  # over which busy shares are taken
 CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
 IDLE = ("wait", "data", "other")
@@ -143,29 +143,17 @@ class LiveView:
 
     def _server(self, url: str) -> list[str]:
         """Gate, version, calls in flight and waiting."""
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._token}"} if self._token else {})
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
-            with (
-                httpx.Client(trust_env=not is_loopback(httpx.URL(url).host), timeout=ASK_S) as client,
-                client.stream("GET", f"{url}/status/", headers=headers) as answer,
-            ):
-                if answer.status_code == httpx.codes.UNAUTHORIZED:
-                    return [f"unknown: needs --send-token and {TOKEN_VARIABLE}", "–", "–", "–"]
-                status = ServerStatus.model_validate_json(_short(answer))
+            with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host)) as client:
+                code, content = ask(client, f"{url}/status/", timeout_s=ASK_S, headers=headers)
+            if code == httpx.codes.UNAUTHORIZED:
+                return [f"unknown: needs --send-token and {TOKEN_VARIABLE}", "–", "–", "–"]
+            status = ServerStatus.model_validate_json(content)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return [f"no answer ({type(error).__name__})", "–", "–", "–"]
         gate = f"poisoned: {status.poisoned_because[:80]}" if status.gate == "poisoned" else status.gate
         return [gate, str(status.ver), str(status.in_flight), str(status.waiting)]
-
-
-def _short(answer: httpx.Response) -> bytes:
-    """The body, as it was sent: the addresses in a run's folder may be anybody's. Raises ValueError if it is long."""
-    content = b""
-    for part in answer.iter_raw():
-        content += part
-        if len(content) > MAX_STATUS_BYTES:
-            raise ValueError(f"more than {MAX_STATUS_BYTES} bytes")
-    return content
 
 
 def members(run_dir: Path, run: Run) -> list[tuple[str, str | tuple[str, str]]]:

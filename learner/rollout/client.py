@@ -27,6 +27,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from learner.config.sections.servers import SERVER, WAY_OUT
 from shared.addresses import is_loopback
+from shared.answers import PLAIN, bounded, is_packed
 from shared.errors import (
     DeadlineError,
     ProjectError,
@@ -74,7 +75,19 @@ MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
 PACE_CALLS = 32
 PACE_MARGIN = 4.0
 
+# Bytes of an answer. Per token there are its text, its id twice and its log-probability.
+MAX_REPLY_BYTES = 64 << 20
+_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # of an answer of `/infer/`: its prompt's ids and the rest; each token
+_MOST_TOKENS = 1 << 17  # of an answer that no request bounds
+_MOST_BYTES = "most_bytes"  # a request's extension
+
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
+
+
+def _most_bytes(call: InferCall) -> int:
+    """Of the answer to the call, its errors included."""
+    of_one = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
+    return MAX_REPLY_BYTES + len(call.infer_requests) * of_one
 
 
 def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
@@ -204,24 +217,33 @@ class ServerClient:
         self.timeouts = timeouts
         self._pace = Pace()
         self._http = httpx.AsyncClient(
-            # Nothing is unpacked: a packed answer could grow without bound.
-            headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})},
-            event_hooks={"response": [self._check_packing]},
+            headers={**PLAIN, **({"Authorization": f"Bearer {token}"} if token else {})},
+            event_hooks={"response": [self._check_size]},
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # a rank's quota bounds them
             # A proxy named in the environment must not catch calls to this machine.
             trust_env=not is_loopback(self.host),
             verify=_certificates(),
         )
 
-    async def _check_packing(self, response: httpx.Response) -> None:
-        packing = response.headers.get("content-encoding", "identity")
-        if packing.strip().lower() not in ("", "identity"):
+    async def _check_size(self, response: httpx.Response) -> None:
+        """Raises RolloutError, now if the answer is packed, else as soon as it is longer than it may be."""
+        if is_packed(response):
             raise RolloutError(
                 f"{self.base_url}: the answer is packed",
-                found=f"Content-Encoding: {packing:.80}",
+                found=f"Content-Encoding: {response.headers['content-encoding']:.80}",
                 wanted="an answer as it is",
                 remedy="check base_url, and switch compression off in proxies before the server",
             )
+        most_bytes = response.request.extensions.get(_MOST_BYTES, MAX_REPLY_BYTES)
+        bounded(response, most_bytes, lambda: self._too_long(response.request.url.path, most_bytes))
+
+    def _too_long(self, path: str, most_bytes: int) -> RolloutError:
+        return RolloutError(
+            f"{self.base_url}: the answer to {path} is too long",
+            found=f"more than {most_bytes} bytes",
+            wanted="an answer of a rollout server",
+            remedy="check base_url: something else may listen there",
+        )
 
     async def health(self) -> None:
         """One look at `/health/`; raises unless it answers 200."""
@@ -291,9 +313,9 @@ class ServerClient:
         self, call: InferCall, deadline_s: float, answers: _Answers, patience: Patience
     ) -> httpx.Response:
         """One exchange. The body of a success has been read by `answers`."""
-        read_s = deadline_s + REPLY_GRACE_S
+        read_s, most_bytes = deadline_s + REPLY_GRACE_S, _most_bytes(call)
         try:
-            async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s) as response:
+            async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s, most_bytes) as response:
                 await (answers.read(response) if response.is_success else response.aread())
                 return response
         except ServerUnreachableError as error:
@@ -384,7 +406,9 @@ class ServerClient:
                 timeout=self._timeout(read_s),
             )
 
-    def _stream(self, path: str, body: BaseModel, read_s: float) -> AbstractAsyncContextManager[httpx.Response]:
+    def _stream(
+        self, path: str, body: BaseModel, read_s: float, most_bytes: int
+    ) -> AbstractAsyncContextManager[httpx.Response]:
         """A POST whose answer is read as it comes."""
         return self._http.stream(
             "POST",
@@ -392,6 +416,7 @@ class ServerClient:
             content=body.model_dump_json(),
             headers={"Content-Type": "application/json", "Accept": NDJSON},
             timeout=self._timeout(read_s),
+            extensions={_MOST_BYTES: most_bytes},
         )
 
     def _timeout(self, read_s: float) -> httpx.Timeout:

@@ -1,0 +1,64 @@
+"""Answers over HTTP of a length that is known before: whoever listens at an address may be a stranger.
+
+`ask` is for programs that look at a server now and then. `bounded` is for httpx's asynchronous client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import httpx
+
+from shared.waits import awake_s
+
+MAX_STATUS_BYTES = 1 << 20  # of `/ready/` and `/status/`
+PLAIN = {"Accept-Encoding": "identity"}  # nothing is unpacked: a packed answer could grow without bound
+
+
+def ask(
+    client: httpx.Client,
+    url: str,
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    most_bytes: int = MAX_STATUS_BYTES,
+) -> tuple[int, bytes]:
+    """Status and body of a GET, as it was sent, within `timeout_s` in all. Raises httpx.HTTPError and httpx.InvalidURL,
+    and ValueError if it is packed, too long, or late."""
+    deadline = awake_s() + timeout_s
+    content = bytearray()
+    with client.stream("GET", url, headers={**PLAIN, **(headers or {})}, timeout=timeout_s) as answer:
+        if is_packed(answer):
+            raise ValueError("a packed answer")
+        for part in answer.iter_raw():
+            content += part
+            if len(content) > most_bytes:
+                raise ValueError(f"an answer of more than {most_bytes} bytes")
+            if awake_s() > deadline:
+                raise ValueError(f"no whole answer within {timeout_s:g} s")
+        return answer.status_code, bytes(content)
+
+
+def is_packed(answer: httpx.Response) -> bool:
+    return answer.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity")
+
+
+def bounded(answer: httpx.Response, most_bytes: int, too_long: Callable[[], Exception]) -> None:
+    """From now on reading the answer raises `too_long()` after so many bytes."""
+    assert isinstance(answer.stream, httpx.AsyncByteStream)
+    answer.stream = _Bounded(answer.stream, most_bytes, too_long)
+
+
+class _Bounded(httpx.AsyncByteStream):
+    def __init__(self, stream: httpx.AsyncByteStream, most_bytes: int, too_long: Callable[[], Exception]) -> None:
+        self._stream, self._left, self._too_long = stream, most_bytes, too_long
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            self._left -= len(part)
+            if self._left < 0:
+                raise self._too_long()
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
