@@ -5,7 +5,6 @@ Polygons and run lengths are read with `task.geometry: poly`. `iscrowd` and `ign
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from learner.data.formats.masks import outline_of
 from learner.data.formats.source import RowModel, Source
 from learner.data.formats.strict import ClassName, Flag, Identity, Number, Size
 from learner.records import GeometryKind, Place, RawObject, RawRecord
-from shared.reading import is_file
+from shared.reading import is_file, json_in, json_of
 
 
 class CocoImage(RowModel):
@@ -122,8 +121,8 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
 def _items_without_mistake(content: bytes, model: type[CocoFile]) -> tuple[CocoFile, set[str]]:
     """Never raises: what cannot be read is left out."""
     try:
-        sections = json.loads(content)
-    except (ValueError, RecursionError):
+        sections = json_of(content)
+    except ValueError:
         sections = None
     kept: dict[str, list[Any]] = {}
     broken: set[str] = set()
@@ -144,9 +143,14 @@ def _made(model: type[RowModel], value: Any) -> RowModel | None:
 
 
 def category_ids(file: Path) -> dict[str, int]:
-    """Ids of class names in a COCO file that was read before."""
-    listed = json.loads(file.read_bytes()).get("categories", [])
-    return {str(one["name"]): one["id"] for one in listed if isinstance(one.get("id"), int)}
+    """Ids of class names in a COCO file that was read before. What is none by now has none."""
+    try:
+        content = json_in(file)
+    except (OSError, ValueError):  # replaced or removed meanwhile
+        return {}
+    listed = content.get("categories") if isinstance(content, dict) else None
+    found = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    return {one["name"]: one["id"] for one in found if type(one.get("id")) is int and isinstance(one.get("name"), str)}
 
 
 def _names_by_id(categories: Sequence[CocoCategory], source: Source) -> Mapping[str, str]:

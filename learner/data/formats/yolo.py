@@ -19,7 +19,7 @@ from learner.data.formats.strict import class_name, number, whole
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.config.model import show
 from shared.errors import DataError
-from shared.reading import is_there
+from shared.reading import is_there, yaml_of
 
 SPLITS = ("train", "val", "valid", "test")
 _WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
@@ -66,14 +66,12 @@ def yolo_file(file: Path) -> YoloFile:
         text = text_of(file, place, _WANTED)
         if len(text) > _MAX_BYTES:
             raise ValueError(f"{len(text)} characters")
-        content = yaml.load(text, _Loader)
+        content = yaml_of(text, _Loader)
         if not isinstance(content, dict) or not isinstance(content.get("names"), list | dict):
             raise ValueError("no `names`")
         return _of_content(content, file.parent)
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError, LookupError, TypeError) as error:
-        # The last three: PyYAML's own, for a tag that does not fit its value (`!!timestamp x`).
-        found = "endless nesting" if isinstance(error, RecursionError) else str(error)[:300]
-        raise place.error("not a YOLO data set", found=found, wanted=_WANTED) from error
+    except (ValueError, OverflowError) as error:
+        raise place.error("not a YOLO data set", found=str(error)[:300], wanted=_WANTED) from error
 
 
 def _of_content(content: Mapping[Any, Any], beside: Path) -> YoloFile:
@@ -255,12 +253,22 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
         return False
     if all(_is_box_with_points(values, 3) for values in labels):
         return True
-    if not all(_is_box_with_points(values, 2) for values in labels):
-        return False
+    return all(_is_box_with_points(values, 2) for values in labels) and any(map(_crosses_itself, labels))
+
+
+def _is_keypoints(values: Sequence[float]) -> bool:
+    """Whether one label among others is a box and keypoints. That may be by chance, so as an outline it must cross
+    itself, which outlines do not, or have three visibilities, which are whole numbers."""
+    if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
+        return True
+    crosses = len(values) % 2 == 0 and _crosses_itself(values)
+    return crosses and (_is_box_with_points(values, 2) or _is_box_with_points(values, 3))
+
+
+def _crosses_itself(values: Sequence[float]) -> bool:
     import shapely  # here, because labels are boxes mostly
 
-    rings = (shapely.Polygon(list(zip(values[0::2], values[1::2], strict=True))) for values in labels)
-    return any(not ring.is_valid for ring in rings)
+    return not shapely.Polygon(list(zip(values[0::2], values[1::2], strict=True))).is_valid
 
 
 def _is_box_with_points(values: Sequence[float], dims: int) -> bool:
@@ -321,6 +329,9 @@ def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawO
     elif len(values) != 4 and (len(values) < 6 or len(values) % 2):
         wanted = "class, x, y, width, height, or class and three points or more (with keypoints: kpt_shape in the YAML)"
         raise place.error("not a YOLO label", found=f"{line:.200}", wanted=wanted)
+    elif len(values) > 4 and _is_keypoints(values):
+        wanted = "class and box, or class and an outline (with keypoints: kpt_shape in the YAML)"
+        raise place.error("a label that looks like a box with keypoints", found=f"{line:.200}", wanted=wanted)
     kind: GeometryKind = "bbox_2d"
     if len(values) == 4:
         x, y, width, height = values

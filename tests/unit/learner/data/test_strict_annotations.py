@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
+from learner.data.formats.coco import category_ids
 from learner.data.formats.masks import mask_of
+from learner.records import GeometryKind
 from shared.errors import DataError
 from tests.unit.learner.data.annotations import (
     FINE,
@@ -83,9 +85,54 @@ def test_yolo_keypoints_are_not_taken_for_outlines(tmp_path: Path) -> None:
     assert "kpt_shape" in text
 
 
+SEEN = "1 0.5 0.5 0.4 0.4 0.4 0.4 2 0.6 0.6 1 0.6 0.4 0"  # with visibilities; an even number of values
+BESIDE = {
+    "a box": "1 0.5 0.5 0.4 0.4",
+    "an outline": "1 0.1 0.1 0.2 0.1 0.2 0.3",
+    "a pose of another length": "0 0.3 0.3 0.2 0.2 0.25 0.25 0.35 0.25",
+}
+
+
+@pytest.mark.parametrize("geometry", ["bbox_2d", "poly"])
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("pose", [POSE[1], f"{SEEN} 0.5 0.55 2"], ids=["points", "points with visibilities"])
+def test_a_pose_among_other_labels_is_named_by_its_line(
+    tmp_path: Path, pose: str, beside: str, geometry: GeometryKind
+) -> None:
+    """It was read as an outline, because the labels are not all alike (issue 39, 3)."""
+    text = refusal(f"{yolo(tmp_path, beside, pose)}:train", geometry)
+    assert "line 2" in text
+    assert "kpt_shape" in text
+
+
+def test_outlines_at_the_images_edges_are_no_keypoints(tmp_path: Path) -> None:
+    """Whole numbers where visibilities would stand, and points around their middle."""
+    outline = "0 0.1 0.0 0.9 0.0 1.0 0.5 1 0.9 0.1 1"
+    assert len(samples_of(f"{yolo(tmp_path, outline, '1 0.5 0.5 1 1')}:train", "poly")[0].objects) == 2
+
+
 def test_outlines_of_equal_length_are_no_keypoints(tmp_path: Path) -> None:
     corners = ["0 0.4 0.4 0.6 0.4 0.6 0.6 0.4 0.6", "1 0.5 0.5 0.7 0.5 0.7 0.7 0.5 0.7"]
     assert len(samples_of(f"{yolo(tmp_path, *corners)}:train", "poly")[0].objects) == 2
+
+
+DEEP = b'{"categories": [], "info": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [DEEP, b"[]", b"", b"\xff", b'{"categories": 3}', b'{"categories": [1, {"id": 1}, {"id": true, "name": "a"}]}'],
+)
+def test_a_coco_file_that_was_replaced_has_no_ids(tmp_path: Path, content: bytes) -> None:
+    """A run and predict ask for them long after they have read the file (issue 39, 10)."""
+    (tmp_path / "c.json").write_bytes(content)
+    assert category_ids(tmp_path / "c.json") == {}
+
+
+def test_a_coco_file_that_became_a_pipe_has_no_ids(tmp_path: Path) -> None:
+    """To read it would wait for a writer."""
+    os.mkfifo(tmp_path / "c.json")
+    assert category_ids(tmp_path / "c.json") == {}
 
 
 @pytest.mark.parametrize(
