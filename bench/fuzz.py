@@ -10,7 +10,8 @@ a ProjectError, which a user sees as one message. Anything else is a traceback, 
 - `fields`: JSONL of `key_value`; `calibration`: of predict-gain
 
 A case damages bytes (cut, flipped, repeated, inserted), or values: a number or a JSON value becomes another one (NaN,
-1e999, -1, true, null, "", a lone surrogate, a list), moves, doubles or goes. Case i depends on (seed, kind, i).
+1e999, -1, true, null, "", a lone surrogate, a list), moves, doubles or goes. In YAML a value gets a tag. Sometimes the
+file is a folder or a pipe instead, for which nobody may wait. Case i depends on (seed, kind, i).
 
 Prints a table and the first tracebacks; with --name writes `bench/results/NAME.json`. The exit code is 1 if a case
 ended in anything but a reading or a typed error, or took longer than SLOWEST_S.
@@ -23,15 +24,19 @@ import hashlib
 import io
 import json
 import logging
+import os
 import random
 import shutil
+import signal
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -71,6 +76,13 @@ _TEXTS = (
 )
 
 
+_TAGS = (
+    b"!!timestamp x", b"!!int x", b"!!float [1]", b"!!binary x", b"!!set [1]", b"!!omap 3", b"!!pairs {a: 1}",
+    b"!!null x", b"!!bool 3", b"!!python/object/apply:os.getcwd []", b"!!python/name:os.system", b"!x 1", b"!<tag:x> 1",
+    b"!!map [1]", b"&a [*a]", b"*nobody", b"<<: *nobody", b"{<<: 3}", b"? [1]\n: 2", b"---\n",
+)  # fmt: skip
+
+
 # ---- damage --------------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +91,18 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     for _ in range(rng.choice((1, 1, 2, 4))):
         content = rng.choice((_cut, _flip, _insert, _repeat, _number, _value, _value, _value))(content, rng)
     return content
+
+
+def _tagged(content: bytes, rng: random.Random) -> bytes:
+    """YAML in which the value of a key, or of an item, is one with a tag, an alias or the like."""
+    lines = content.splitlines()
+    places = [i for i, line in enumerate(lines) if b":" in line or line.lstrip().startswith(b"-")]
+    if not places:
+        return content
+    at = rng.choice(places)
+    head, sign, _ = lines[at].partition(b": " if b":" in lines[at] else b"-")
+    lines[at] = head.rstrip(b":") + (sign if sign.strip() == b"-" else b":") + b" " + rng.choice(_TAGS)
+    return b"\n".join(lines) + b"\n"
 
 
 def _place(content: bytes, rng: random.Random) -> int:
@@ -159,6 +183,7 @@ class Kind:
     files: Mapping[str, bytes]
     damaged: tuple[str, ...]
     read: Callable[[Path], object]
+    may_be_pipes: tuple[str, ...] = ()  # files that a user may name as `<(command)`: their writer is waited for
 
     def write(self, folder: Path) -> None:
         """All its files, undamaged."""
@@ -245,7 +270,12 @@ def kinds() -> dict[str, Kind]:
         "checkpoint": _checkpoint(),
         "report": _run_folder(),
         "servers": _servers(),
-        "config": Kind(files={"run.yaml": _config()}, damaged=("run.yaml",), read=_load_config),
+        "config": Kind(
+            files={"run.yaml": b"base: base.yaml\n" + _config(), "base.yaml": _config()},
+            damaged=("run.yaml", "base.yaml"),
+            read=_load_config,
+            may_be_pipes=("run.yaml",),
+        ),
         "fields": Kind(
             files={**image, "d.jsonl": b"\n".join(_json({**row, "fields": {"total": "12.50"}}) for _ in range(2))},
             damaged=("d.jsonl",),
@@ -340,20 +370,44 @@ class Ends:
     slowest_s: float = 0.0
 
 
+class LateError(Exception):
+    """No OSError, which readers may expect."""
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raises LateError in a block that waits for longer, as for the writer of a pipe."""
+
+    def late(signum: int, frame: FrameType | None) -> None:
+        raise LateError(f"no end after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def run_case(kind: Kind, folder: Path, rng: random.Random, ends: Ends) -> None:
     """Damage one file of the kind, or the way to it, and read."""
     name = rng.choice(kind.damaged)
     path = folder / name
-    content = damaged(kind.files[name], rng)
+    is_yaml = path.suffix == ".yaml" and rng.random() < 0.3
+    content = _tagged(kind.files[name], rng) if is_yaml else damaged(kind.files[name], rng)
     shape = rng.random()
     path.unlink(missing_ok=True)  # who took a request has removed it
     if shape < 0.01:
         path.mkdir()
+    elif shape < 0.02 and name not in kind.may_be_pipes:
+        os.mkfifo(path)
     elif shape < 0.99:
         path.write_bytes(content)
     started = time.monotonic()
     try:
-        kind.read(folder)
+        with _alarm(SLOWEST_S):
+            kind.read(folder)
         ends.counts["read"] += 1
     except ProjectError as error:
         str(error).encode(errors="backslashreplace")
@@ -364,6 +418,7 @@ def run_case(kind: Kind, folder: Path, rng: random.Random, ends: Ends) -> None:
     ends.slowest_s = max(ends.slowest_s, time.monotonic() - started)
     if path.is_dir():
         path.rmdir()
+    path.unlink(missing_ok=True)
     path.write_bytes(kind.files[name])
 
 

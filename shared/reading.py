@@ -1,7 +1,7 @@
-"""Paths and JSON from files that somebody else may have written or damaged.
+"""Paths, JSON and YAML from files that somebody else may have written or damaged.
 
-`json_of`, `json_in` and `lines_in` raise OSError or ValueError and nothing else. So a caller names the file and the way
-out in an error of its own.
+`json_of`, `json_in`, `yaml_of` and `lines_in` raise OSError or ValueError and nothing else. So a caller names the file
+and the way out in an error of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 
 def json_in(path: Path) -> Any:
@@ -24,6 +26,17 @@ def json_of(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:  # `[` a thousand times
         raise ValueError("JSON that is nested too deeply") from error
+
+
+def yaml_of(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """A YAML text as a value, with its tags. For a tag that does not fit its value PyYAML raises errors of many kinds
+    (`!!bool 3`, `!!timestamp x`, `!!set [1]`)."""
+    try:
+        return yaml.load(text, loader)
+    except RecursionError as error:
+        raise ValueError("endless nesting") from error
+    except (yaml.YAMLError, OverflowError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(str(error)[:300]) from error
 
 
 def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -15,13 +15,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from learner.config.load import RESOLVED_NAME
 from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
 from learner.tasks.detection.bins import arity_is_right
 from shared.errors import DataError
-from shared.reading import json_of
+from shared.reading import json_of, yaml_of
 
 METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_(\d+)\.jsonl")
 RECIPE = "recipe.json"
@@ -315,8 +313,8 @@ def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
     if not path.is_file():
         return {}, f"There is no {path.name}."
     try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError):
+        value = yaml_of(path.read_text(encoding="utf-8"))
+    except ValueError:
         return {}, f"{path.name} can't be read."
     return (value, "") if isinstance(value, dict) else ({}, f"{path.name} holds no mapping.")
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, PydanticUserError, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from shared.errors import ConfigError, ProjectError
 from shared.masking import as_written, masked
+from shared.reading import yaml_of
 
 MAX_FOUND_CHARS = 80
 ROOT = "(root)"
@@ -385,9 +385,9 @@ def _is_right_without_quotes(text: str, annotation: Any) -> bool:
     """Whether YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader does
     not, so a text that stays one may become a number."""
     try:
-        value = yaml.safe_load(text)
+        value = yaml_of(text)
         TypeAdapter(annotation).validate_python(value, strict=not isinstance(value, str))
-    except (yaml.YAMLError, ValueError, RecursionError, PydanticUserError):
+    except (ValueError, PydanticUserError):
         return False
     return True
 

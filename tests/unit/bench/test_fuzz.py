@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.fuzz import damaged, fuzz, kinds
+import bench.fuzz
+from bench.fuzz import Ends, Kind, _tagged, damaged, fuzz, kinds, run_case
 
 
 @pytest.mark.parametrize("name", list(kinds()))
@@ -22,6 +23,32 @@ def test_undamaged_files_are_read(name: str, tmp_path: Path) -> None:
     """Damage to a file that is wrong already would find nothing."""
     kinds()[name].write(tmp_path)
     kinds()[name].read(tmp_path)
+
+
+def test_waiting_for_the_writer_of_a_pipe_is_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check itself, which readers that expect OSError must not hide."""
+    monkeypatch.setattr(bench.fuzz, "SLOWEST_S", 0.2)
+
+    def read(folder: Path) -> object:
+        try:
+            return (folder / "a").read_bytes()
+        except OSError:
+            return None
+
+    kind, ends = Kind(files={"a": b"1"}, damaged=("a",), read=read), Ends()
+    kind.write(tmp_path)
+    for i in range(300):
+        run_case(kind, tmp_path, random.Random(i), ends)
+        if ends.tracebacks:
+            break
+    assert "LateError" in ends.tracebacks[0]
+    assert (tmp_path / "a").read_bytes() == b"1", "whole again for the next case"
+
+
+def test_yaml_gets_tags() -> None:
+    tagged = {_tagged(b"a: 1\nb:\n- 2\n", random.Random(i)) for i in range(100)}
+    assert any(b"a: !!" in one for one in tagged)
+    assert any(b"- !!" in one for one in tagged)
 
 
 def test_cases_depend_on_their_seed_alone() -> None:

@@ -7,13 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from shared.reading import is_file, is_there, json_in, json_of, lines_in
+from shared.reading import is_file, is_there, json_in, json_of, lines_in, yaml_of
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff", b"", b"{", b"9" * 5000])
 def test_what_is_no_json_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         json_of(text)
+
+
+TAGS = ["!!bool 3", "!!timestamp x", "!!set [1]", "!!omap 3", "!!int x", "!!float [1]", "!!binary é", "*a", "!x 1", "["]
+
+
+@pytest.mark.parametrize("text", [*TAGS, "[" * 10_000])
+def test_what_is_no_yaml_is_a_value_error(text: str) -> None:
+    """Issue 39, 10: tags that do not fit their values, for which PyYAML raises errors of many kinds."""
+    with pytest.raises(ValueError, match=r"\w"):
+        yaml_of(text)
 
 
 def test_folders_pipes_and_missing_files_are_os_errors(tmp_path: Path) -> None:
