@@ -26,7 +26,7 @@ from learner.journal.trackers import check_trackers
 from learner.policy.parallel import Ranks, init_ranks
 from learner.predict.recommend import better_places
 from learner.recipe.headroom import measure_headroom
-from learner.recipe.record import Record, StageResult, digest_of, read_record, spent_s, stage_result
+from learner.recipe.record import START, TIME_UP, Record, StageResult, digest_of, read_record, spent_s, stage_result
 from learner.recipe.stages import GRPO, PATIENCE, SFT, check_recipe, grpo_stage, metric_of, sft_stage
 from learner.report.page import write_report
 from learner.run.best import BEST_LINK, point_best
@@ -40,7 +40,7 @@ from shared.config.parse import write_yaml
 from shared.errors import ConfigError
 from shared.families import check_folder
 
-SFT_SHARE = 0.6  # of the time, at most; what is left is for grpo
+SFT_SHARE = 0.6  # of the time, at most, as long as grpo may follow
 LEAST_SHARE = 0.1  # of the time: with less, grpo is not begun
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
@@ -96,20 +96,21 @@ class Recipe:
         self._began_s = time.monotonic()  # the stage that runs, or the command
 
     def follow(self) -> int:
-        """Both stages, and the report."""
-        if self.record.stage(SFT) is None and (code := self._sft()):
-            return code
-        if not self.record.ended and (code := self._grpo()):
-            return code
+        """The stages, and the report."""
+        while not self.record.ended:
+            if code := (self._sft() if self.record.stage(SFT) is None else self._grpo()):
+                return code
         self._tell()
         return 0
 
     # ---- the stages ------------------------------------------------------------------------------------------------
 
     def _sft(self) -> int:
+        """It has all of the time if grpo is known to gain nothing."""
         earlier_s = self._earlier_s(SFT)
-        minutes = self.record.minutes * SFT_SHARE - earlier_s / 60
-        values = sft_stage(self.config, world_size=self.ranks.world_size, minutes=minutes)
+        share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
+        left_s = share_s - earlier_s - self._earlier_s(GRPO)
+        values = sft_stage(self.config, world_size=self.ranks.world_size, minutes=left_s / 60)
         return self._run(SFT, values, WHY_SFT, earlier_s)
 
     def _grpo(self) -> int:
@@ -117,7 +118,14 @@ class Recipe:
         assert sft is not None
         earlier_s = self._earlier_s(GRPO)
         left_s = 60 * self.record.minutes - self.record.seconds - earlier_s
-        if not self.record.grpo and left_s < LEAST_SHARE * 60 * self.record.minutes:
+        has_time = left_s >= LEAST_SHARE * 60 * self.record.minutes
+        if self.record.no_grpo:
+            if has_time and sft.ended == TIME_UP and not self.record.extended:
+                self._go_on_with_sft()
+            else:
+                self._decide(ended=f"no places are left to gain: {self.record.no_grpo}")
+            return 0
+        if not self.record.grpo and not has_time:
             left = f"{max(0.0, left_s / 60):.1f} of {self.record.minutes:g} minutes"
             self._decide(ended=f"{left} are left: too little for grpo")
             return 0
@@ -129,9 +137,14 @@ class Recipe:
             completes=sft.completed,
         )
         code = self._run(GRPO, values, "", earlier_s)
-        if not code and not self.record.ended:
+        if not code and self.record.grpo:
             self._decide(ended="both stages have ended")
         return code
+
+    def _go_on_with_sft(self) -> None:
+        """Its time was cut for a stage that is not run: it has all of it now."""
+        self.record = replace(self.record, stages=(), extended=True, best_of=START, best_score=None)
+        self._decide()
 
     def _best_of(self, stage: StageResult) -> Path | None:
         """Its best weights; None: the start's."""
@@ -152,11 +165,11 @@ class Recipe:
             before=self._is_worth_it if name == GRPO else lambda _: True,
         )
         _forget()
-        if code or self.record.ended:
-            return code
-        patience = config.training.early_stop_patience or PATIENCE
         seconds = earlier_s + time.monotonic() - self._began_s
         self._began_s = time.monotonic()
+        if code or (name == GRPO and not self.record.grpo):
+            return code
+        patience = config.training.early_stop_patience or PATIENCE
         run_dir, why = Path(config.training.output_dir), why or self.record.grpo
 
         def ended() -> Record:
@@ -183,10 +196,7 @@ class Recipe:
         found = measure_headroom(trainer)
         rule = better_places(found)
         self.record = replace(self.record, headroom=found)
-        if rule.holds:
-            self._decide(grpo=rule.reason)
-        else:
-            self._decide(ended=f"no places are left to gain: {rule.reason}")
+        self._decide(**{"grpo" if rule.holds else "no_grpo": rule.reason})
         return rule.holds
 
     # ---- the record ------------------------------------------------------------------------------------------------
@@ -195,8 +205,11 @@ class Recipe:
         """What earlier starts of the stage took. Rank 0 knows."""
         return self.ranks.broadcast_object(spent_s(self.root / name) if self.ranks.is_main else 0.0)
 
-    def _decide(self, *, grpo: str = "", ended: str = "") -> None:
-        self.record = replace(self.record, grpo=grpo or self.record.grpo, ended=ended)
+    def _decide(self, *, grpo: str = "", no_grpo: str = "", ended: str = "") -> None:
+        record = self.record
+        self.record = replace(
+            record, grpo=grpo or record.grpo, no_grpo=no_grpo or record.no_grpo, ended=ended or record.ended
+        )
         self.ranks.all_succeed(lambda: self._keep(self.record))
 
     def _keep(self, record: Record) -> None:

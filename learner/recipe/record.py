@@ -26,6 +26,8 @@ from shared.reading import json_in, json_of
 
 SHOWN = ("f1@0.5", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
 LEAST_CHANGE = 0.005  # smaller ones are not listed
+START = "start"
+TIME_UP = "its time was up"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +69,7 @@ class StageResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A recipe so far. `best_of`: the stage whose weights are the best, `start` if none is better than that."""
+    """A recipe so far. `best_of`: the stage whose weights are the best, `START` if none is better than that."""
 
     digest: str
     minutes: float
@@ -75,8 +77,10 @@ class Record:
     stages: tuple[StageResult, ...] = ()
     headroom: Mapping[str, Estimate] = field(default_factory=dict)
     grpo: str = ""  # why it is run
+    no_grpo: str = ""  # why it is not
+    extended: bool = False  # sft has the time of grpo, which is not run
     ended: str = ""  # why the recipe has ended
-    best_of: str = "start"
+    best_of: str = START
     best_score: float | None = None
 
     def stage(self, name: str) -> StageResult | None:
@@ -149,7 +153,7 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
     return StageResult(
         name=run_dir.name,
         why=why,
-        ended=f"the score did not rise in {since} evaluations" if since >= patience else "its time was up",
+        ended=f"the score did not rise in {since} evaluations" if since >= patience else TIME_UP,
         labels=labels,
         completed=completed,
         seconds=round(seconds, 1),

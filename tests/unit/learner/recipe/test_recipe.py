@@ -16,6 +16,7 @@ from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.policy.load import Policy
 from learner.recipe import command, record
+from learner.recipe import stages as stages_module
 from learner.recipe.command import recipe
 from learner.recipe.record import read_record
 from learner.run.best import kept
@@ -124,6 +125,22 @@ _answer = FakeBackend._answer
 def _all_objects(backend: FakeBackend, sample: Any, seed: int) -> Any:
     """Every answer is the whole truth."""
     return _answer(backend, sample, len(sample.objects) + 1)
+
+
+def test_sft_has_all_of_the_time_where_grpo_gains_nothing(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its share is over before its first step; after the headroom is known it goes on from there."""
+    scores(GAINS)
+    monkeypatch.setattr(FakeBackend, "_answer", _all_objects)
+    monkeypatch.setattr(command, "SFT_SHARE", 1e-9)
+    monkeypatch.setattr(stages_module, "LEAST_MINUTES", 1e-9)
+    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH[:1]
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert found.extended
+    assert found.ended.startswith("no places are left")
 
 
 @pytest.mark.parametrize(
