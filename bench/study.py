@@ -416,10 +416,10 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
         workers = os.cpu_count() or 1
         build(Build(train=plan.pool, val=plan.val, test=plan.test, seed=3), plan.work / "data", workers=workers)
         build(Build(train=plan.pool, val=0, test=0, seed=4), plan.work / "teaching", workers=workers)
-        rows = _read_rows(plan.work / "teaching" / "train.jsonl")
+        rows = read_rows(plan.work / "teaching" / "train.jsonl")
         for name, habit in HABITS.items():
             rng = np.random.default_rng(5)
-            _write_rows(
+            write_rows(
                 plan.work / "teaching" / f"{name}.jsonl",
                 [
                     row | ({"objects": habit.of_labels(row["objects"], rng)} if rng.random() < HABIT_SHARE else {})
@@ -431,15 +431,15 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
         if regime.fault:
             train, val = _faulty(train, regime, seed=6), _faulty(val, regime, seed=7)
         folder = plan.work / ("bccd" if regime.is_bccd else "data")
-        _write_rows(folder / f"{regime.name}.train.jsonl", train)
-        _write_rows(folder / f"{regime.name}.val.jsonl", val)
-        _write_rows(folder / f"{regime.name}.test.jsonl", test)
-        _write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
+        write_rows(folder / f"{regime.name}.train.jsonl", train)
+        write_rows(folder / f"{regime.name}.val.jsonl", val)
+        write_rows(folder / f"{regime.name}.test.jsonl", test)
+        write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
     say(f"data: {time.monotonic() - began:.0f} s")
 
 
 def _digits(plan: Plan, regime: Regime) -> tuple[list[Row], list[Row], list[Row]]:
-    train, val, test = (_read_rows(plan.work / "data" / f"{split}.jsonl") for split in ("train", "val", "test"))
+    train, val, test = (read_rows(plan.work / "data" / f"{split}.jsonl") for split in ("train", "val", "test"))
     return train[: regime.scenes], val, test
 
 
@@ -451,7 +451,7 @@ def _photographs(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
     for split in ("train", "val", "test"):
         path = plan.work / "bccd" / f"{split}.jsonl"
         write_jsonl(read_photographs(plan.bccd, split), path)
-        found.append([{**row, "id": f"{split}-{row['id']}"} for row in _read_rows(path)])
+        found.append([{**row, "id": f"{split}-{row['id']}"} for row in read_rows(path)])
     return found[0], found[1], found[2]
 
 
@@ -460,11 +460,11 @@ def _faulty(rows: Sequence[Row], regime: Regime, seed: int) -> list[Row]:
     return [row | {"objects": FAULTS[regime.fault](row, regime.share, labels, rng)} for row in rows]
 
 
-def _read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _write_rows(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
