@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,18 @@ def validate(compose: dict[str, Any]) -> None:
 
 def test_it_follows_the_compose_specification() -> None:
     validate(COMPOSE)
+
+
+def test_compose_itself_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode:
+        pytest.skip("docker compose is not installed")
+    file = DEPLOY / "compose" / "compose.yaml"
+    for name in re.findall(r"\$\{(\w+):\?", file.read_text()):
+        monkeypatch.setenv(name, f"of/{name.lower()}@sha256:{'1' * 64}")
+    read = [docker, "compose", "-f", str(file), "config", "--quiet"]
+    said = subprocess.run(read, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,30 @@ def validate(document: dict[str, Any], version: str) -> None:
 @pytest.mark.parametrize("name", OBJECTS)
 def test_every_object_follows_its_published_schema(name: str, version: str) -> None:
     validate(OBJECTS[name], version)
+
+
+def kubectl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Skips by name where it is not installed."""
+    if (found := shutil.which("kubectl")) is None:
+        pytest.skip("kubectl is not installed")
+    return subprocess.run([found, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_kubectl_reads_every_object() -> None:
+    """By itself, without a cluster."""
+    said = kubectl("label", "--local", "--dry-run=client", "-o", "name", "-f", str(DEPLOY / "kubernetes"), "a=b")
+    assert said.returncode == 0, said.stderr
+    kinds = {line.partition(".")[0].partition("/")[0] for line in said.stdout.split()}
+    assert kinds == {name.partition("/")[0].lower() for name in OBJECTS}
+    assert len(said.stdout.split()) == len(OBJECTS)
+
+
+def test_a_cluster_would_take_every_object() -> None:
+    """kubectl asks a cluster which kinds it has, also for a dry run."""
+    if kubectl("version", "--request-timeout=3s").returncode != 0:
+        pytest.skip("kubectl reaches no cluster")
+    said = kubectl("create", "--dry-run=client", "-o", "name", "-f", str(DEPLOY / "kubernetes"))
+    assert said.returncode == 0, said.stderr
 
 
 @pytest.mark.parametrize(
