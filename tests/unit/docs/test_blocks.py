@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from pydantic import BaseModel
 
 from deploy import launch
@@ -24,6 +25,7 @@ from deploy.reference import ENDPOINTS
 from learner import __main__ as learner_command
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
+from learner.config.sections.loss import preset_advice
 from rollout_server import __main__ as server_command
 from rollout_server.config import ServerConfig, load_server_config
 from shared.config.model import dotted, walk_keys
@@ -68,7 +70,32 @@ def test_configurations_load(block: Block, workplace: Path, monkeypatch: pytest.
     for other in (b for b in ALL if b.page == block.page and b.language == "yaml" and not b.unchecked):
         write(other, workplace)
     write(block, workplace)
-    check_file(block.title, workplace)
+    config = check_file(block.title, workplace)
+    if "trainer_variant" in block.text and isinstance(config, RunConfig):
+        require_a_preset(config)
+
+
+SHIPPED = [
+    path
+    for path in sorted(ROOT.glob("deploy/**/*.yaml"))
+    if re.search(r"^ *trainer_variant:|^custom: *\{trainer_variant", path.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shipped_runs_have_the_preset(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are a learner's file, or hold one as text."""
+    monkeypatch.chdir(ROOT)
+    text = path.read_text()
+    if "\n---" not in text and "${" not in text and "custom" in yaml.safe_load(text):
+        require_a_preset(load_config(path, world_size=1, env={}))
+    elif re.search("trainer_variant: (rollout_matching_sft|stage2_ab_training)", text):
+        assert re.search("preset: recommended", text)
+
+
+def require_a_preset(config: RunConfig) -> None:
+    """Issue 39, 8: what users copy is not what `check` warns of."""
+    assert "take loss.preset: recommended" not in (preset_advice(config) or "")
 
 
 def write(block: Block, folder: Path) -> None:
@@ -93,7 +120,7 @@ def kind_of(name: str) -> str:
     return {"learner": "run", "sft": "run"}.get(kind, kind)
 
 
-def check_file(name: str, folder: Path) -> None:
+def check_file(name: str, folder: Path) -> object:
     path = str(folder / Path(name).name)
     loaders: dict[str, Callable[[str], object]] = {
         "run": lambda path: load_config(path, world_size=1, env={}),
@@ -101,7 +128,7 @@ def check_file(name: str, folder: Path) -> None:
         "launch": load_launch,
     }
     assert kind_of(name) in loaders, f"{name}: run.yaml, server.yaml or launch.yaml"
-    loaders[kind_of(name)](path)
+    return loaders[kind_of(name)](path)
 
 
 def load_launch(path: str) -> object:
