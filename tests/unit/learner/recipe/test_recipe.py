@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from learner import trainer as trainer_module
+from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.policy.load import Policy
@@ -102,6 +105,21 @@ def test_grpo_follows_where_places_are_left_to_gain(
     for text in ("recall@0.5 +0.150", "recall@0.5 +0.050", "nothing completed"):
         assert text in said
         assert text in page, "the report says what each stage gained"
+
+
+def test_an_adapter_is_trained_on_by_grpo(tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]) -> None:
+    """R09: the second stage begins with the adapter of the first one, on the same base."""
+    scores(GAINS)
+    values = config_for(tiny_text, tmp_path).model_dump()
+    values["model"]["lora"] = {"r": 4, "alpha": 8}
+    assert recipe(config_of(values), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH
+    first, last = (tmp_path / "run" / name / "checkpoint-2" for name in ("sft", "grpo"))
+    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (first, last))
+    assert a.keys() == b.keys()
+    assert any(not torch.equal(a[name], b[name]) for name in a)
+    settings = [json.loads((folder / "adapter_config.json").read_text()) for folder in (first, last)]
+    assert settings[0]["base_model_name_or_path"] == settings[1]["base_model_name_or_path"] == str(tiny_text)
 
 
 def test_it_ends_where_only_names_are_left(
@@ -270,6 +288,20 @@ def test_a_damaged_record_is_named(tiny_text: Path, tmp_path: Path, scores: Call
     assert "recipe.json" in caught.value.found
     (tmp_path / "run" / "recipe.json").unlink()
     assert recipe(config, MINUTES, environment={}) == 0
+
+
+def test_a_wrong_configuration_is_one_message(
+    tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = config_for(tiny_text, tmp_path).model_dump(mode="json")
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(values))
+    overrides = ["data.val=null", "training.early_stop_patience=null"]
+    assert main(["recipe", "--config", str(path), "--minutes", "1", *overrides]) == 2
+    shown = capsys.readouterr().err
+    assert "data.val" in shown
+    assert "Traceback" not in shown
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_ordinary_run_in_the_folder_is_left_alone(
