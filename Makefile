@@ -20,14 +20,14 @@ demo: setup  ## the main job end to end on this machine: serve, learn, sync, com
 test: setup  ## unit and integration tests, real vLLM included
 	@$(PYTEST) -m "not slow" tests
 
-test-slow: setup  ## what `make test` leaves out: random faults, several nodes, sharded models, the wheel
-	@$(PYTEST) -m slow tests/integration
+test-slow: setup  ## what `make test` leaves out: variants of backends and adapters, faults, compilation, fuzzing, the wheel
+	@$(PYTEST) -m slow tests
 
 test-again: setup  ## the tests that failed last time, alone
 	@$(PY) -m pytest --last-failed --last-failed-no-failures none tests
 
 test-fast: setup  ## unit tests only
-	@$(PYTEST) tests/test_*.py tests/unit
+	@$(PYTEST) -m "not slow" tests/test_*.py tests/unit
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

@@ -28,7 +28,7 @@ from tests.integration.test_training import ROLLOUTS, World, learn
 from tests.servers import running_server
 from tests.syncs import server_sync
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 RANK = 8
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

@@ -39,7 +39,7 @@ from shared.errors import ConfigError, ProjectError, PromptTooLongError
 from tests.servers import RunningServer, running_server
 from tests.syncs import server_sync
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 COLOCATED = RolloutMatchingConfig.model_validate(

@@ -27,7 +27,7 @@ from shared.errors import CoverageError, SyncError
 from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS, train
 from tests.unit.learner.policy.rows import image, sample
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 RANK = 4

@@ -24,7 +24,7 @@ from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS
 from tests.ranks import learner
 from tests.runs import events
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 SEED = 11
 TIMEOUT_S = 200.0

@@ -25,7 +25,7 @@ from shared.errors import DeadlineError
 from tests.ranks import launch
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TIMEOUT_S = 10
 
 

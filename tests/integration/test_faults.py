@@ -27,7 +27,7 @@ from shared.addresses import free_ports
 from tests import runs
 from tests.servers import RunningServer, running_server, wait_gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SERVER_TIMEOUT_S = 30.0  # ends a hang; a busy machine may take seconds for one answer
 STOP_TIMEOUT_S = 15.0

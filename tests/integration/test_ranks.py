@@ -21,7 +21,7 @@ from rollout_server.processes import descendants
 from tests import runs
 from tests.unit.learner.trainer_world import write_data
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 200.0  # imports take a minute on a busy machine
 COLLECTIVE_TIMEOUT_S = 300.0  # far beyond END_TIMEOUT_S: no rank may wait for it

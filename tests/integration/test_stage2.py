@@ -24,7 +24,7 @@ from tests.ranks import learner
 from tests.runs import events
 from tests.servers import running_server
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 SEED = 5
 NUM_STEPS = 4

@@ -14,6 +14,8 @@ from deploy.torchrun import without_working_directory
 from tests.servers import descendants, wait_gone
 from tests.waits import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

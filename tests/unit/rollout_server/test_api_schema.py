@@ -28,6 +28,8 @@ from shared.wire import (
 )
 from tests.unit.rollout_server.test_fuzz import GETS, RIGHT, check, send
 
+pytestmark = pytest.mark.slow
+
 CALLS: dict[str, type[BaseModel]] = {
     "/infer/": InferCall,
     "/score/": ScoreCall,

@@ -24,6 +24,8 @@ from shared.wire import ErrorBody
 from tests.examples import examples
 from tests.unit.rollout_server.fakes import FakeEngine
 
+pytestmark = pytest.mark.slow
+
 REQUEST = {"messages": [{"role": "user", "content": "a"}], "images": ["x.png"], "uuid": "u"}
 RIGHT: dict[str, Any] = {
     "/infer/": {"infer_requests": [REQUEST], "request_config": {"seed": 3, "temperature": 0.5, "max_tokens": 4}},

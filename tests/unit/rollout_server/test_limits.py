@@ -35,6 +35,8 @@ from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_decoding import encoded, with_scans
 from tests.unit.rollout_server.test_fuzz import JSON, RIGHT
 
+pytestmark = pytest.mark.slow
+
 MESSAGE = '{"messages":[{"role":"user","content":%s}]}'
 SCORE = '{"items":[{"request":{"messages":[{"role":"user","content":""}]},"response_token_ids":[%s]}]}'
 TENSOR = '{"name":"model.layers.0.weight","dtype":"bfloat16","shape":[1,2]}'

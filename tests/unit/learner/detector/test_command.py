@@ -23,6 +23,8 @@ from shared.addresses import free_ports
 from shared.errors import ConfigError, ServerUnreachableError
 from shared.wire import TOKEN_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
 

@@ -29,6 +29,8 @@ from tests.unit.learner.config.examples import changed, minimal
 from tests.unit.learner.data.fakes import draw
 from tests.unit.learner.trainer_world import Seen, make_config, trainer
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[4] / "docs" / "trackers.md"
 SETTINGS = {"training": {"seed": 3, "output_dir": "out"}, "data": {"val": None}}
 

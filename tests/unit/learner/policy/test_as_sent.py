@@ -19,6 +19,8 @@ from shared.sync.buckets import SEAL_BYTES, pack, spec_of
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 from tests.unit.learner.policy.test_weights import with_trained_adapter
 
+pytestmark = pytest.mark.slow
+
 Answers = list[tuple[EncodedPrompt, list[int]]]
 
 

@@ -26,7 +26,7 @@ from shared.errors import ConfigError
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 # torch's own, from looking at tensors while it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"), pytest.mark.slow]
 ROWS = [(20, 30, 7), (50, 1, 8, 9), (200,), (33, 33), (7, 150, 9, 40, 1, 1), ()]  # tokens of answers
 PROMPT = EncodedPrompt(token_ids=(5, 6, 7), vision=None)
 

@@ -17,6 +17,8 @@ from learner.predict.command import predicted, report
 from learner.predict.features import MEANINGS, Estimate
 from learner.predict.gain import PACKAGED, Formula, read_calibration, write_calibration
 
+pytestmark = pytest.mark.slow
+
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
 
