@@ -24,6 +24,8 @@ _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
 _SMALL_SIDE_PX = 12.0  # below it, a box is a few patches of the model's encoder at most
 _RARE = 5  # boxes of a class
+_FEW = 5  # photographs to evaluate on
+_DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class Survey:
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     smallest_side_px: float  # the median box's shorter side
     bad: Mapping[str, Mapping[str, int]]
+    examples: Mapping[str, str]  # of each kind in `bad`
     num_errors: int
 
     @property
@@ -61,6 +64,7 @@ def survey(split: Split) -> Survey:
         sizes=(sizes[0], sizes[len(sizes) // 2], sizes[-1]),
         smallest_side_px=median(sides) if sides else 0.0,
         bad=split.bad.summary(),
+        examples=split.bad.examples,
         num_errors=split.bad.num_errors,
     )
 
@@ -90,9 +94,15 @@ def lines_of(found: Survey) -> list[str]:
     ]
 
 
-def warnings_of(found: Survey) -> list[str]:
-    """What may be a mistake."""
-    warned = [f"{number} {action}: {kind}" for kind, actions in found.bad.items() for action, number in actions.items()]
+def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
+    """What may be a mistake. `held_out`: the split is for evaluations."""
+    warned = [
+        f"{number} {_DONE[action]} ({kind}), for example {found.examples[kind]}"
+        for kind, actions in found.bad.items()
+        for action, number in actions.items()
+    ]
+    if held_out and found.num_samples < _FEW:
+        warned.append(f"{photographs(found.num_samples)} to evaluate on: too few to tell two models apart")
     if found.num_empty:
         warned.append(f"{photographs(found.num_empty)} without objects: taught as the empty answer")
     if found.num_ignored:

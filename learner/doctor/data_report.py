@@ -43,7 +43,7 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
         return {}
     about = {split: survey(found) for split, found in read.items() if found.samples}
     _check_rows(config, about)
-    report: dict[str, Any] = {"data": {split: _of_split(config, found) for split, found in about.items()}}
+    report: dict[str, Any] = {"data": {split: _of_split(config, split, found) for split, found in about.items()}}
     if "train" in about:
         report["data"]["train"]["warnings"] += _kept_upright(config, about["train"].classes)
     shared = shared_images({split: found.samples for split, found in read.items()})
@@ -52,8 +52,8 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
     return report
 
 
-def _of_split(config: RunConfig, found: Survey) -> dict[str, list[str]]:
-    lines, warned = lines_of(found), warnings_of(found)
+def _of_split(config: RunConfig, split: str, found: Survey) -> dict[str, list[str]]:
+    lines, warned = lines_of(found), warnings_of(found, held_out=split != "train")
     limits = pixel_limits(config.model)
     if limits is not None:
         seen = seen_by_model(found.sizes[2], limits)

@@ -17,6 +17,7 @@ from learner.config.sections.data import DataConfig
 from learner.data.check import WithoutTokenizer
 from learner.data.formats.detect import locate
 from learner.data.formats.folders import splits_in
+from learner.data.formats.yolo import images_below
 from learner.data.splits import Split, read_split
 from learner.data.survey import (
     PixelLimits,
@@ -40,6 +41,7 @@ _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # of a GPU's memory, for a 4B model with LoRA beside vLLM
 _MAX_ERRORS = 5
+_LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records that cost a photograph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,10 +127,20 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
         seen = seen_by_model(about.sizes[2], PixelLimits(most=pixels_for(about)))
         if about.num_samples:
             lines.append(seen_in_words(seen))
-        warned = [*warnings_of(about), *filter(None, [small_boxes(about, seen)])]
+        warned = [*warnings_of(about, held_out=split != "train"), *filter(None, [small_boxes(about, seen)])]
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():
         print(f"  ! {photographs(len(images))} in {first} and in {second}, for example {images[0]}")
+    if unused := _without_annotations(folder, found):
+        print(f"  ! {photographs(len(unused))} without annotations, which are not used, for example {unused[0]}")
+
+
+def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
+    """Images below the folder that no record names; [] if the records of some were left out."""
+    if any(split.bad.num_errors or not _LEFT_OUT.isdisjoint(split.bad.summary()) for split in found.values()):
+        return []
+    named = {Path(image).resolve() for split in found.values() for one in split.samples for image in one.images}
+    return [file for file in images_below(folder) if file.resolve() not in named]
 
 
 def pixels_for(found: Survey) -> int:

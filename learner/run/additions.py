@@ -223,11 +223,14 @@ def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, fo
             lines.append(f"{number} {_yolo_numbers(one, sides[sample_id], content.num_keypoint_values)}")
         if old.is_file() or lines:
             label.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    split = split or "train"
     (folder / f"{split}.txt").write_text("".join(listed), encoding="utf-8")
-    kept = {k: v for k, v in yaml.safe_load(Path(name).read_text(encoding="utf-8-sig")).items() if k == "kpt_shape"}
+    listed_classes = Path(name).name in yolo.CLASS_FILES
+    whole = {} if listed_classes else yaml.safe_load(Path(name).read_text(encoding="utf-8-sig"))
+    kept = {key: value for key, value in whole.items() if key == "kpt_shape"}
     names = {**content.classes, **{number: desc for desc, number in number_of.items()}}
     text = yaml.safe_dump({split: f"{split}.txt", "names": names, **kept}, sort_keys=False, allow_unicode=True)
-    (folder / Path(name).name).write_text(text, encoding="utf-8")
+    (folder / ("data.yaml" if listed_classes else Path(name).name)).write_text(text, encoding="utf-8")
 
 
 def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:

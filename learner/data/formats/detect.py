@@ -13,7 +13,7 @@ from learner.data.formats.hf_datasets import read_datasets
 from learner.data.formats.jsonl import read_jsonl
 from learner.data.formats.source import Source, name_and_split
 from learner.data.formats.voc import read_voc
-from learner.data.formats.yolo import read_yolo
+from learner.data.formats.yolo import CLASS_FILES, images_below, read_yolo
 from learner.records import RawRecord
 from shared.errors import DataError
 from shared.reading import is_there
@@ -49,12 +49,20 @@ def format_of(data: DataConfig, path: str) -> Format:
     if found is None:
         raise DataError(
             "the format of the annotations is not known",
-            found=f"{'a folder' if file.is_dir() else 'a file'} {file}",
-            wanted="JSONL (.jsonl), COCO (.json), Pascal VOC (a folder of .xml, or a list .txt), YOLO (data.yaml), "
-            "a folder with one of them per split, or a saved Hugging Face data set",
-            remedy="set data.format",
+            found=_described(file),
+            wanted="JSONL (.jsonl), COCO (.json), Pascal VOC (a folder of .xml, or a list .txt), YOLO (data.yaml, or "
+            "classes.txt), a folder with one of them per split, or a saved Hugging Face data set",
+            remedy="set data.format, or correct the path; photographs alone have to be labelled first, with any tool "
+            "that exports one of these formats",
         )
     return found
+
+
+def _described(path: Path) -> str:
+    if not path.is_dir():
+        return f"a file {path}"
+    number = len(images_below(path))
+    return f"{path}, a folder with {number} photographs and no annotations" if number else f"a folder {path}"
 
 
 def _is_saved(folder: Path) -> bool:
@@ -75,6 +83,8 @@ def _detected(path: Path) -> Format | None:
         ".yml": "yolo",
         ".txt": "voc",
     }
+    if path.name in CLASS_FILES:
+        return "yolo"
     if path.suffix.lower() != ".json":
         return by_suffix.get(path.suffix.lower())
     if not path.is_file():  # a pipe or a device has no end

@@ -1,9 +1,9 @@
 """A folder of photographs and annotations, as tools export it: its splits, and the format and path of each.
 
 In: a folder. Out: for `train`, `val` and `test`, or for "" if nothing is split, what `data.train` could name. Nothing
-is opened but `data.yaml`; names decide. Five layouts are known:
+is opened but `data.yaml` and `classes.txt`; names decide. Five layouts are known:
 
-    YOLO        data.yaml, which names its splits
+    YOLO        data.yaml, which names its splits; or classes.txt beside images and labels
     a folder per split (Roboflow), with _annotations.coco.json, XML files or JSONL: train/, valid/, test/
     COCO        *.json, in the folder or its `annotations`: instances_train2017.json, val.json
     JSONL       *.jsonl
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from learner.data.formats.yolo import yolo_file
+from learner.data.formats.yolo import class_file_in, yolo_file
 from shared.errors import DataError
 
 Format = Literal["jsonl", "coco", "voc", "yolo", "datasets"]
@@ -51,7 +51,7 @@ Found = dict[str, Annotations]  # by split; "": all
 
 
 def splits_in(folder: Path) -> Found:
-    """By split, `train` first; {} where nothing is known. Raises DataError if a data.yaml is wrong."""
+    """By split, `train` first; {} where nothing is known. Raises DataError if a data.yaml or classes.txt is wrong."""
     for look in (_yolo, _folder_each, _coco, _jsonl, _voc):
         found = look(folder)
         if found:
@@ -72,10 +72,11 @@ def _without_going_deeper(folder: Path) -> Found:
 
 def _yolo(folder: Path) -> dict[str, Annotations]:
     files = [file for name in ("data.yaml", "data.yml", "dataset.yaml") if (file := folder / name).is_file()]
-    if not files:
+    file = files[0] if files else class_file_in(folder)
+    if file is None:
         return {}
-    splits = {_WORDS[split]: split for split in yolo_file(files[0]).splits}
-    return {split: Annotations("yolo", f"{files[0]}:{name}") for split, name in splits.items()}
+    splits = {_WORDS.get(split, split): split for split in yolo_file(file).splits}
+    return {split: Annotations("yolo", f"{file}:{name}" if name else str(file)) for split, name in splits.items()}
 
 
 def _folder_each(folder: Path) -> dict[str, Annotations]:

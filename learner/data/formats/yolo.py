@@ -1,4 +1,5 @@
-"""`yolo`: a `data.yaml` with `names` and a folder or list of images per split, given as `data.yaml:train`.
+"""`yolo`: a `data.yaml` with `names` and a folder or list of images per split, given as `data.yaml:train`. Or a
+`classes.txt`, a name per line, beside the folder of images or in that of the labels, as labelling tools write it.
 
 A label file has the image's name, in `labels` instead of `images`. Segments are polygons with `task.geometry: poly`,
 else boxes. Keypoints (`kpt_shape`) are left out and counted. An image without a label file is a scene without objects,
@@ -22,6 +23,7 @@ from shared.errors import DataError
 from shared.reading import is_there, yaml_of
 
 SPLITS = ("train", "val", "valid", "test")
+CLASS_FILES = ("classes.txt", "obj.names")
 _WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
 _MAX_BYTES = 1 << 20  # of data.yaml
 _VISIBILITIES = (0.0, 1.0, 2.0)
@@ -60,8 +62,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def yolo_file(file: Path) -> YoloFile:
-    """Raises DataError."""
+    """A `data.yaml`, or a file of class names. Raises DataError."""
     place = Place(file, "YOLO")
+    if file.name in CLASS_FILES:
+        return _of_class_names(file, place)
     try:
         text = text_of(file, place, _WANTED)
         if len(text) > _MAX_BYTES:
@@ -72,6 +76,33 @@ def yolo_file(file: Path) -> YoloFile:
         return _of_content(content, file.parent)
     except (ValueError, OverflowError) as error:
         raise place.error("not a YOLO data set", found=str(error)[:300], wanted=_WANTED) from error
+
+
+def _of_class_names(file: Path, place: Place) -> YoloFile:
+    """The images are in `images` or in the folder itself; a folder in there for each split, if they have its name.
+    Raises DataError."""
+    names = text_of(file, place, "a class name per line").rstrip().splitlines()
+    try:
+        classes = {number: class_name(name) for number, name in enumerate(names)}
+    except ValueError as error:
+        raise place.error("not a list of class names", found=str(names)[:300], wanted=f"{error} per line") from error
+    if not classes:
+        raise place.error("not a list of class names", found="an empty file", wanted="a class name per line")
+    root = file.parent.parent if file.parent.name == "labels" else file.parent
+    images = root / "images" if (root / "images").is_dir() else root
+    splits = {name: [str(images / name)] for name in SPLITS if (images / name).is_dir()}
+    return YoloFile(root=root, classes=classes, splits=splits or {"": [str(images)]}, num_keypoint_values=None)
+
+
+def class_file_in(folder: Path) -> Path | None:
+    """The file of class names of a folder with images and labels; None where there is none, or no label."""
+    places = (folder, folder / "labels")
+    file = next((place / name for place in places for name in CLASS_FILES if (place / name).is_file()), None)
+    if file is None:
+        return None
+    found = yolo_file(file)
+    images = (image for split in found.splits for image in images_of(found, split, file))
+    return file if any(is_there(label_file(image)) for image in images) else None
 
 
 def _of_content(content: Mapping[Any, Any], beside: Path) -> YoloFile:

@@ -37,6 +37,43 @@ def test_yolo_folders_have_the_splits_of_their_file(tmp_path: Path) -> None:
         assert ids(f"{tmp_path}:{name}") == ["images/val/c.jpg"]
 
 
+@pytest.mark.parametrize("place", ["classes.txt", "labels/classes.txt", "obj.names"])
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_class_names_in_a_file_of_their_own_are_yolo(tmp_path: Path, place: str, split: str) -> None:
+    """As labelling tools write it, without a data.yaml."""
+    draw(tmp_path, f"images/{split}a.jpg", f"images/{split}b.jpg")
+    (tmp_path / "labels" / split).mkdir(parents=True)
+    (tmp_path / f"labels/{split}a.txt").write_text("1 0.5 0.5 1 1\n")
+    (tmp_path / place).write_text("cat\nbrown dog\n\n")
+    assert list(splits_in(tmp_path)) == [split.rstrip("/")]
+    for path in (str(tmp_path), str(tmp_path / place)):
+        found = load_split(DataConfig(train=path), path, AnyTask())
+        assert [sample.sample_id for sample in found.samples] == [f"images/{split}a.jpg", f"images/{split}b.jpg"]
+        assert [obj.desc for sample in found.samples for obj in sample.objects] == ["brown dog"]
+        assert found.bad.summary() == {"unlabelled": {"keep": 1}}, "the names are no labels"
+
+
+@pytest.mark.parametrize(("names", "found"), [("", "empty"), ("cat\n\ndog", "cat")])
+def test_a_list_of_class_names_that_is_none(tmp_path: Path, names: str, found: str) -> None:
+    (tmp_path / "classes.txt").write_text(names)
+    with pytest.raises(DataError, match="class names") as error:
+        ids(str(tmp_path / "classes.txt"))
+    assert found in error.value.found
+
+
+def test_a_list_of_names_without_labels_is_not_yolo(tmp_path: Path) -> None:
+    draw(tmp_path, "images/a.jpg")
+    (tmp_path / "classes.txt").write_text("cat\n")
+    assert splits_in(tmp_path) == {}
+
+
+def test_photographs_alone_are_said_to_have_no_annotations(tmp_path: Path) -> None:
+    draw(tmp_path, "a.jpg", "more/b.png")
+    with pytest.raises(DataError, match="format") as error:
+        ids(str(tmp_path))
+    assert "2 photographs and no annotations" in error.value.found
+
+
 def test_a_folder_per_split(tmp_path: Path) -> None:
     for split in ("train", "valid", "test"):
         (tmp_path / split).mkdir()

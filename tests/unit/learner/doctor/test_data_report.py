@@ -35,6 +35,8 @@ def test_people_read_classes_boxes_sizes_and_shared_photographs(
     report = json.loads(capsys.readouterr().out)
     assert report["shared_images"] == {"train, val": 1}
     assert set(report["data"]) == {"train", "val"}
+    assert any("to evaluate on" in warning for warning in report["data"]["val"]["warnings"])
+    assert not any("to evaluate on" in warning for warning in report["data"]["train"]["warnings"])
 
 
 def test_a_row_that_no_photograph_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

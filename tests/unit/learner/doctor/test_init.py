@@ -48,6 +48,29 @@ def test_the_files_are_valid_and_read_every_photograph_once(
     assert (server.model, server.max_pixels) == (config.model.path, config.model.max_pixels)
 
 
+def test_what_looks_wrong_comes_with_an_example(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A box outside, and photographs that nobody labelled."""
+    draw(folder, "JPEGImages/nobody.jpg", "JPEGImages/sub/none.png")
+    voc(folder, "p0", voc_object("raccoon", 10, 10, 900, 95))
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    outside, unused = (
+        next(line for line in lines if word in line) for word in ["outside_image", "without annotations"]
+    )
+    assert "p0.xml" in outside
+    assert "900" in outside
+    assert ("2 photographs" in unused, "nobody.jpg" in unused) == (True, True)
+
+
+def test_photographs_alone_cannot_be_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw(tmp_path / "photographs", "a.jpg", "b.jpg")
+    assert main(["init", str(tmp_path / "photographs"), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert ("2 photographs" in told, "label" in told) == (True, True)
+
+
 def test_no_file_is_replaced(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("mine")
     assert main(["init", str(folder), "--out", str(tmp_path)]) == 2

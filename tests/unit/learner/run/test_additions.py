@@ -208,6 +208,17 @@ def test_keypoints_stay_readable(tmp_path: Path) -> None:
     assert [len(s.objects) for s in read(f"{out / 'data.yaml'}:train")] == [3, 0]
 
 
+def test_class_names_in_a_file_of_their_own_become_a_data_yaml(tmp_path: Path) -> None:
+    yolo(tmp_path)
+    whole = tmp_path / "set"
+    (whole / "data.yaml").unlink()
+    (whole / "classes.txt").write_text("cat\ndog\n")
+    path, out = str(whole), tmp_path / "new"
+    samples = read(path)
+    write_with(DataConfig(train=path), path, samples, {samples[0].sample_id: NEW}, out)
+    assert [len(s.objects) for s in read(f"{out / 'data.yaml'}:train")] == [3, 0]
+
+
 # ---- a run's own file -----------------------------------------------------------------------------------------------
 
 
