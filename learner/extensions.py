@@ -26,14 +26,16 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from errno import ENOENT
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from learner.config.schema import RunConfig
-from learner.config.sections.data import DataConfig
+from learner.config.sections.data import DataConfig, SplitConfig
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
+from learner.config.split import as_read_for
 from learner.records import RawRecord, Rollout, Sample, StepResult, Target
 from shared.config.model import ConfigErrors, Mistake, show
 from shared.errors import ConfigError
@@ -280,11 +282,22 @@ def loss_function(config: RunConfig) -> LossFunction | None:
     return None if path is None else _find("loss.function", path, "a loss function", arguments=("logprobs", "weights"))
 
 
-def reader_of(config: RunConfig) -> Reader | None:
-    """`data.reader`, or the task's own; None: `data.format` says how to read. Raises ConfigErrors."""
-    if config.data.reader is not None:
-        return _find("data.reader", config.data.reader, "a reader", arguments=("path", "data"))
-    return None if config.task.type == "detection" else task_class(config.task).reader
+def reader_of(config: RunConfig, split: str = "train") -> Reader | None:
+    """`data.reader` or the split's own, or the task's; None: `data.format` says how to read. Raises ConfigErrors."""
+    path = as_read_for(config.data, split).reader
+    if path is not None:
+        key = "data.reader" if path == config.data.reader else f"data.{split}.reader"
+        return _find(key, path, "a reader", arguments=("path", "data"))
+    own = {"val": config.data.val, "test": config.data.test}.get(split)
+    has_format = isinstance(own, SplitConfig) and own.format is not None
+    return None if has_format or config.task.type == "detection" else task_class(config.task).reader
+
+
+def _named_reader(config: RunConfig, split: str) -> None:
+    """Raises ConfigErrors if the split's reader is not there. That of `train` is looked at once."""
+    path = as_read_for(config.data, split).reader
+    if path is not None and (split == "train" or path != config.data.reader):
+        reader_of(config, split)
 
 
 def callback_classes(config: RunConfig) -> dict[str, type[Callback]]:
@@ -311,7 +324,7 @@ def check_extensions(config: RunConfig) -> None:
         lambda: reward_functions(config),
         lambda: loss_function(config),
         lambda: callback_classes(config),
-        lambda: reader_of(config) if config.data.reader else None,
+        *(partial(_named_reader, config, split) for split in ("train", "val", "test")),
     ]
     if config.task.type != "detection":  # whose class loads more than a check needs
         looks.insert(0, lambda: task_class(config.task))

@@ -285,7 +285,7 @@ class Trainer:
         evaluation = self.score(
             self.eval_samples,
             f"step_{step:06d}.jsonl",
-            data.val or data.test,
+            "test" if data.val is None else "val",
             calibrated=self.task.calibrated if data.val is not None else None,
         )
         self._evaluated_at, self._evaluation = step, evaluation
@@ -324,19 +324,19 @@ class Trainer:
         if self.test_samples:
             fitted = self.calibration()
             calibrated = partial(self.task.calibrated, calibration=fitted) if fitted is not None else None
-            evaluation = self.score(self.test_samples, "test.jsonl", self.config.data.test, calibrated=calibrated)
+            evaluation = self.score(self.test_samples, "test.jsonl", "test", calibrated=calibrated)
             self.journal.test(evaluation.metrics, step=self.state.global_step)
 
     def score(
         self,
         samples: list[Sample],
         file: str,
-        annotations: str | None,
+        split: str | None,
         *,
         task: Task | None = None,
         calibrated: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
     ) -> Evaluation:
-        """Roll out `samples`, which are of `annotations`, with the present weights. Write their scenes to `eval/file`,
+        """Roll out `samples`, which are of `data.SPLIT`, with the present weights. Write their scenes to `eval/file`,
         and COCO results beside it. `task`: of samples of another task, for which the run's rewards do not apply.
         `calibrated`: as for `evaluate`."""
         assert self.backend is not None
@@ -356,7 +356,7 @@ class Trainer:
                     calibrated=calibrated,
                 )
         if self.ranks.is_main:
-            write_evaluation(evaluation, self.run_dir / "eval" / file, category_ids_of(self.config.data, annotations))
+            write_evaluation(evaluation, self.run_dir / "eval" / file, category_ids_of(self.config.data, split))
         return evaluation
 
     def mark_boundary(self) -> None:

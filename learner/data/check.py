@@ -13,12 +13,15 @@ from functools import partial
 
 from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
+from learner.config.split import as_read_for
 from learner.data.raw import Validates
 from learner.data.splits import Split, load_split, read_split
 from learner.extensions import reader_of, task_class
 from learner.records import Sample
 from shared.config.model import Mistake
 from shared.errors import DataError
+
+SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +56,24 @@ class CheckedSplit:
 
 def splits(config: RunConfig) -> dict[str, str]:
     """The annotations of `train`, and of `val` and `test` if they are given."""
-    data = config.data
-    files = {"train": data.train, "val": data.val, "test": data.test}
-    return {split: path for split, path in files.items() if path is not None}
+    return {split: path for split in SPLITS if (path := config.data.path_of(split)) is not None}
 
 
 def check_retained(config: RunConfig) -> dict[str, CheckedSplit]:
     """What is in the annotations of `data.retain`, by name."""
     return {
-        f"retain {name}": check_split(own, f"retain ({name})", own.data.train)
+        f"retain {name}": check_split(own, "train", own.data.train, key=f"data.retain ({name})")
         for name, own in retained_configs(config).items()
     }
 
 
-def check_split(config: RunConfig, split: str, path: str) -> CheckedSplit:
-    """What is in the annotations at `path`; never raises DataError."""
-    key = f"data.{split}"
+def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> CheckedSplit:
+    """What is in the annotations at `path`, which are those of `split`; never raises DataError. `key`: what names
+    them, if not `data.SPLIT`."""
+    key = key or f"data.{split}"
+    data, geometry = as_read_for(config.data, split), config.task.geometry
     try:
-        found = read_split(
-            config.data, path, checks_of(config), geometry=config.task.geometry, reader=reader_of(config)
-        )
+        found = read_split(data, path, checks_of(config), geometry=geometry, reader=reader_of(config, split))
     except DataError as error:
         return CheckedSplit(mistakes=[Mistake.of(error, key)])
     mistakes = [Mistake.of(error, key) for error in found.bad.errors]
@@ -86,7 +87,7 @@ def check_split(config: RunConfig, split: str, path: str) -> CheckedSplit:
 
 
 def load_unchecked(config: RunConfig, path: str) -> list[Sample]:
-    """The samples of one split, before a tokenizer has seen them. Raises DataError, which lists every record that
-    cannot be used."""
+    """The samples of a file that is read as `data.train`, before a tokenizer has seen them. Raises DataError, which
+    lists every record that cannot be used."""
     split = load_split(config.data, path, checks_of(config), geometry=config.task.geometry, reader=reader_of(config))
     return split.samples

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from learner.config.sections.data import DataConfig
+from learner.config.split import as_read_for
 from learner.data.formats.coco import category_ids
 from learner.data.formats.detect import READERS, FormatReader, locate
 from learner.data.formats.folders import Annotations
@@ -113,9 +114,10 @@ def annotations_of(data: DataConfig, path: str) -> Annotations:
     return locate(data, part_of(path)[0], keys[0] if len(keys) == 1 else None)
 
 
-def category_ids_of(data: DataConfig, path: str | None) -> dict[str, int]:
-    """Ids of the class names of annotations that were read before, if they are COCO's and still there; else {}."""
-    if path is None or data.reader is not None:
+def category_ids_of(config: DataConfig, split: str | None) -> dict[str, int]:
+    """Ids of the class names of a split that was read before, if it is COCO's and still there; else {}."""
+    path = None if split is None else config.path_of(split)
+    if split is None or path is None or (data := as_read_for(config, split)).reader is not None:
         return {}
     try:
         annotations = annotations_of(data, path)

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from learner.config.sections.data import DataConfig
+from learner.config.split import as_read_for
 from learner.detector.answers import Asked
 from learner.detector.boxes import Prediction
 from learner.detector.detector import Detector
@@ -159,10 +160,12 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
     run = model.run
     if run is None:
         return None, None
-    own = {path for path in (run.data.train, run.data.val, run.data.test) if path}
-    if not named and not own.issuperset(paths):
+    own = {path: split for split in ("test", "val", "train") if (path := run.data.path_of(split)) is not None}
+    if not named and not own.keys() >= set(paths):
         return None, None
-    return run.data, reader_of(run)
+    splits = {own.get(path, "train") for path in paths}
+    split = splits.pop() if len(splits) == 1 else "train"
+    return as_read_for(run.data, split), reader_of(run, split)
 
 
 def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from learner.config.schema import RunConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.config.split import as_read_for
 from learner.data.splits import load_split
 from learner.extensions import reader_of, task_class
 from learner.policy.load import Policy, load_policy
@@ -58,12 +59,13 @@ def measure(config: RunConfig, asked: Asked, tell: Callable[[str], None] = lambd
     settings = config.model.model_copy(update={"compile": False})  # nothing is learned
     policy = load_policy(settings, device=device, bf16=config.training.bf16, image_rules=config.data.image_rules)
     model = _Model(policy, DetectionTask(config.task, policy.tokenizer), config, tell)
-    samples = model.samples(config.data.train, asked.num_samples)
+    samples = model.samples("train", asked.num_samples)
     greedy = model.answers(samples, drawn=False)
     line = model.answers([sample for sample in samples for _ in range(asked.num_generations)], drawn=True)
     groups = [line[i : i + asked.num_generations] for i in range(0, len(line), asked.num_generations)]
     train, exposure = model.split(greedy)
-    held_out, validation = config.data.val or config.data.test, None
+    held_out = next((split for split in ("val", "test") if config.data.path_of(split) is not None), None)
+    validation = None
     if held_out is not None:
         validation, _ = model.split(model.answers(model.samples(held_out, asked.num_samples), drawn=False))
     return Measured(train=train, drawn=drawn_of(groups, asked.agreement), exposure=exposure, validation=validation)
@@ -76,12 +78,12 @@ class _Model:
         self._policy, self._task, self._config, self._tell = policy, task, config, tell
         self._backend = HfBackend(_drawn_at_temperature_1(config), policy, run_seed=config.training.seed)
 
-    def samples(self, path: str, most: int) -> list[Sample]:
+    def samples(self, split: str, most: int) -> list[Sample]:
         """At most so many, drawn with a fixed seed, in the order of the file."""
-        config = self._config
-        found = load_split(
-            config.data, path, self._task, geometry=config.task.geometry, reader=reader_of(config)
-        ).samples
+        config, path = self._config, self._config.data.path_of(split)
+        assert path is not None
+        data, reader = as_read_for(config.data, split), reader_of(config, split)
+        found = load_split(data, path, self._task, geometry=config.task.geometry, reader=reader).samples
         if len(found) < 2:
             raise DataError(
                 f"{path}: too few samples for an interval",

@@ -23,6 +23,7 @@ from learner.config.modes import learns_rollouts, needs_rollouts
 from learner.config.plan import Plan, resolve, shards, steps_per_epoch
 from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
+from learner.config.split import as_read_for
 from learner.data import prompt
 from learner.data.augment import Augmented, augmented
 from learner.data.batches import (
@@ -34,7 +35,7 @@ from learner.data.batches import (
     sampler_of,
 )
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
-from learner.data.splits import load_split
+from learner.data.splits import Split, load_split
 from learner.extensions import Task, check_extensions, loss_function, make_task, reader_of, reward_functions
 from learner.journal.answers import AnswersLog
 from learner.journal.console import Console
@@ -292,24 +293,22 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
     """Training samples, those to evaluate on (`data.val`, or `data.test` if that is the only one), and those that are
     scored at the end (D17). Raises DataError with file and line."""
     data, training = config.data, config.training
-    reading: dict[str, Any] = {"geometry": config.task.geometry, "reader": reader_of(config)}
-    train = load_split(data, data.train, task, too_long=row_limit(config, task, encoder), **reading)
+    train = _load(config, "train", task, too_long=row_limit(config, task, encoder))
     bad = {"train": train.bad.summary()}
-    path = data.val or data.test
     evaluation: list[Sample] = []
     test: list[Sample] = []
     if training.eval_on_start or training.eval_on_end or training.eval_steps:
-        if path is None:
+        if data.val is None and data.test is None:
             raise ConfigError(
                 "data.val: nothing to evaluate on",
                 found="neither data.val nor data.test",
                 wanted="a held-out set, since training.eval_* asks for evaluations",
                 remedy="name one, or switch evaluations off",
             )
-        held_out = load_split(data, path, task, **reading)
+        held_out = _load(config, "test" if data.val is None else "val", task)
         bad["evaluation"], evaluation = held_out.bad.summary(), held_out.samples[: training.eval_samples]
     if data.val is not None and data.test is not None and training.eval_on_end:
-        scored = load_split(data, data.test, task, **reading)
+        scored = _load(config, "test", task)
         bad["test"], test = scored.bad.summary(), scored.samples
     retained = []
     for name, own in retained_configs(config).items():
@@ -324,6 +323,14 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
         retained=retained,
         bad_records={part: found for part, found in bad.items() if found},
     )
+
+
+def _load(config: RunConfig, split: str, task: Task, *, too_long: RowLimit | None = None) -> Split:
+    """A split that the configuration names. Raises DataError."""
+    path, geometry = config.data.path_of(split), config.task.geometry
+    assert path is not None
+    data, reader = as_read_for(config.data, split), reader_of(config, split)
+    return load_split(data, path, task, geometry=geometry, reader=reader, too_long=too_long)
 
 
 def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RowLimit:

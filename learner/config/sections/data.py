@@ -43,12 +43,28 @@ class BadRecordConfig(Section):
     )
 
 
+Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"]
+
+
+class SplitConfig(Section):
+    """Annotations that are not like those of `train`. What is null is as `data` says."""
+
+    path: str = key("annotations, as for `data.train`", min_length=1, req="R41")
+    format: Format | None = key(
+        "as `data.format`, of this split; `data.reader` and a task's own reader do not apply then", None, req="R41"
+    )
+    reader: str | None = key("as `data.reader`, of this split", None, min_length=1, req="R38")
+    image_root: str | None = key("as `data.image_root`, of this split", None, req="R41")
+    annotation_root: str | None = key("as `data.annotation_root`, of this split", None, req="R41")
+    prompt: str | None = key("as `data.prompt`, of this split", None, req="R41")
+
+
 class RetainConfig(Section):
     """Other annotations that each evaluation also scores: what the run must not forget. Nothing of them is learned."""
 
     name: str = key("what it is called in metrics and reports", pattern=r"^[A-Za-z0-9_.-]+$", req="R44")
     val: str = key("annotations of any format, as for `data.train`", min_length=1, req="R44")
-    format: Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"] = key("as `data.format`", "auto", req="R44")
+    format: Format = key("as `data.format`", "auto", req="R44")
     image_root: str | None = key("as `data.image_root`", None, req="R44")
     prompt: str | None = key("as `data.prompt`, of these annotations", None, req="R44")
     task: TaskConfig | None = key("as the section `task`, for other answers; null: the run's", None, req="R44")
@@ -65,14 +81,19 @@ class DataConfig(Section):
         min_length=1,
         req="R12 R41",
     )
-    val: str | None = key("annotations that training evaluates on; null: `test`", None)
-    test: str | None = key(
+    val: str | SplitConfig | None = key(
+        "annotations that training evaluates on; null: `test`. A path, or a mapping with a `path`, if they have a "
+        "format, a reader or a folder of images of their own",
+        None,
+        req="R41",
+    )
+    test: str | SplitConfig | None = key(
         "annotations that are scored once, at the end of a run with `training.eval_on_end`, and by `evaluate`. If only "
-        "one of `val` and `test` is given, training evaluates on it",
+        "one of `val` and `test` is given, training evaluates on it. As `val`, a path or a mapping",
         None,
         req="D17",
     )
-    format: Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"] = key(
+    format: Format = key(
         "`auto`: detected from the files. A data set by its name on the Hugging Face hub needs `datasets`",
         "auto",
         req="R41",
@@ -135,6 +156,11 @@ class DataConfig(Section):
         req="R45",
     )
 
+    def path_of(self, split: str) -> str | None:
+        """The path of `train`, `val` or `test`."""
+        named: str | SplitConfig | None = {"train": self.train, "val": self.val, "test": self.test}[split]
+        return named.path if isinstance(named, SplitConfig) else named
+
     @property
     def pixel_share(self) -> float:
         """`pixel_check` as a number."""
@@ -163,10 +189,13 @@ class DataConfig(Section):
 
 
 def prompt_has_a_use(config: RunConfig) -> Iterator[Mistake]:
-    """`data.prompt` is for formats without messages; JSONL rows carry their own."""
-    if config.data.prompt is not None and config.data.format == "jsonl":
-        remedy = "remove it: JSONL rows carry their own messages"
-        yield Mistake(path="data.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
+    """`prompt` is for formats without messages; JSONL rows carry their own."""
+    data = config.data
+    named = {"data": data, "data.val": data.val, "data.test": data.test}
+    for path, part in named.items():
+        if isinstance(part, DataConfig | SplitConfig) and part.prompt is not None and part.format == "jsonl":
+            remedy = "remove it: JSONL rows carry their own messages"
+            yield Mistake(path=f"{path}.prompt", found="a prompt for jsonl data", wanted="null", remedy=remedy)
 
 
 def retained_is_evaluated(config: RunConfig) -> Iterator[Mistake]:

@@ -71,7 +71,7 @@ def _without_going_deeper(folder: Path) -> Found:
 
 
 def _yolo(folder: Path) -> dict[str, Annotations]:
-    files = [file for name in ("data.yaml", "data.yml", "dataset.yaml") if (file := folder / name).is_file()]
+    files = [there for name in ("data.yaml", "data.yml", "dataset.yaml") if (there := folder / name).is_file()]
     file = files[0] if files else class_file_in(folder)
     if file is None:
         return {}
