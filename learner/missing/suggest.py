@@ -1,8 +1,9 @@
 """Suggestions of missing labels: `rollout-learner find-missing suggest`.
 
-In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects with
-the most agreement first. The same code completes labels (`learner.tasks.detection.completion`). A folder that has
-suggestions is not overwritten.
+In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects.
+Those with the most agreement come first, times the score if the model has a calibration (`calibration.json`). The code
+that finds them completes labels, too (`learner.tasks.detection.completion`). A folder that has suggestions is not
+overwritten.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.detector.answers import Answers, Asked
 from learner.detector.model import ModelFiles, require_boxes
-from learner.records import Sample
+from learner.records import DetectionObject, Rollout, Sample
 from learner.run.additions import addition_of
 from learner.run.files import write_atomically
+from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.completion import OVERLAP, Candidate, candidates
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.scores import ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
+from learner.tasks.tokens import pieces_of
 from shared.errors import DataError, OutputError
 
 SUGGESTIONS, DECISIONS = "suggestions.json", "decisions.json"
@@ -30,7 +35,8 @@ SUGGESTIONS, DECISIONS = "suggestions.json", "decisions.json"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
     """A suspected object. `box` is x1, y1, x2, y2 in pixels; `names` are what answers call it, the most frequent first;
-    `labels` are the annotated boxes of its image, to be shown beside it."""
+    `labels` are the annotated boxes of its image, to be shown beside it. `score` is the probability that box and name
+    are right; None without a calibration."""
 
     sample_id: str
     image: str
@@ -43,6 +49,12 @@ class Suggestion:
     agreement: float
     names: tuple[str, ...]
     labels: tuple[tuple[str, tuple[float, float, float, float]], ...]
+    score: float | None = None
+
+    @property
+    def rank(self) -> float:
+        """The largest is reviewed first."""
+        return self.agreement if self.score is None else self.agreement * self.score
 
 
 def suggest(
@@ -61,20 +73,24 @@ def suggest(
     answers = Answers(model, asked)
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
     samples = load_samples(data, data.train, task, geometry=model.settings.task.geometry)
+    calibration, pieces = read_calibration(model.folder, samples=asked.samples), pieces_of(task.tokenizer)
+    found: list[Suggestion] = []
     with answers:
-        found = [
-            suggestion
-            for sample, own in zip(samples, _answers(answers, task, samples, model, tell), strict=True)
-            for suggestion in of_sample(sample, candidates(sample, own, overlap=OVERLAP))
-        ]
-    found.sort(key=lambda one: (-one.agreement, one.sample_id, one.box))
+        for sample, rollouts in zip(samples, _answers(answers, samples, tell), strict=True):
+            parsed = [task.parse(rollout) for rollout in rollouts]
+            drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # the first is greedy
+            scored = scored_objects(parsed, pieces, calibration) if calibration is not None else None
+            found += of_sample(sample, candidates(sample, drawn, overlap=OVERLAP), scored)
+    found.sort(key=lambda one: (-one.rank, one.sample_id, one.box))
     content = {"data": data.model_dump(mode="json"), "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")
     return found
 
 
-def of_sample(sample: Sample, found: Sequence[Candidate]) -> Iterator[Suggestion]:
-    """What has no label in a sample."""
+def of_sample(
+    sample: Sample, found: Sequence[Candidate], scored: Sequence[ScoredObject] | None = None
+) -> Iterator[Suggestion]:
+    """What has no label in a sample. `scored`: what all its answers have, with scores; None: there are none."""
     labels = tuple((obj.desc, addition_of(obj, sample).box) for obj in sample.objects)
     for one in found:
         if one.relation == "free":
@@ -91,20 +107,31 @@ def of_sample(sample: Sample, found: Sequence[Candidate]) -> Iterator[Suggestion
                 agreement=round(one.agreement, 4),
                 names=tuple(one.names),
                 labels=labels,
+                score=None if scored is None else round(_score(one.object, scored), 4),
             )
 
 
-def _answers(
-    answers: Answers, task: DetectionTask, samples: Sequence[Sample], model: ModelFiles, tell: Callable[[str], None]
-) -> Iterator[list[list[Any]]]:
-    """The objects of each sample's drawn answers. The model is asked as its settings say."""
+def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
+    """The score of the same object: the one of its name that overlaps it most, else of another name. 0: there is none.
+    Scores are of clusters that the greedy answer is in, too, so the boxes may differ a little."""
+    overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
+    same = [
+        (one.object.desc == obj.desc, float(overlap), one.score)
+        for one, overlap in zip(scored, overlaps, strict=True)
+        if overlap >= SAME_IOU
+    ]
+    return max(same, default=(False, 0.0, 0.0))[-1]
+
+
+def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], None]) -> Iterator[list[Rollout]]:
+    """The answers to each sample, the greedy one first."""
     size = answers.images_at_once
     for start in range(0, len(samples), size):
         part = samples[start : start + size]
         found = answers.of({start + i: [sample] for i, sample in enumerate(part)})
         for i in range(len(part)):
             (own,) = found[start + i]
-            yield [[one.object for one in task.parse(rollout).objects] for rollout in own[1:]]  # the first is greedy
+            yield own
         tell(f"{min(start + size, len(samples))} of {len(samples)} images")
 
 

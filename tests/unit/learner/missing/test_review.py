@@ -20,6 +20,7 @@ from learner.missing.review import make_app, read_decisions, write_reviewed
 from learner.missing.suggest import DECISIONS, SUGGESTIONS, of_sample
 from learner.records import DetectionObject
 from learner.tasks.detection.completion import candidates
+from learner.tasks.detection.scores import ScoredObject
 from shared.addresses import free_ports
 from shared.errors import DataError, OutputError
 from tests.unit.learner.run.test_additions import FORMATS, read
@@ -33,7 +34,7 @@ def folder_of(tmp_path: Path, name: str = "coco") -> tuple[Path, Path]:
     sample = next(one for one in read(path) if Path(one.images[0]).stem == "0")
     found = [DetectionObject("dog", "bbox_2d", FIRST), DetectionObject("cat", "bbox_2d", SECOND)]
     answers = [[found[0], *sample.objects], found, found[:1]]
-    suggestions = sorted(of_sample(sample, candidates(sample, answers)), key=lambda one: -one.agreement)
+    suggestions = sorted(of_sample(sample, candidates(sample, answers)), key=lambda one: -one.rank)
     folder = tmp_path / "suggestions"
     folder.mkdir()
     data = DataConfig(train=path).model_dump(mode="json")
@@ -48,6 +49,25 @@ def test_suggestions_have_no_label_and_the_best_come_first(tmp_path: Path) -> No
     assert [(one["name"], one["votes"], one["answers"]) for one in found] == [("dog", 3, 3), ("cat", 1, 3)]
     assert found[0]["agreement"] > found[1]["agreement"]
     assert [name for name, _ in found[0]["labels"]] == ["cat"]
+
+
+def test_what_is_probable_comes_before_what_answers_agree_on(tmp_path: Path) -> None:
+    """A score is of the same object: of its name if one overlaps it, and of another name if none has its name."""
+    path, _ = FORMATS["coco"](tmp_path)
+    sample = next(one for one in read(path) if Path(one.images[0]).stem == "0")
+    dog, cat = DetectionObject("dog", "bbox_2d", FIRST), DetectionObject("cat", "bbox_2d", SECOND)
+    near = (610, 205, 800, 500)
+    found = candidates(sample, [[dog, cat], [dog]])
+    scored = [
+        ScoredObject(DetectionObject("cat", "bbox_2d", FIRST), 0.9, 1),
+        ScoredObject(DetectionObject("dog", "bbox_2d", near), 0.2, 2),
+        ScoredObject(DetectionObject("fox", "bbox_2d", SECOND), 0.8, 1),
+    ]
+    by_name = {one.name: one for one in of_sample(sample, found, scored)}
+    assert (by_name["dog"].score, by_name["cat"].score) == (0.2, 0.8)
+    assert (by_name["dog"].rank, by_name["cat"].rank) == (0.2, 0.4)
+    assert [one.score for one in of_sample(sample, found, [])] == [0, 0]
+    assert [one.rank for one in of_sample(sample, found)] == [1, 0.5]
 
 
 @pytest.mark.parametrize("name", FORMATS)
