@@ -59,16 +59,29 @@ def descendants(pid: int) -> set[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Seconds of CPU time that each of these processes has used so far. Empty if one is stopped (SIGSTOP, a debugger).
-    One that has ended is left out."""
-    used = {}
-    for pid in pids:
+    """Seconds of CPU time that each of these processes has used so far, with the children that it started: an engine
+    that waits for its compiler works. Empty if one is stopped (SIGSTOP, a debugger). One that has ended is left out."""
+    used, named = {}, set(pids)
+    for pid in named:
         with contextlib.suppress(OSError):  # it has ended
-            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, seconds = _stat(pid)
             if state in "Tt":
                 return {}
-            used[pid] = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")  # user, system
+            used[pid] = seconds + sum(map(_seconds_of_child, descendants(pid) - named))
     return used
+
+
+def _seconds_of_child(pid: int) -> float:
+    try:
+        return _stat(pid)[1]
+    except OSError:  # it has just ended: its parent's seconds have its own
+        return 0.0
+
+
+def _stat(pid: int) -> tuple[str, float]:
+    """State, and seconds of CPU time, those of children that have ended included. Raises OSError if it has ended."""
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")  # user, system, and those of children
 
 
 def _watch(server_pid: int) -> None:

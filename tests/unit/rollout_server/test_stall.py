@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rollout_server.engine import BUSY_TURNS, StallWatch
-from rollout_server.processes import cpu_seconds
+from rollout_server.processes import cpu_seconds, descendants
 from shared.errors import ServerError
 from tests.pauses import pause_soon
 from tests.waits import until, wait_until
@@ -138,3 +138,19 @@ def test_work_is_told_from_waiting_and_from_being_stopped() -> None:
             one.kill()
             one.wait()
     assert cpu_seconds([child.pid]) == {}
+
+
+def test_a_compiler_that_a_process_started_works_for_it() -> None:
+    """vLLM compiles at its first answers: the engine waits for a child that came after the server was ready."""
+    compile_ = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ntime.sleep(1)"
+    engine = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {compile_!r}]); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", engine])
+    try:
+        wait_until(lambda: cpu_seconds([process.pid])[process.pid] > 0.25)
+        used = cpu_seconds([process.pid])[process.pid]
+        wait_until(lambda: not descendants(process.pid))
+        assert cpu_seconds([process.pid])[process.pid] >= used  # it is not forgotten when it has ended
+        assert cpu_seconds([process.pid, -1]).keys() == {process.pid}
+    finally:
+        process.kill()
+        process.wait()
