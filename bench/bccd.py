@@ -69,10 +69,13 @@ PROBE_STEPS = 60
 EVALUATIONS, EVALUATION_S = 4, 10.0  # in stage 1: how many, and what one takes at most
 REPORT_S = 8.0  # for stopping what runs, and for the report
 
+MIRRORED: Mapping[str, Any] = {"horizontal_flip": 0.5, "vertical_flip": 0.5}
 
 METHODS: Mapping[str, Arm] = {
     "sft": Arm(variant="sft"),
     "sft, augmented": Arm(variant="sft", augment=AUGMENT),
+    "sft, cropped": Arm(variant="sft", augment=MIRRORED),  # and the defaults of the section
+    "sft, mirrored": Arm(variant="sft", augment={**MIRRORED, "smallest_crop": 1.0, "stretch": 0.0}),
     "rollout_matching_sft": Arm(loss=TUNED),
     "keep_unmatched": Arm(loss=KEPT),
     "stage2_ab_training": Arm(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),
