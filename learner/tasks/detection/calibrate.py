@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
 from scipy.stats import rankdata
+from threadpoolctl import threadpool_limits
 
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.geometry import iou_matrix
@@ -41,6 +42,10 @@ NUM_KNOTS = 5  # of each feature
 FEWEST_IMAGES, FEWEST_BOXES = 5, 30
 RIGHT_IOU = 0.5
 Floats = NDArray[np.float64]
+
+# A fit is thousands of products of small matrices. Beside other programs on the same cores, the threads of a BLAS spend
+# their time waiting for each other: 53 s for what one thread does in 6 (two cores, four busy programs).
+_one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
 class Bin(NamedTuple):
@@ -109,6 +114,7 @@ def right_boxes(
     return right, inside & ~right
 
 
+@_one_thread
 def fit_calibration(
     found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Floats, Boxes]:
@@ -123,6 +129,7 @@ def fit_calibration(
     return calibration.model_copy(update={"threshold": threshold, "measured": measured}), scores, boxes
 
 
+@_one_thread
 def cross_fitted(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int) -> list[Floats]:
     """Scores of each image's candidates, each [N], by a fit that had no image of its part: image i is in part i modulo
     `FOLDS`. So the labels of an image never decide its own scores.

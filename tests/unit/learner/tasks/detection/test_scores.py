@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from learner.config.inference import CALIBRATION_NAME
 from learner.records import DetectionObject, Rollout, Sample
+from learner.tasks.detection import calibrate
 from learner.tasks.detection.calibrate import (
     FOLDS,
     auc,
@@ -204,6 +207,25 @@ def _by_hand(candidate: Candidate, known: Calibration) -> float:
     for one in known.names:
         columns += [1.0, area] if one == candidate.object.desc else [0.0, 0.0]
     return 1 / (1 + math.exp(-sum(a * b for a, b in zip(columns, known.weights, strict=True))))
+
+
+def test_a_fit_does_not_wait_for_threads_of_small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside busy programs each of thousands of products waited for a thread that had no core."""
+    threads: list[int] = []
+    regress = calibrate._regress
+
+    def told(*args: Any) -> Any:
+        threads.extend(one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas")
+        return regress(*args)
+
+    monkeypatch.setattr(calibrate, "_regress", told)
+    found, samples = simulated(12, seed=4)
+    with threadpool_limits(2, user_api="blas"):
+        fit_calibration(found, samples, num_drawn=0)
+        cross_fitted(found, samples, num_drawn=0)
+        assert set(threads) == {1}
+        after = {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
+    assert after == {2}, "those of others are as they were"
 
 
 def test_too_little_to_learn_from_and_a_file_that_cannot_be_read(tmp_path: Path) -> None:
