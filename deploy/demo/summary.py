@@ -1,9 +1,9 @@
 """What the demo found: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
 
-In: the run folders of our method and of `sft`, as `learner` wrote them. Out: metrics of the base model and of both runs
-with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. Of `sft` the step with
-the best F1 on the validation scenes counts, the start included; of our run the last one. Numbers are those of the
-files; nothing is measured here.
+In: the run folders of our method and of `sft`, as `learner` wrote them. Ours evaluates test scenes at its start and its
+end, `sft` validation scenes on its way and test scenes at its end. Out: metrics of the base model and of both runs with
+95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. Of `sft` the step counts that
+was best on the validation scenes, the start included; if it is on the way, its weights answer the test scenes here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,25 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.demo.scenes import DIGIT_WORDS
-from learner.detector.boxes import ScoredBox
+from learner.config.sections.data import DataConfig
+from learner.data.splits import load_split
+from learner.detector import Detector
+from learner.detector.boxes import Prediction
+from learner.detector.evaluation import Scored, assignment_of
+from learner.detector.inputs import Anything
 from learner.detector.pictures import draw
+from learner.detector.results_in import box_in_sample
 from learner.tasks.detection.metrics import (
     COLUMNS,
     CountTable,
     Interval,
     bootstrap_difference,
     bootstrap_interval,
+    count_objects,
     evaluate_counts,
 )
 
-_ENLARGED, _GAP = 4, 12  # of the pictures, and pixels between two of them
+_GAP = 12  # pixels between two pictures
 METRICS = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "recall_any@0.5", "parse_rate", "duplicate_rate")
 SHOWN = {  # column titles of the table
     "f1@0.5": "F1@0.5",
@@ -47,28 +54,26 @@ CHOSEN_BY = "fm@0.5"  # its order does not depend on missing labels
 NUM_PICTURES = 3
 
 
-def summarize(ours: Path, sft: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
-    """The summary as JSON values. `phases`: wall seconds by name. `missing`: share of objects without a label."""
-    steps, arms = {}, {}
-    evaluated = {"ours": evaluations(ours)}
-    evaluated["sft"] = {0: evaluated["ours"][0]} | evaluations(sft)  # both begin with the same model
-    for name in ("ours", "sft"):
-        by_step = evaluated[name]
-        best = max(by_step, key=lambda step: _score(_part(by_step[step], "val")))
-        steps[name] = best if name == "sft" else max(by_step)
-        arms[name] = _part(evaluated[name][steps[name]], "test")
-    last = _part(evaluated["sft"][max(evaluated["sft"])], "test")
-    before = _part(evaluated["ours"][0], "test")
-    tables = {"base": before, "sft": arms["sft"], "ours": arms["ours"]}
+def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
+    """The summary as JSON values. `test`: annotations of the test scenes. `phases`: seconds. `missing`: the share of
+    objects without a label."""
+    evaluated = _evaluations(ours)
+    before, after = _table(evaluated[0]), _table(evaluated[-1])
+    validated = {_step_of(path): evaluate_counts(_table(path))[CHOSEN_BY] for path in _evaluations(sft)}
+    best, last = max(validated, key=lambda step: (validated[step], -step)), max(validated)
+    at_the_end = _table(sft / "eval" / "test.jsonl")
+    at_best = before if best == 0 else at_the_end if best == last else _answered(sft, test)
+    tables = {"base": before, "sft": at_best, "ours": after}
     (completion,) = _events(ours, "labels")
     return {
         "scenes": len(before.sample_ids),
         "missing_labels": missing,
         "optimizer_steps": {run.name: len(list(_events(run, "step"))) for run in (ours, sft)},
-        "step": steps,
+        "step": {"ours": _step_of(evaluated[-1]), "sft": best},
+        "sft_validated": {step: round(value, 4) for step, value in validated.items()},
         "labels": {name: completion[name] for name in ("labels", "added", "min_votes", "rollouts", "estimate")},
         "arms": {name: _intervals(table) for name, table in tables.items()},
-        "sft_at_the_end": _intervals(last),
+        "sft_at_the_end": _intervals(at_the_end),
         "minus_base": {name: _differences(before, table) for name, table in tables.items() if name != "base"},
         "ours_minus_sft": _differences(tables["sft"], tables["ours"]),
         "syncs": [_sync(run, event) for run in (ours, sft) for event in _events(run, "sync")],
@@ -77,21 +82,19 @@ def summarize(ours: Path, sft: Path, phases: Mapping[str, float], *, missing: fl
     }
 
 
-def evaluations(run: Path) -> dict[int, CountTable]:
-    """The counts of each evaluation of a run, by step."""
-    paths = sorted((run / "eval").glob("step_*.jsonl"))
-    return {int(path.stem.removeprefix("step_")): _table(path) for path in paths}
-
-
-def draw_before_and_after(run: Path, step: int, out: Path) -> list[Path]:
-    """Test scenes as the model answered them at first, beside its answers at `step`: those that gained most right boxes
-    come first."""
-    answers = [_test_scenes(run / "eval" / f"step_{at:06d}.jsonl") for at in (0, step)]
-    gain = {key: _num_right(answers[1][key]) - _num_right(one) for key, one in answers[0].items()}
+def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
+    """Test scenes as the model `before` answers them, beside the answers of the run `after`, both by `Detector`. The
+    scenes that gained most right boxes from the run's first evaluation to its last come first."""
+    first, last = (_scenes(path) for path in (_evaluations(after)[0], _evaluations(after)[-1]))
+    gain = {key: _num_right(last[key]) - _num_right(scene) for key, scene in first.items()}
+    chosen = sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]
+    images = [first[key]["images"][0] for key in chosen]
     out.mkdir(parents=True, exist_ok=True)
+    answered = [_predictions(model, images) for model in (before, after)]
     drawn = []
-    for key in sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]:
-        parts = [_drawn(scenes[key]) for scenes in answers]
+    for key, image, *answers in zip(chosen, images, *answered, strict=True):
+        with Image.open(image.removeprefix("file://")) as picture:
+            parts = [draw(picture, answer.boxes, DIGIT_WORDS) for answer in answers]
         both = Image.new("RGB", (sum(part.width for part in parts) + _GAP, parts[0].height), "white")
         both.paste(parts[0], (0, 0))
         both.paste(parts[1], (parts[0].width + _GAP, 0))
@@ -159,36 +162,40 @@ def sentence(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _part(table: CountTable, split: str) -> CountTable:
-    """The rows of the samples whose ids begin with the split's name."""
-    rows = [i for i, sample_id in enumerate(table.sample_ids) if sample_id.startswith(split)]
-    return CountTable(sample_ids=tuple(table.sample_ids[i] for i in rows), values=table.values[rows])
+def _evaluations(run: Path) -> list[Path]:
+    """The scenes of a run's evaluations, the first one first."""
+    return sorted((run / "eval").glob("step_*.jsonl"))
 
 
-def _score(table: CountTable) -> float:
-    return evaluate_counts(table)[CHOSEN_BY]
+def _step_of(evaluation: Path) -> int:
+    return int(evaluation.stem.removeprefix("step_"))
 
 
-def _test_scenes(path: Path) -> dict[str, dict[str, Any]]:
-    scenes = (json.loads(line) for line in path.read_text().splitlines())
-    return {scene["id"]: scene for scene in scenes if scene["id"].startswith("test")}
+def _scenes(path: Path) -> dict[str, dict[str, Any]]:
+    return {scene["id"]: scene for scene in map(json.loads, path.read_text().splitlines())}
+
+
+def _answered(model: Path, annotations: Path) -> CountTable:
+    """The counts of a model's answers, if no evaluation of its run has them."""
+    samples = load_split(DataConfig(train=str(annotations)), str(annotations), Anything()).samples
+    found = _predictions(model, [sample.images[0] for sample in samples])
+    boxes = [
+        [Scored(box_in_sample(b.box, b.name, sample), b.score) for b in one.boxes]
+        for one, sample in zip(found, samples, strict=True)
+    ]
+    return count_objects([assignment_of(own, sample) for own, sample in zip(boxes, samples, strict=True)])
+
+
+def _predictions(model: Path, images: Sequence[str]) -> list[Prediction]:
+    """As `rollout-learner predict --backend hf` does."""
+    with Detector(model, backend="hf") as detector:
+        return detector.predict(images)
 
 
 def _num_right(scene: Mapping[str, Any]) -> int:
     """Pairs with the same name, minus boxes that are in none."""
     names = [scene["predictions"][p]["desc"] == scene["truth"][t]["desc"] for p, t, _ in scene["pairs"]]
     return 2 * sum(names) - len(scene["predictions"])
-
-
-def _drawn(scene: Mapping[str, Any]) -> Image.Image:
-    size = (scene["width"], scene["height"])
-    boxes = []
-    for one in scene["predictions"]:
-        corners = [value / 999 * size[i % 2] * _ENLARGED for i, value in enumerate(one["bbox_2d"])]
-        boxes.append(ScoredBox(name=one["desc"], score=1.0, box=(corners[0], corners[1], corners[2], corners[3])))
-    with Image.open(scene["images"][0].removeprefix("file://")) as picture:
-        large = picture.convert("RGB").resize((size[0] * _ENLARGED, size[1] * _ENLARGED))
-    return draw(large, boxes, DIGIT_WORDS)
 
 
 def _table(path: Path) -> CountTable:
