@@ -243,7 +243,8 @@ def test_torch_in_shared_is_for_weights() -> None:
     """And for the pixels that an engine was fed."""
     others = {path for path in importers("torch", "shared") if not path.startswith("shared/sync/")}
     assert others == {"shared/pixels.py"}
-    for other in ("transformers", "httpx", "fastapi", "peft"):
+    assert importers("httpx", "shared") == {"shared/answers.py"}  # how answers over HTTP are read
+    for other in ("transformers", "fastapi", "peft"):
         assert importers(other, "shared") == set()
 
 
