@@ -43,8 +43,10 @@ MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
 
 
 class CanaryScorer:
-    def __init__(self, policy: Policy, answers: Answers) -> None:
-        self._policy, self._answers = policy, answers
+    """`checksums`: whether the scores come with checksums of the weights."""
+
+    def __init__(self, policy: Policy, answers: Answers, *, checksums: bool = True) -> None:
+        self._policy, self._answers, self._with_checksums = policy, answers, checksums
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
@@ -52,7 +54,9 @@ class CanaryScorer:
         """Under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one weight per layer;
         otherwise the adapter travels by itself."""
         if (dtype, merged) not in self._sent:
-            self._sent[dtype, merged] = _Sent(self._policy, self._answers, dtype, merged=merged)
+            self._sent[dtype, merged] = _Sent(
+                self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums
+            )
         way = self._sent[dtype, merged]
         if way.scorer is None:
             return CanaryScores(logprobs=self._trained(), merge_gap=0.0, checksums=self._checksums(way))
@@ -68,7 +72,7 @@ class CanaryScorer:
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
         """Checksums of the weights that are used as they are trained. A sharded model's parts have none."""
-        if self._policy.is_sharded or not way.merged:
+        if self._policy.is_sharded or not way.merged or not self._with_checksums:
             return {}
         return {name: checksum(tensor) for name, tensor in way.unreplaced.items()}
 
@@ -76,12 +80,14 @@ class CanaryScorer:
 class _Sent:
     """One way in which weights travel. `scorer`: None if they travel as they are trained; `number`: of its calls."""
 
-    def __init__(self, policy: Policy, answers: Answers, dtype: torch.dtype | None, *, merged: bool) -> None:
+    def __init__(
+        self, policy: Policy, answers: Answers, dtype: torch.dtype | None, *, merged: bool, checksums: bool
+    ) -> None:
         self._policy, self._dtype, self.merged = policy, dtype, merged
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
         replaced = list(replaced_modules(model, dtype, merged=merged))  # to find them takes longer than a pass
-        within = partial(as_sent, model, dtype, merged=merged, replaced=replaced)
+        within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
         self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
 
     @cached_property

@@ -115,21 +115,24 @@ def as_sent(
     *,
     merged: bool,
     replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
+    checksums: bool = True,
 ) -> Iterator[Checksums]:
     """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
     `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
     holds one more layer, never one more model. A sharded model's weights are whole at that time. Yields the checksums
-    of the weights that were replaced, which a forward pass fills in. `replaced`: `replaced_modules`, if they are known.
+    of the weights that were replaced, which a forward pass fills in; none without `checksums`. `replaced`: those of
+    `replaced_modules` that the pass uses, if they are known.
     """
     used: Checksums = {}
+    noted = used if checksums else None
     with ExitStack() as hooks:
         for name, module in replaced_modules(model, dtype, merged=merged) if replaced is None else replaced:
             if merged and isinstance(module, LoraLayer):
-                swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), name, used, adapted=module)
+                swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), name, noted, adapted=module)
             else:
-                swap = _Swap(module, partial(_cast_all, module, dtype), name, used)
+                swap = _Swap(module, partial(_cast_all, module, dtype), name, noted)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
@@ -151,22 +154,24 @@ def replaced_modules(
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules whose own weights can travel with other values than are trained, by name: an adapted layer as a whole,
     without its parts."""
-    adapted = {module.get_base_layer() for module in model.modules() if merged and isinstance(module, LoraLayer)}
+    adapted = {module for module in model.modules() if merged and isinstance(module, LoraLayer)}
+    parts = {part for layer in adapted for part in layer.modules()}
     for name, module in model.named_modules():
-        if (merged and isinstance(module, LoraLayer)) or (module not in adapted and _is_rounded(module, dtype)):
+        if module in adapted or (module not in parts and _is_rounded(module, dtype)):
             yield name, module
 
 
 class _Swap:
-    """Replaces `owner`'s parameters with `values()` while a forward pass runs, and notes their checksums in `used`.
-    `name`: the module's in the checkpoint. `adapted`: the layer around `owner`, if the values contain its adapter."""
+    """Replaces `owner`'s parameters with `values()` while a forward pass runs, and notes their checksums in `used`, if
+    anybody reads them. `name`: the module's in the checkpoint. `adapted`: the layer around `owner`, if the values
+    contain its adapter."""
 
     def __init__(
         self,
         owner: torch.nn.Module,
         values: Callable[[], dict[str, torch.Tensor]],
         name: str,
-        used: Checksums,
+        used: Checksums | None,
         adapted: LoraLayer | None = None,
     ) -> None:
         self._owner, self._values, self._adapted = owner, values, adapted
@@ -177,7 +182,8 @@ class _Swap:
         self._trained = self._owner._parameters
         replaced: dict[str, torch.nn.Parameter | None] = {}
         for name, value in self._values().items():
-            self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
+            if self._used is not None:
+                self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
             trained = self._trained[name]
             assert trained is not None, "only parameters that exist are replaced"
             replaced[name] = _parameter(value.to(trained.dtype))

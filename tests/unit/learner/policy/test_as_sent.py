@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy
-from learner.policy.weights import as_sent, checksum
+from learner.policy.weights import as_sent, checksum, replaced_modules
 from learner.records import EncodedPrompt
 from shared.sync.buckets import SEAL_BYTES, pack, spec_of
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
@@ -97,6 +97,25 @@ def test_checksums_of_scored_weights_are_those_of_sent_ones(
     changed = sent[name].clone()
     changed[1, 1] *= 1.02
     assert int(checksum(changed)) != int(found[name])
+
+
+def test_scores_without_checksums_are_the_same(tiny_vlm: Path) -> None:
+    """Where nobody reads them: a colocated engine takes the tensors themselves."""
+    policy = with_trained_adapter(tiny_vlm, "lora")
+    expected = CanaryScorer(policy, answers(policy))(torch.bfloat16, merged=True)
+    found = CanaryScorer(policy, answers(policy), checksums=False)(torch.bfloat16, merged=True)
+    assert (found.logprobs, found.merge_gap) == (expected.logprobs, expected.merge_gap)
+    assert expected.checksums
+    assert not found.checksums
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_the_parts_of_a_merged_layer_are_not_replaced(tiny_vlm: Path, kind: str) -> None:
+    """A pass does not call them, and to replace each takes time."""
+    policy = with_trained_adapter(tiny_vlm, kind)
+    names = [name for name, _ in replaced_modules(policy.model, torch.bfloat16, merged=True)]
+    assert names
+    assert not [name for name in names if "lora_" in name or name.endswith("base_layer")]
 
 
 def test_a_buckets_checksum_is_the_sum_of_its_tensors() -> None:
