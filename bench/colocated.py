@@ -61,6 +61,7 @@ class World:
         together = [sample for sample in samples for _ in range(GROUP)]
         self._window = [MicroStep(samples=together, micro_step_idx=0, first_req_idx=0)]
         self._samples = together
+        self.on_gpu = race.on_gpu
         self._wait = torch.cuda.synchronize if race.on_gpu else lambda: None
 
     def timed(self, work: Callable[[], Any]) -> float:
@@ -120,9 +121,10 @@ def main(
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
     photographs: Annotated[Photographs, typer.Option(help="large: scaled to 1,024 image tokens.")] = "published",
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
-    rounds: Annotated[int, typer.Option(min=2, help="The first is warm-up.")] = 6,
+    rounds: Annotated[int, typer.Option(min=3, help="The first two are warm-up.")] = 6,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
+    brief: Annotated[bool, typer.Option(help="Without the engine alone, and without profiles.")] = False,
 ) -> None:
     """Measure syncs and rollouts, and where their time goes."""
     options: dict[str, Any] = {"size": size, "photographs": photographs, "whole_model": whole_model}
@@ -149,19 +151,26 @@ def main(
                 say(f"{name}: " + ", ".join(f"{part} {value:.3f}" for part, value in row.items()))
         found["tokens"] = world.num_tokens
         keep()
-        ways = {"as the rollouts": (True, True), "no seeds": (False, True), "no logprobs": (True, False)}
-        for name, (seeds, logprobs) in {**ways, "neither": (False, False)}.items():
-            found["alone"][name] = [world.alone(seeds=seeds, logprobs=logprobs) for _ in range(3)]
-            say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
+        if not brief:
+            _look_closer(world, found, keep, logs)
+    sync_s, whole = (median(row["seconds"] for row in found[name][2:]) for name in ("sync", "rollouts"))
+    print(f"sync {sync_s:.3f} s, rollouts {whole:.3f} s", flush=True)
+    if not brief:
+        found["share_of_engine"] = median(found["alone"]["as the rollouts"]) / whole
         keep()
-        for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
-            with profiled(logs, name, on_gpu=race.on_gpu):
-                work()
-    whole = median(row["seconds"] for row in found["rollouts"][1:])
-    found["share_of_engine"] = median(found["alone"]["as the rollouts"]) / whole
+        print(f"the engine alone: {found['share_of_engine']:.3f} of the rollouts", flush=True)
+
+
+def _look_closer(world: World, found: dict[str, Any], keep: Callable[[], None], logs: Path) -> None:
+    """The engine alone, and the profiles."""
+    ways = {"as the rollouts": (True, True), "no seeds": (False, True), "no logprobs": (True, False)}
+    for name, (seeds, logprobs) in {**ways, "neither": (False, False)}.items():
+        found["alone"][name] = [world.alone(seeds=seeds, logprobs=logprobs) for _ in range(3)]
+        say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
     keep()
-    sync_s, alone = median(row["seconds"] for row in found["sync"][1:]), found["share_of_engine"]
-    print(f"sync {sync_s:.3f} s, rollouts {whole:.3f} s, the engine alone {alone:.3f} of that", flush=True)
+    for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
+        with profiled(logs, name, on_gpu=world.on_gpu):
+            work()
 
 
 if __name__ == "__main__":
