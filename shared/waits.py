@@ -46,8 +46,8 @@ class _AwakeClock:
                 self._ticking.start()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(_TICK_S)
+        never = threading.Event()
+        while not never.wait(_TICK_S):
             self._tick()
 
     def _tick(self) -> None:
