@@ -709,7 +709,7 @@ class Campaign:
 
 
 def broken_invariants(campaign: Campaign, left: list[str]) -> list[str]:
-    """What does not hold, in words."""
+    """Return what does not hold, in words."""
     from learner.run.checkpoint import verify
 
     found = [f"{name} did not end" for name in left]

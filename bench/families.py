@@ -80,7 +80,7 @@ def main(
 
 
 def compare(name: str, folder: Path) -> dict[str, Any]:
-    """What was compared. Raises what differs."""
+    """Return what was compared. Raises what differs."""
     model = folder / "model"
     ALL[name](model)
     policy = load_policy(ModelConfig(path=str(model), allow_untested_family=True), device=CPU)

@@ -312,7 +312,7 @@ class Forger:
 
     @staticmethod
     def is_short(i: int) -> bool:
-        """Whether frame `i` has another size. It ends the group."""
+        """True if frame `i` has another size. It ends the group."""
         return i % 500 == 7
 
     def frame(self, i: int) -> bytes:

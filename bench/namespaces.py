@@ -71,7 +71,7 @@ class Node:
         _for_a_while(self.hub_pid, f"tc qdisc replace {link} {qdisc}", seconds, f"tc qdisc del {link}")
 
     def can_shape(self, qdisc: str) -> bool:
-        """Whether this kernel has the discipline."""
+        """True if this kernel has the discipline."""
         try:
             self.shape(0.0, qdisc)
         except NoNamespacesError:

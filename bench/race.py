@@ -329,7 +329,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def parts_lines(result: Result) -> list[str]:
-    """Where a sync's and a generation call's time goes, one line each: medians in seconds."""
+    """Return where a sync's and a generation call's time goes, one line each: medians in seconds."""
     lines = []
     for phase in ("sync", "rollout"):
         names = [name for name in result.steps[-1] if name.startswith(f"{phase}/")]
@@ -378,7 +378,7 @@ def race_of(
 
 
 def run_side(side: Side, race: Race, results: Results, logs: Path) -> bool:
-    """Whether it ended well."""
+    """True if it ended well."""
     run = {"ours": run_ours, "trl": run_trl}[side]
     folder = Path(tempfile.mkdtemp(prefix="race-"))
     try:

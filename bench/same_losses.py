@@ -288,7 +288,7 @@ def _tensor_digests(path: Path) -> dict[str, bytes]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Where a record holds: CPU and versions; and which commit it is of."""
+    """Return where a record holds: CPU and versions; and which commit it is of."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     fields = dict(line.partition(":")[::2] for line in cpuinfo.split("\n\n")[0].splitlines())
     cpu = {name.strip(): value.strip() for name, value in fields.items()}

@@ -141,7 +141,7 @@ def measured() -> Measured:
 
 
 def seconds_of(seed: int) -> float:
-    """How long the answer with this seed takes."""
+    """Return how long the answer with this seed takes."""
     draw = random.Random(seed)
     seconds = draw.choice(measured().calls_s)
     return seconds * STRAGGLER_TIMES if draw.random() < STRAGGLERS else seconds

@@ -119,7 +119,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What every judged process and folder held, with its growth; how many lives each program had."""
+    """Return what every judged process and folder held, with its growth; how many lives each program had."""
     lives: dict[tuple[str, int], list[Sample]] = {}
     for sample in samples:
         for pid, found in sample["processes"].items():
@@ -144,7 +144,7 @@ def figures_of(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def grown(figures: Mapping[str, Any]) -> list[str]:
-    """What is not flat, in words."""
+    """Return what is not flat, in words."""
     found = [f"process {one} outlived its program" for one in figures["left"]]
     if not figures["processes"]:
         found.append("no process lived long enough to be judged")

@@ -384,7 +384,7 @@ def main(
 
 
 def engine(vllm: bool, slots: int) -> dict[str, Any]:
-    """What makes rollouts: keys of `rollout_matching`."""
+    """Return what makes rollouts: keys of `rollout_matching`."""
     if not vllm:
         return {"rollout_backend": "hf", "decode_batch_size": 640}
     share = {"gpu_memory_utilization": round(0.8 / slots, 3), "max_model_len": 1024}

@@ -101,7 +101,7 @@ MEASURED = (
 
 
 def tables() -> str:
-    """What stands between the markers."""
+    """Return what stands between the markers."""
     worst = [min(one.error for one in MEASURED), max(one.error for one in MEASURED)]
     return "\n".join([*_by_model(), "", _error_in_words(*worst), "", *_compared(), ""])
 

@@ -91,7 +91,7 @@ def exit_code(returncode: int) -> int:
 
 
 def describe(returncode: int) -> str:
-    """How a process ended, in words."""
+    """Return how a process ended, in words."""
     if returncode >= 0:
         return f"ended with exit code {returncode}"
     return f"was ended by {signal.Signals(-returncode).name}"

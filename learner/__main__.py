@@ -687,7 +687,7 @@ def _end(work: Callable[[], int]) -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether stdout is a pipe whose reader has gone. From now on it leads nowhere then: Python flushes it at its
+    """True if stdout is a pipe whose reader has gone. From now on it leads nowhere then: Python flushes it at its
     end."""
     poll = select.poll()
     poll.register(_STDOUT, 0)

@@ -102,11 +102,11 @@ class Task(Protocol):
         ...
 
     def match(self, parsed: Any) -> Any:
-        """What `parse` returned, compared with the truth in `rollout.sample`."""
+        """Return what `parse` returned, compared with the truth in `rollout.sample`."""
         ...
 
     def target(self, assignment: Any, loss: LossConfig) -> Target:
-        """What is learned from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS included.
+        """Return what is learned from the matched answer: token ids [Y], labels [Y] and loss weights [Y], EOS included.
 
         Its first `prefix_length` tokens are the rollout's own. A label is -100 exactly where the weight is 0. Every
         token that is learned follows from the tokens before it (`learner.tasks.detection.target` checks this).
@@ -130,7 +130,7 @@ class Task(Protocol):
         ...
 
     def calibration(self, assignments: Sequence[Any]) -> str | None:
-        """What makes scores of answers, fitted on greedy answers to validation samples: the text of
+        """Return what makes scores of answers, fitted on greedy answers to validation samples: the text of
         `calibration.json`. None: answers of this task have no scores, or there is too little to learn from."""
         return None
 

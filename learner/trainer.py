@@ -78,7 +78,7 @@ def memory_errors(row: PackedRow) -> Iterator[None]:
 
 
 def _named(error: Exception) -> str:
-    """What ended a run, in a line."""
+    """Return what ended a run, in a line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Stopped) else f"{type(error).__name__}: {text}"[:MAX_REASON]
 
@@ -153,7 +153,7 @@ class Trainer:
         self.save() if agreed else self.rescue()
 
     def why_early(self) -> str:
-        """What ended the run before its last step; empty if nothing did."""
+        """Return what ended the run before its last step; empty if nothing did."""
         if self.callbacks.ended_by:
             return f"{self.callbacks.ended_by} ended it"
         gave_up = self.best.gives_up and self.state.global_step < self.total_steps

@@ -191,7 +191,7 @@ class ServerConfig(Section):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: no path of this machine."""
+        """Return what clients call the model: no path of this machine."""
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
     @property
@@ -227,7 +227,7 @@ class ServerConfig(Section):
 
     @property
     def is_public(self) -> bool:
-        """Whether other machines can reach the HTTP port or the group's."""
+        """True if other machines can reach the HTTP port or the group's."""
         return not (is_loopback(self.host) and is_loopback(self.group_host))
 
 

@@ -232,7 +232,7 @@ def _send(link: socket.socket, data: bytes, check: Callable[[], None] = lambda: 
 
 
 def _receive(link: socket.socket, num_bytes: int, check: Callable[[], None] = lambda: None) -> bytearray:
-    """What is there is received before `check` can give up. Raises EOFError."""
+    """Return what is there is received before `check` can give up. Raises EOFError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:

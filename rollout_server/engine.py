@@ -181,7 +181,7 @@ class StallWatch:
             await asyncio.sleep(0.25 * self._stall_s)
 
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
-        """Whether it does, with as many turns as it gets. No time passes while this process itself stands
+        """True if it does, with as many turns as it gets. No time passes while this process itself stands
         still."""
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
@@ -252,7 +252,7 @@ class VllmEngine:
         return answer if look is None else replace(answer, pixels=await look.result())
 
     def text_of(self, token_ids: list[int]) -> str:
-        """What the tokens say, special ones included."""
+        """Return what the tokens say, special ones included."""
         return self._renderer.text_of(token_ids)
 
     async def score(

@@ -126,7 +126,7 @@ class Gate:
         self.state = "draining"
 
     def drained(self) -> bool:
-        """Whether all calls in flight have ended. The weights may be overwritten from then on."""
+        """True if all calls in flight have ended. The weights may be overwritten from then on."""
         assert self.update is not None, "no update under way"
         if self.in_flight == 0:
             self.state = "updating"

@@ -196,7 +196,7 @@ class OpenAILayer:
 
 
 def texts(call: OpenAICall) -> list[str]:
-    """What has to be tokenized."""
+    """Return what has to be tokenized."""
     if isinstance(call, ChatCall):
         return [text_of(call.messages)]
     prompt = getattr(call, "prompt", "")
@@ -240,7 +240,7 @@ def _completion_request(call: OpenAICall) -> Any:
 
 
 def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, Any]:
-    """What the client has set."""
+    """Return what the client has set."""
     return call.model_dump(exclude_unset=True, exclude_none=True, exclude=without)
 
 

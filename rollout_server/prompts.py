@@ -85,7 +85,7 @@ class Renderer:
                 raise too_long(f"more than {num_tokens} tokens in {len(text)} characters", most)
 
     def text_of(self, token_ids: list[int]) -> str:
-        """What the tokens say, special ones included."""
+        """Return what the tokens say, special ones included."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False, spaces_between_special_tokens=False)
         assert isinstance(text, str)
         return text

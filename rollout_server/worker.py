@@ -180,7 +180,7 @@ class Load(Protocol):
 
     @property
     def runs_meanwhile(self) -> bool:
-        """Whether the model can run while it is loaded, though with unknown weights."""
+        """True if the model can run while it is loaded, though with unknown weights."""
 
     def open(self) -> None: ...
 

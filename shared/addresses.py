@@ -17,7 +17,7 @@ _TRIES = 1_000
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` (a name or an address) is this machine's loopback."""
+    """True if `host` (a name or an address) is this machine's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a program can listen on this loopback port now."""
+    """True if a program can listen on this loopback port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its last server ended
         try:

@@ -31,13 +31,13 @@ class CanaryGap:
 
 
 def cached_positions(num_tokens: int) -> list[int]:
-    """Which tokens of an answer are scored through the prefix cache too, evenly spread."""
+    """Return which tokens of an answer are scored through the prefix cache too, evenly spread."""
     number = min(num_tokens, MAX_CACHED)
     return [(2 * i + 1) * num_tokens // (2 * number) for i in range(number)]
 
 
 def shape_error(learner: Logprobs, reply: ScoreReply) -> str:
-    """What is wrong with the numbers of log-probabilities in `reply`; "" if nothing is."""
+    """Return what is wrong with the numbers of log-probabilities in `reply`; "" if nothing is."""
     wanted, found = [len(one) for one in learner], [len(one) for one in reply.logprobs]
     if found != wanted:
         return f"{found} log-probabilities for answers of {wanted} tokens"

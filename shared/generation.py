@@ -208,7 +208,7 @@ TRIES = 5  # of a request that the engine gives back
 
 
 def was_given_back(output: Any) -> bool:
-    """Whether vLLM has ended a request without working on it, and wants it again.
+    """True if vLLM has ended a request without working on it, and wants it again.
 
     It keeps processed images on two sides of a pipe and sends only what the other side lacks. A request that is
     cancelled on the way leaves an image on one side only. The next request with that image comes back with the finish
@@ -296,5 +296,5 @@ def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def says_too_long(error: Exception) -> bool:
-    """Whether vLLM refuses a request because of its length. vLLM has no error type for this."""
+    """True if vLLM refuses a request because of its length. vLLM has no error type for this."""
     return any(words in str(error) for words in ("model length", "max_model_len", "context length"))

@@ -164,7 +164,7 @@ class Images:
         raise self._nothing_there(source, folder)
 
     def _may_read(self, handle: int) -> bool:
-        """Whether it is a file below a folder that is allowed, wherever links have led."""
+        """True if it is a file below a folder that is allowed, wherever links have led."""
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return False
         path, roots = Path(f"/proc/self/fd/{handle}").readlink(), self.rules.roots
@@ -253,7 +253,7 @@ def _way_of(source: str, folder: Path = Path()) -> Way:
 
 
 def _looks_like_image(text: str) -> bool:
-    """Whether the text is base64 whose first bytes are those of an image."""
+    """True if the text is base64 whose first bytes are those of an image."""
     head = "".join(text[: 2 * _SIGNATURE_CHARS].split())[:_SIGNATURE_CHARS]
     try:
         return _SIGNATURE.match(base64.b64decode(head, validate=True)) is not None

@@ -24,7 +24,7 @@ _pattern: re.Pattern[str] | None = None  # a group for each value, in that order
 
 
 def is_secret(name: str) -> bool:
-    """Whether an environment variable's name says so."""
+    """True if an environment variable's name says so."""
     return _SECRET.search(name) is not None
 
 

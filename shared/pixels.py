@@ -117,7 +117,7 @@ def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int])
 
 
 def settings_of(image_processor: Any, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """What decides how images are resized and scaled, in words; `overrides` are a call's own."""
+    """Return what decides how images are resized and scaled, in words; `overrides` are a call's own."""
     own = {name: getattr(image_processor, name, None) for name in _SETTINGS} | dict(overrides or {})
     found = {name: _in_words(own[name]) for name in _SETTINGS if own[name] is not None}
     return {"processor": type(image_processor).__name__, **found, **_versions()}

@@ -1,7 +1,8 @@
 """Waits with a deadline, by a clock that stands still with this process: Ctrl-Z and `fg`, a machine that was paused or
 held up. What is waited for may have come meanwhile, and only this process has not seen it.
 
-All deadlines of both programs are made here. `time.monotonic` measures durations, and ends no wait.
+In: limits in seconds. Out: deadlines for whoever waits: a thread, a coroutine, a loop that polls. Waits for a process
+to end, and those of libraries, have limits of their own, by the system's clock.
 """
 
 from __future__ import annotations
@@ -106,6 +107,15 @@ def wait_for(changed: threading.Condition, holds: Callable[[], bool], limit_s: f
     """True if `holds` became true within `limit_s`. The caller has the condition's lock."""
     deadline = Deadline(limit_s)
     while not changed.wait_for(holds, timeout=deadline.left_s()):
+        if deadline.is_over():
+            return False
+    return True
+
+
+def is_set_within(event: threading.Event, limit_s: float) -> bool:
+    """True if the event is set within `limit_s`."""
+    deadline = Deadline(limit_s)
+    while not event.wait(deadline.left_s()):
         if deadline.is_over():
             return False
     return True

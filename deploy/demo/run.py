@@ -131,7 +131,7 @@ def write_data(out: Path) -> None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Whether this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a row of the demo takes 12
+    """True if this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a row of the demo takes 12
     times as long in bfloat16. (Processors with AMX have AVX-512 too.)"""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 

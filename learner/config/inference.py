@@ -43,7 +43,7 @@ class InferenceSettings(BaseModel):
 
 
 def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
-    """What the run says. `samples`: of its training data. The prompt is the one that most of them have."""
+    """Return what the run says. `samples`: of its training data. The prompt is the one that most of them have."""
     prompts: Counter[tuple[tuple[str, Any], ...]] = Counter()
     classes: dict[str, None] = {}
     turns: dict[tuple[tuple[str, Any], ...], Sequence[Mapping[str, Any]]] = {}

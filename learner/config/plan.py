@@ -33,7 +33,7 @@ def topology_rules(world_size: int) -> tuple[Rule, ...]:
 
 
 def shards(config: RunConfig, world_size: int) -> bool:
-    """Whether each rank holds only its part of the model."""
+    """True if each rank holds only its part of the model."""
     return config.model.sharding == "fsdp" and world_size > 1
 
 

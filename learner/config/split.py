@@ -15,7 +15,7 @@ def as_read_for(data: DataConfig, split: str) -> DataConfig:
 
 
 def _own_keys(own: SplitConfig) -> dict[str, Any]:
-    """What is given. A format of its own is not read by the run's reader."""
+    """Return what is given. A format of its own is not read by the run's reader."""
     keys = {
         "format": own.format,
         "reader": own.reader,

@@ -430,7 +430,7 @@ def _cost(share: Share) -> int:
 
 
 def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
-    """What `steps` optimizer steps learn at least of the data, in micro-batches, each counted once."""
+    """Return what `steps` optimizer steps learn at least of the data, in micro-batches, each counted once."""
     whole = steps_per_epoch(per_epoch, gradient_accumulation_steps=gradient_accumulation_steps, m_steps=m_steps)
     epochs, rest = divmod(steps, whole)
     return epochs * per_epoch + min(rest // m_steps * gradient_accumulation_steps, per_epoch)
@@ -455,7 +455,7 @@ class WindowRepeater(Iterator[MicroBatch]):
 
     @property
     def next_step(self) -> WindowStep:
-        """Where the next micro-batch belongs."""
+        """Return where the next micro-batch belongs."""
         return self._next
 
     def __next__(self) -> MicroBatch:

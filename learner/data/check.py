@@ -35,7 +35,7 @@ class WithoutTokenizer:
 
 
 def checks_of(config: RunConfig) -> Validates:
-    """What can be checked of a run's samples without a tokenizer. Raises ConfigErrors."""
+    """Return what can be checked of a run's samples without a tokenizer. Raises ConfigErrors."""
     if config.task.type == "detection":  # whose class loads more than a check needs
         from learner.tasks.detection.write import validate_sample
 
@@ -60,7 +60,7 @@ def splits(config: RunConfig) -> dict[str, str]:
 
 
 def check_retained(config: RunConfig) -> dict[str, CheckedSplit]:
-    """What is in the annotations of `data.retain`, by name."""
+    """Return what is in the annotations of `data.retain`, by name."""
     return {
         f"retain {name}": check_split(own, "train", own.data.train, key=f"data.retain ({name})")
         for name, own in retained_configs(config).items()

@@ -57,7 +57,7 @@ def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
 
 
 def _are_detected(objects: Iterable[object]) -> bool:
-    """Whether the truth is that of the detection task, whose tokens have bounds. Others are tokenized."""
+    """True if the truth is that of the detection task, whose tokens have bounds. Others are tokenized."""
     return all(isinstance(obj, DetectionObject) for obj in objects)
 
 

@@ -83,7 +83,7 @@ class PromptEncoder:
 
     @property
     def image_processing(self) -> ImageProcessing | None:
-        """How images are resized and scaled; None for text."""
+        """Return how images are resized and scaled; None for text."""
         return None if self.processor is None else ImageProcessing.of(self.processor.image_processor)
 
     def num_tokens(self, sample: Sample) -> int:

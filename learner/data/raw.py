@@ -114,7 +114,7 @@ class BadRecords:
             )
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """What was dropped, clipped and kept, by kind: `{"no_area": {"drop": 2}}`."""
+        """Return what was dropped, clipped and kept, by kind: `{"no_area": {"drop": 2}}`."""
         found: dict[str, dict[str, int]] = {}
         for (kind, action), number in sorted(self.counts.items()):
             found.setdefault(kind, {})[action] = number
@@ -334,7 +334,7 @@ def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
 
 
 def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
-    """Whether a box has an area, in pixels or in bins."""
+    """True if a box has an area, in pixels or in bins."""
     if not encloses_something(kind, coords):
         return False
     if kind == "bbox_2d":

@@ -109,7 +109,7 @@ def read_split(
 
 
 def annotations_of(data: DataConfig, path: str) -> Annotations:
-    """What a format's reader is given for a split. Raises DataError."""
+    """Return what a format's reader is given for a split. Raises DataError."""
     keys = [key for key, named in (("train", data.train), ("val", data.val), ("test", data.test)) if named == path]
     return locate(data, part_of(path)[0], keys[0] if len(keys) == 1 else None)
 

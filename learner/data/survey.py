@@ -95,7 +95,7 @@ def lines_of(found: Survey) -> list[str]:
 
 
 def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
-    """What may be a mistake. `held_out`: the split is for evaluations."""
+    """Return what may be a mistake. `held_out`: the split is for evaluations."""
     warned = [
         f"{number} {_DONE[action]} ({kind}), for example {found.examples[kind]}"
         for kind, actions in found.bad.items()

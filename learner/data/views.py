@@ -78,7 +78,7 @@ def _recolored(picture: Image.Image, view: View) -> Image.Image:
 
 
 def open_images(sample: Sample, images: Images) -> list[Image.Image]:
-    """What the model sees of the sample. Raises MediaError."""
+    """Return what the model sees of the sample. Raises MediaError."""
     if sample.view is not None:
         return [render(sample.view, images)]
     return [images.load(image) for image in sample.images]

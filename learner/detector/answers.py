@@ -79,7 +79,7 @@ class Answers:
 
     @property
     def images_at_once(self) -> int:
-        """How many images keep the backend busy. What was answered is kept after each so many."""
+        """Return how many images keep the backend busy. What was answered is kept after each so many."""
         return max(1, self._config().decode_batch_size // max(1, self.asked.samples))
 
     def __enter__(self) -> Self:

@@ -103,7 +103,7 @@ def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height:
 
 
 def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) -> bool:
-    """Whether one of `others` [N, 4] is the same object."""
+    """True if one of `others` [N, 4] is the same object."""
     x1, y1, x2, y2 = box
     width = np.minimum(x2, others[:, 2]) - np.maximum(x1, others[:, 0])
     height = np.minimum(y2, others[:, 3]) - np.maximum(y1, others[:, 1])
@@ -115,7 +115,7 @@ def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) 
 
 
 def _is_cut(box: ScoredBox, tile: Tile, width: int, height: int) -> bool:
-    """Whether it touches an edge of its tile that is inside the image."""
+    """True if it touches an edge of its tile that is inside the image."""
     x1, y1, x2, y2 = box.box
     return (
         (tile.left > 0 and x1 <= tile.left + _EDGE)

@@ -169,7 +169,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
 
 
 def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, Any]:
-    """What must be the same for a command to go on."""
+    """Return what must be the same for a command to go on."""
     sources = hashlib.sha256("\n".join(image.source for image in line.values()).encode()).hexdigest()[:16]
     asked = {key: value for key, value in asdict(options.asked).items() if key != "token"}
     return {

@@ -114,7 +114,7 @@ class Detector:
         yield from self._answered(waiting, line)
 
     def _is_enough(self, waiting: Collection[Parts | MediaError]) -> bool:
-        """Whether these keep the backend busy, or are as much as should be sent at once."""
+        """True if these keep the backend busy, or are as much as should be sent at once."""
         samples = [sample for parts in waiting if isinstance(parts, Parts) for sample in parts.samples]
         sent = sum(len(sample.images[0]) for sample in samples) * max(1, self.asked.samples)
         return len(samples) >= self.answers.images_at_once or sent >= MOST_BYTES

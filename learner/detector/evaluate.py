@@ -150,7 +150,7 @@ def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str,
 
 
 def _by_model(path: Path, name: str, samples: Mapping[str, Sequence[Sample]], asked: Asked) -> dict[str, Found]:
-    """What one model, which is started once, finds in each of the annotated sets."""
+    """Return what one model, which is started once, finds in each of the annotated sets."""
     with Detector(path, asked=asked) as detector:
         return {key: Found(name=name, boxes=_boxes(detector, own)) for key, own in samples.items()}
 

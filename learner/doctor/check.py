@@ -169,7 +169,7 @@ def _family(config: RunConfig) -> list[Mistake]:
 
 
 def _names_of_model(config: RunConfig) -> list[Mistake]:
-    """What the section names that the model does not have. Nothing if the model is not on this machine."""
+    """Return what the section names that the model does not have. Nothing if the model is not on this machine."""
     if not any((Path(config.model.path) / name).is_file() for name in ("config.json", "adapter_config.json")):
         return []
     from learner.doctor.names import names_that_are_wrong  # imported here: it builds the model

@@ -136,7 +136,7 @@ _MARKS = {"ok": "", "warn": "! ", "fail": "wrong: ", "skipped": "not checked: "}
 
 
 def in_line(name: str, finding: Finding) -> str:
-    """What was found, and what to do, on one line."""
+    """Return what was found, and what to do, on one line."""
     remedy = f"; {finding.remedy}" if finding.remedy else ""
     return f"  {_MARKS[finding.verdict]}{name}: {masked(' '.join(f'{finding.text}{remedy}'.split()))}"
 

@@ -99,7 +99,7 @@ def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:
 
 
 def data_in_words(report: Mapping[str, Any]) -> list[str]:
-    """What the data is, what looks wrong with it, how long the run is, and what it takes."""
+    """Return what the data is, what looks wrong with it, how long the run is, and what it takes."""
     lines: list[str] = []
     for split, number in report.get("samples", {}).items():
         found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})

@@ -59,7 +59,7 @@ def _name(place: int, sample: Sample) -> str:
 
 
 def _labelled(sample: Sample, images: Images) -> Image.Image:
-    """What the model sees of the sample, with labels in green and ignore regions in orange."""
+    """Return what the model sees of the sample, with labels in green and ignore regions in orange."""
     picture = open_images(sample, images)[0]
     picture.thumbnail((_SIDE, _SIDE))
     for objects, color in ((sample.ignored, IGNORED), (sample.objects, LABEL)):

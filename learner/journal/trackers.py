@@ -306,7 +306,7 @@ class _Thread:
             self.dropped += 1
 
     def join(self, timeout_s: float) -> bool:
-        """Whether all calls were made in this time."""
+        """True if all calls were made in this time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

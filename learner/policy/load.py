@@ -102,7 +102,7 @@ class Policy:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weights are spread over ranks. Then every use of them is collective (`sharding.py`)."""
+        """True if the weights are spread over ranks. Then every use of them is collective (`sharding.py`)."""
         return self._sharded is not None
 
     @property

@@ -169,5 +169,5 @@ def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was too small. On CPU torch has no error type for it, only words."""
+    """True if memory was too small. On CPU torch has no error type for it, only words."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

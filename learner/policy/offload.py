@@ -74,7 +74,7 @@ class Offload:
 
     @property
     def moves(self) -> bool:
-        """Whether anything is moved."""
+        """True if anything is moved."""
         return any(True for _ in self._tensors())
 
     @contextmanager

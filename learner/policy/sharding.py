@@ -81,7 +81,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is only this rank's part of a sharded one."""
+    """True if a tensor is only this rank's part of a sharded one."""
     return isinstance(tensor, DTensor)
 
 

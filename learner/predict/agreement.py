@@ -72,7 +72,7 @@ class Finding(NamedTuple):
 
 
 def findings(answers: Sequence[Sequence[DetectionObject]]) -> list[Finding]:
-    """What the answers say, each thing once, in the order in which it was first said."""
+    """Return what the answers say, each thing once, in the order in which it was first said."""
     found: list[DetectionObject] = []
     votes: list[int] = []
     for answer in answers:
@@ -92,7 +92,7 @@ def agreed(found: Sequence[Finding], num_answers: int, share: float = AGREEMENT)
 
 
 def labelled_and_unlabelled(objects: Sequence[DetectionObject], sample: Sample) -> tuple[int, int]:
-    """How many of the objects agreed on have a label, and how many have none."""
+    """Return how many of the objects agreed on have a label, and how many have none."""
     paired = {p for p, *_ in _pairs(objects, sample.objects)}
     near_label = iou_matrix(objects, sample.objects).max(axis=1, initial=0.0) >= APART_IOU
     near = near_label | (ignored_shares(objects, sample.ignored)[1] >= SAME_IOU)

@@ -21,9 +21,7 @@ import torch
 from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
-from learner.extensions import check_extensions
-from learner.journal.trackers import check_trackers
-from learner.policy.parallel import Ranks, init_ranks
+from learner.policy.parallel import Ranks
 from learner.predict.recommend import better_places
 from learner.recipe.headroom import measure_headroom
 from learner.recipe.record import START, TIME_UP, Record, StageResult, digest_of, read_record, spent_s, stage_result
@@ -33,12 +31,10 @@ from learner.run.best import BEST_LINK, point_best
 from learner.run.files import writing
 from learner.run.lock import locked
 from learner.run.output_dir import check_output_dir, check_writable
-from learner.run.stopping import told_before_the_first_step
 from learner.trainer import Trainer
-from learner.wiring.build import train_on
+from learner.wiring.build import joined_ranks, train_on
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
-from shared.families import check_folder
 
 SFT_SHARE = 0.6  # of the time, at most, as long as grpo may follow
 LEAST_SHARE = 0.1  # of the time: with less, grpo is not begun
@@ -51,13 +47,7 @@ def recipe(config: RunConfig, minutes: float, *, environment: Mapping[str, str])
     Raises ConfigError, CheckpointError, OutputError, and whatever a stage's run raises.
     """
     check_recipe(config)
-    check_extensions(config)
-    check_trackers(config)
-    check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
-    with ExitStack() as stack:
-        stack.enter_context(told_before_the_first_step())
-        ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
-        stack.callback(ranks.close)
+    with joined_ranks(config, environment) as ranks, ExitStack() as stack:
         (record, *_) = ranks.all_succeed(lambda: _begin(config, minutes, ranks, stack))
         return Recipe(config, record, ranks, environment).follow()
 
@@ -202,7 +192,7 @@ class Recipe:
     # ---- the record ------------------------------------------------------------------------------------------------
 
     def _earlier_s(self, name: str) -> float:
-        """What earlier starts of the stage took. Rank 0 knows."""
+        """Return what earlier starts of the stage took. Rank 0 knows."""
         return self.ranks.broadcast_object(spent_s(self.root / name) if self.ranks.is_main else 0.0)
 
     def _decide(self, *, grpo: str = "", no_grpo: str = "", ended: str = "") -> None:

@@ -125,7 +125,7 @@ def read_record(root: Path) -> Record | None:
 
 
 def digest_of(config: RunConfig) -> str:
-    """What two commands must have in common to be one recipe: model, data, task and labels."""
+    """Return what two commands must have in common to be one recipe: model, data, task and labels."""
     parts = config.model_dump_json(include={"model", "data", "task", "labels"})
     return hashlib.sha256(parts.encode()).hexdigest()
 
@@ -167,7 +167,7 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
 
 
 def _labels(run_dir: Path) -> tuple[str, bool]:
-    """What the newest completion of the labels did, in words, and whether it added anything."""
+    """Return what the newest completion of the labels did, in words, and whether it added anything."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
         return "", False

@@ -47,7 +47,7 @@ def check_recipe(config: RunConfig) -> None:
 
 
 def metric_of(config: RunConfig) -> str:
-    """What decides: `training.keep_best`, if it names a metric."""
+    """Return what decides: `training.keep_best`, if it names a metric."""
     named = config.training.keep_best
     return METRIC if named in (None, "auto") else named
 

@@ -171,7 +171,7 @@ def members(run_dir: Path, run: Run) -> list[tuple[str, str | tuple[str, str]]]:
 
 
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
-    """What is drawn over an answer's image: as the training matched it, not as an evaluation scores it."""
+    """Return what is drawn over an answer's image: as the training matched it, not as an evaluation scores it."""
     matched = {int(p): (int(t), float(iou)) for p, t, iou in line["pairs"]}
     missed, kept = set(map(int, line["missed"])), set(map(int, line.get("kept", ())))
     found = [("region", "ignore region", read_object(item)) for item in line["ignored"]]
@@ -217,7 +217,7 @@ def standing(run: Run, now: float) -> Standing:
 
 
 def left(run: Run) -> list[str]:
-    """How long the steps that are left will take, at the pace of the last ones."""
+    """Return how long the steps that are left will take, at the pace of the last ones."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     if not status.total_steps or done >= status.total_steps:
         return ["all steps are done"] if done else []
@@ -263,7 +263,7 @@ def charts(run: Run) -> tuple[list[Chart], Table | None]:
 
 
 def busy(run: Run) -> Chart | None:
-    """How much of the last steps each rank and server worked; waiting is not work."""
+    """Return how much of the last steps each rank and server worked; waiting is not work."""
     last = run.timelines[-BUSY_STEPS:]
     span = sum(line.end_s - line.begin_s for line in last)
     if span <= 0:

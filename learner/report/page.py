@@ -22,7 +22,7 @@ from learner.run.files import write_atomically
 
 
 def _written(value: object) -> object:
-    """How a template writes a value: drawings need no more than two decimals, and None is nothing."""
+    """Return how a template writes a value: drawings need no more than two decimals, and None is nothing."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return "" if value is None else value

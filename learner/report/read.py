@@ -204,7 +204,7 @@ def read_runs(path: Path) -> RunSet:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a learner wrote this directory."""
+    """True if a learner wrote this directory."""
     return (path / METRICS).is_file() or (path / RESOLVED_NAME).is_file() or any(_eval_files(path))
 
 

@@ -50,7 +50,7 @@ class Card:
 
 
 def facts(runs: RunSet) -> str:
-    """What the main run was."""
+    """Return what the main run was."""
     main = runs.runs[0]
     found = [
         main.setting("custom", "trainer_variant"),
@@ -156,7 +156,7 @@ def _sync_card(runs: Sequence[Run]) -> Card:
 
 
 def notes(runs: Sequence[Progress]) -> list[str]:
-    """What the page cannot show or should warn of, one line each, with the run's name if there are several."""
+    """Return what the page cannot show or should warn of, one line each, with the run's name if there are several."""
     several = len(runs) > 1
     return [
         f"{progress.run.name}: {text}" if several else text
@@ -191,7 +191,7 @@ def _because(run: Run) -> str:
 
 
 def _bad_records(run: Run) -> list[str]:
-    """What of the data was dropped or clipped, a line per split."""
+    """Return what of the data was dropped or clipped, a line per split."""
     words = {"drop": "dropped", "clip": "clipped"}
     told = {
         split: [
@@ -294,8 +294,8 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         return line_chart(title, series, x_label="IoU", y_max=1.0, dots=True, note=note)
 
     note = (
-        "Share of predictions that are right if boxes must fit this well. Answers carry no scores, so there is no "
-        "precision-recall curve over confidence."
+        "Share of predictions that are right if boxes must fit this well. All boxes of an answer count, whatever their "
+        "scores; coco/ap is over scores."
     )
     drawn = [
         chart("Precision by IoU threshold", lambda counts: counts.precision, note),
@@ -328,7 +328,7 @@ def class_table(runs: Sequence[Progress]) -> Table | None:
 
 
 def last_evaluation(progress: Progress) -> str:
-    """Which evaluation figures of the run's end are of."""
+    """Return which evaluation figures of the run's end are of."""
     point = progress.after or progress.before
     return f"{progress.run.name}, evaluation at step {point.global_step if point else 0}"
 

@@ -69,7 +69,7 @@ class SceneOutcome:
 
 @lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
 def classify(scene: Scene) -> SceneOutcome:
-    """What each prediction of a scene was."""
+    """Return what each prediction of a scene was."""
     iou, same = _compare(scene)
     close = iou >= IOU_THRESHOLD
     correct = {p: t for p, t, _ in assign(iou, close & same)}
@@ -140,8 +140,8 @@ def counts_by_class(scenes: Sequence[Scene]) -> dict[str, Counts]:
 def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
     """At each of the evaluation's IoU thresholds, with the same description; every threshold has its own assignment.
 
-    This is not a precision-recall curve over confidence: an answer carries no scores, so a run has one set of
-    predictions. Over thresholds, precision and recall keep one ratio; they say how well boxes fit.
+    This is not a precision-recall curve over confidence: all boxes of an answer count, whatever their scores. Over
+    thresholds, precision and recall keep one ratio; they say how well boxes fit.
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:

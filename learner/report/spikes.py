@@ -1,7 +1,7 @@
 """Steps whose loss or gradient norm leapt, and the samples that they learned, as they were labelled.
 
-In: a run's `spike` events. Out: marks for its charts, and `Spike` records for `templates/page.html`: most often one
-look at the labels says what was wrong.
+In: a run's `spike` events. Out: marks for its charts, and `SpikingStep` records for `templates/page.html`. Most often
+one look at the labels says what was wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SpikeCard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spike:
+class SpikingStep:
     """One step. `ident` is its place on the page."""
 
     ident: str
@@ -46,11 +46,11 @@ def largest(run: Run) -> dict[int, list[SpikePoint]]:
     return {step: by_step[step] for step in sorted(by_step)}
 
 
-def spikes(run: Run, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[Spike]:
-    """What the page shows of them. Ids begin with `prefix`."""
+def spikes(run: Run, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[SpikingStep]:
+    """Return what the page shows of them. Ids begin with `prefix`."""
     roots = image_roots(run)
     return [
-        Spike(
+        SpikingStep(
             ident=f"{prefix}spike-{step}",
             heading=f"Step {step}: {'; '.join(map(_said, points))}",
             cards=[_card(sample, roots) for sample in points[0].samples],

@@ -32,7 +32,7 @@ from learner.report.charts import (
     ticks,
 )
 from learner.report.read import Activity, Run, StepTimeline
-from learner.report.spikes import Spike, largest, marked, spikes
+from learner.report.spikes import SpikingStep, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack")
@@ -78,7 +78,7 @@ class Training:
     charts: Sequence[Chart]
     folded: Sequence[Chart]
     flat: Table | None
-    spikes: Sequence[Spike]
+    spikes: Sequence[SpikingStep]
     timeline: Timeline | None
     absent: Sequence[str]
 

@@ -589,5 +589,5 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _last_seen_of(error: ProjectError) -> str:
-    """What a look at the server found. An unreachable server is not described twice."""
+    """Return what a look at the server found. An unreachable server is not described twice."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)

@@ -289,7 +289,7 @@ class ColocatedEngine:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """Whether the device has room beside the engine for `needed_bytes`, and for larger rows than those seen."""
+        """True if the device has room beside the engine for `needed_bytes`, and for larger rows than those seen."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 

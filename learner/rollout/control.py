@@ -57,7 +57,7 @@ def ask(run_dir: Path, request: ServerRequest) -> Path:
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
-    """What `ServerControl.show` wrote last. Raises ConfigError where no run has written it."""
+    """Return what `ServerControl.show` wrote last. Raises ConfigError where no run has written it."""
     path = run_dir / FOLDER / STATE
     try:
         state = json_in(path)
@@ -83,7 +83,7 @@ class ServerControl:
             _remove(old)
 
     def take(self) -> list[ServerRequest]:
-        """What was asked since the last time, in order."""
+        """Return what was asked since the last time, in order."""
         found = []
         for path in self._requests():
             try:

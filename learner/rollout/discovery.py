@@ -46,7 +46,7 @@ class Discovery:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")
 
     def take(self, membership: Membership) -> list[ServerRequest]:
-        """What follows from the list that was read last. Begins to read it again when that is due."""
+        """Return what follows from the list that was read last. Begins to read it again when that is due."""
         new = self._read()
         if self._reading is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._config.every_s
@@ -61,7 +61,7 @@ class Discovery:
         return added + [ServerRequest(action="remove", base_url=url) for url in gone]
 
     def _read(self) -> dict[str, int]:
-        """What is new in a list that has just been read."""
+        """Return what is new in a list that has just been read."""
         if self._reading is None or not self._reading.done():
             return {}
         reading, self._reading = self._reading, None

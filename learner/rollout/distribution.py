@@ -116,7 +116,7 @@ def quotas_of(
 
 
 def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """How many of the rank's slots each server owns. Together they are `num_requests`, in server order."""
+    """Return how many of the rank's slots each server owns. Together they are `num_requests`, in server order."""
     num_slots, total = num_ranks * num_requests, sum(sizes)
     first, last = rank * num_requests, (rank + 1) * num_requests
     owned, edge = [], 0
@@ -181,7 +181,7 @@ class Batch:
 
 
 def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
-    """What to send after a failure, each part a run of consecutive requests."""
+    """Return what to send after a failure, each part a run of consecutive requests."""
     middle = len(unanswered) // 2
     parts = (unanswered[:middle], unanswered[middle:])
     return [

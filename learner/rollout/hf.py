@@ -201,7 +201,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def samples_at_once(config: RolloutMatchingConfig, mode: str) -> int:
-    """How many samples `decode_batch_size` sequences are enough for. Raises ConfigError if for none."""
+    """Return how many samples `decode_batch_size` sequences are enough for. Raises ConfigError if for none."""
     num_beams = config.decoding.num_beams if mode == "beam" else 1
     if config.decode_batch_size < num_beams:
         raise ConfigError(

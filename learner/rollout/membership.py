@@ -68,7 +68,7 @@ class Membership:
 
     @property
     def wanted(self) -> int:
-        """How many must serve."""
+        """Return how many must serve."""
         if self.min_servers == "all":
             return len(self.serving) + sum(not member.is_new for member in self.out)
         return self.min_servers
@@ -79,7 +79,7 @@ class Membership:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run can go on without one of the serving servers."""
+        """True if the run can go on without one of the serving servers."""
         return self.min_servers != "all" and len(self.serving) > self.min_servers
 
     def get(self, base_url: str) -> Member | None:

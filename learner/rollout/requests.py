@@ -67,7 +67,7 @@ def infer_request(
 
 
 def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
-    """Whether the rollouts of a sample in a step ask for their pixels. All of them do or none, because their digest is
+    """True if the rollouts of a sample in a step ask for their pixels. All of them do or none, because their digest is
     made once; another share of the samples in every step."""
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64

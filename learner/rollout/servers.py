@@ -231,7 +231,7 @@ class ServerBackend(StreamingBackend):
     # ---- who serves ------------------------------------------------------------------------------------------------
 
     def usable(self) -> Membership:
-        """What the ranks agreed on, without the servers that have failed this rank since."""
+        """Return what the ranks agreed on, without the servers that have failed this rank since."""
         with self._lock:
             return self._without_lost()
 

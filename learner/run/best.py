@@ -62,7 +62,7 @@ class BestEvaluation:
 
     @property
     def gives_up(self) -> bool:
-        """Whether the last `patience` evaluations were not better than the best one."""
+        """True if the last `patience` evaluations were not better than the best one."""
         if self.patience is None or self.best_step is None:
             return False
         return sum(step > self.best_step for step in self.values) >= self.patience

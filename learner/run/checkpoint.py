@@ -164,7 +164,7 @@ class CheckpointStore:
         return ""
 
     def path_of(self, state: TrainerState) -> Path:
-        """Where `save` writes it."""
+        """Return where `save` writes it."""
         return self.root / f"checkpoint-{state.global_step}"
 
     def _finish(self, state: TrainerState, failure: str) -> Path:
@@ -326,7 +326,7 @@ def _read_state(path: Path) -> tuple[TrainerState, str]:
 
 
 def _place(path: Path, name: str) -> str:
-    """Where this checkpoint has one of our own files of tensors."""
+    """Return where this checkpoint has one of our own files of tensors."""
     beside = Path(name).name
     return beside if (path / beside).is_file() else name
 

@@ -52,7 +52,7 @@ OWN = (
 
 
 def traces_of_run(run_dir: Path) -> str:
-    """What shows that a run has been here, in words; empty if none has."""
+    """Return what shows that a run has been here, in words; empty if none has."""
     checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
     steps, evaluations = _steps(run_dir / "metrics.jsonl"), list(run_dir.glob("eval/step_*.jsonl"))
     counts = ((steps, "optimizer step"), (len(evaluations), "evaluation"), (len(checkpoints), "checkpoint"))
@@ -205,7 +205,7 @@ def clear_output_dir(config: RunConfig) -> list[str]:
 
 
 def _resumes(config: RunConfig) -> bool:
-    """Whether the run goes on with the one in its folder: not with a checkpoint of another run."""
+    """True if the run goes on with the one in its folder: not with a checkpoint of another run."""
     where = config.training.resume_from_checkpoint
     if where is None:
         return False

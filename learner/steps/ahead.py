@@ -131,7 +131,7 @@ class Stage2Ahead(Stage2Steps):
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
-        """Whether the producers can use the present weights, and those that they have are used up."""
+        """True if the producers can use the present weights, and those that they have are used up."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False
@@ -184,7 +184,7 @@ class Stage2Ahead(Stage2Steps):
         return self._parts.batches.num_taken // self._parts.batches.per_epoch
 
     def _too_far(self, step: int, updates: int) -> bool:
-        """Whether a rollout by weights of so many updates would be too old in `step`."""
+        """True if a rollout by weights of so many updates would be too old in `step`."""
         lag = self._bounds.max_update_lag
         return lag is not None and step - updates > lag
 
@@ -266,14 +266,14 @@ class Stage2Ahead(Stage2Steps):
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]
 
     def _rank_metrics(self) -> RankMetrics:
-        """What was queued, how old it was, what was dropped, how long calls took."""
+        """Return what was queued, how old it was, what was dropped, how long calls took."""
         if self._producer is None:
             return RankMetrics()
         stats, (counts, calls) = self._producer.stats(), self._reported
         self._reported = (stats.counts, stats.calls)
 
         def since(name: str) -> float:
-            """What was added to a count since the last step."""
+            """Return what was added to a count since the last step."""
             return float(getattr(stats.counts, name) - getattr(counts, name))
 
         means = {

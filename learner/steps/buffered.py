@@ -44,7 +44,7 @@ class BufferedSteps(FreshSteps):
 
     @property
     def _is_midway(self) -> bool:
-        """Whether the coming step learns the kept rows."""
+        """True if the coming step learns the kept rows."""
         return self._window == self._repeater.next_step.window
 
     def wants_sync(self, global_step: int) -> bool:

@@ -101,7 +101,7 @@ class LabelCompletion:
         self._done_at: int | None = None
 
     def is_due(self, global_step: int) -> bool:
-        """Whether labels are completed before this step. Equal on all ranks."""
+        """True if labels are completed before this step. Equal on all ranks."""
         if self._done_at is None:
             return True
         every = self._settings.refresh
@@ -264,7 +264,7 @@ def _weighted(obj: DetectionObject) -> DetectionObject:
 
 
 def _added(sample: Sample) -> dict[str, list[list[Any]]]:
-    """What a sample has besides its annotations, as JSON."""
+    """Return what a sample has besides its annotations, as JSON."""
     parts = {"objects": sample.objects, "ignored": sample.ignored}
     return {
         kind: [[obj.desc, obj.kind, list(obj.bins), list(obj.votes)] for obj in objects if obj.votes is not None]

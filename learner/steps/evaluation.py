@@ -113,7 +113,7 @@ def _found(evaluation: Evaluation) -> Iterator[FoundBox]:
 
 
 def _pixels(item: Mapping[str, Any], sample: Sample) -> list[float]:
-    """Where an object is: x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
+    """Return where an object is: x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
     bins = item["bbox_2d"] if "bbox_2d" in item else item["poly"]
     return [round(value, 2) for value in to_pixels(bins, sample.width, sample.height)]
 

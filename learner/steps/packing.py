@@ -147,7 +147,7 @@ class ArrivingRows:
 
     @property
     def complete(self) -> bool:
-        """Whether the last segment is in."""
+        """True if the last segment is in."""
         return self.num_arrived == self._number
 
     def add(self, place: int, segment: Segment) -> None:
@@ -161,7 +161,7 @@ class ArrivingRows:
 
     @property
     def closed(self) -> bool:
-        """Whether `take` gives a row now."""
+        """True if `take` gives a row now."""
         if self.complete:
             return bool(self._last or self._waiting)
         return sum(map(group_tokens, self._units())) >= self._capacity

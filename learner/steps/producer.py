@@ -171,7 +171,7 @@ class Producer:
             return ProducerStats(queued=len(self._queue.queue), counts=self._queue.counts, calls=self._calls)
 
     def describe(self) -> str:
-        """What it is doing, for an error."""
+        """Return what it is doing, for an error."""
         with self._changed:
             queue, call = self._queue, self._queue.in_flight
             flying = "no call in flight"

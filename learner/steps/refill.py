@@ -51,7 +51,7 @@ class RefilledSteps(FreshSteps):
 
     @property
     def _ended_epoch(self) -> bool:
-        """Whether the last micro-batch of an epoch was taken. Equal on all ranks."""
+        """True if the last micro-batch of an epoch was taken. Equal on all ranks."""
         return self._data.num_taken % self._data.per_epoch == 0
 
     def _lacks_groups(self) -> bool:

@@ -45,7 +45,7 @@ class StepSource(Protocol):
     """One rank's rows, step by step. To be subclassed."""
 
     def wants_sync(self, global_step: int) -> bool:
-        """Whether the servers should have the present weights before this step. Equal on all ranks."""
+        """True if the servers should have the present weights before this step. Equal on all ranks."""
         ...
 
     def fence(self) -> AbstractContextManager[Fence]:

@@ -89,7 +89,7 @@ class Stage2Steps(StepSource):
         return next(self._parts.batches)
 
     def _rank_metrics(self) -> RankMetrics:
-        """What the last step's rollouts took on this rank."""
+        """Return what the last step's rollouts took on this rank."""
         return RankMetrics()
 
     # ---- as the trainer asks ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ _NO_CALLS = CallTotals()
 
 
 def call_metrics(ended: CallTotals, before: CallTotals = _NO_CALLS) -> Mapping[str, float]:
-    """How many generation calls ended since `before`, and the seconds that they took."""
+    """Return how many generation calls ended since `before`, and the seconds that they took."""
     return {
         "stage2_ab/calls": float(ended.number - before.number),
         "stage2_ab/rollout_s": ended.seconds - before.seconds,

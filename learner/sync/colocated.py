@@ -116,7 +116,7 @@ class EngineDelivery:
         """Nothing is held."""
 
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
-        """What every rank's engine was given."""
+        """Return what every rank's engine was given."""
 
         def load_counted() -> Given:
             weights = _Counted(source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)

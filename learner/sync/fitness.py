@@ -130,7 +130,7 @@ async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
 
 
 async def all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> list[ServerStatus | ProjectError]:
-    """What each gave, or its error."""
+    """Return what each gave, or its error."""
 
     async def outcome(call: Coroutine[Any, Any, ServerStatus]) -> ServerStatus | ProjectError:
         try:

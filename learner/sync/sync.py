@@ -54,7 +54,7 @@ class Delivery(Protocol):
         Raises ServerError if too few are left."""
 
     def is_current(self) -> bool:
-        """Whether those that were reached are still those that should be."""
+        """True if those that were reached are still those that should be."""
 
     def connect(self) -> int:
         """Reach every generator; the highest version that one of them has seen."""

@@ -39,7 +39,7 @@ class ObjectTask(Protocol):
         ...
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
-        """Whether an object could be ground truth: written as an answer, it reads back unchanged."""
+        """True if an object could be ground truth: written as an answer, it reads back unchanged."""
         ...
 
     def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ class TokenText(NamedTuple):
         return int(self.ends.searchsorted(offset, "right"))
 
     def tokens_until(self, offset: int) -> int:
-        """How many tokens reach `offset` bytes; the last may go beyond it."""
+        """Return how many tokens reach `offset` bytes; the last may go beyond it."""
         return int(self.ends.searchsorted(offset, "left")) + 1 if offset else 0
 
 
@@ -200,7 +200,7 @@ class TokenPieces:
 
     @cached_property
     def boundaries(self) -> TokenBoundaries:
-        """Where this tokenizer's texts can be cut."""
+        """Return where this tokenizer's texts can be cut."""
         vocabulary = self.tokenizer.get_vocab() if self._byte_level else {}  # type: ignore[attr-defined]
         return TokenBoundaries(self._encode, self._added, vocabulary)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -88,14 +88,23 @@ def step_plan(plan: Plan) -> Plan:
 def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
     """Run the training that `config` describes, as one of torchrun's processes or alone. Returns the exit code."""
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
+    with joined_ranks(config, environment) as ranks:
+        return train_on(config, plan, ranks, environment)
+
+
+@contextmanager
+def joined_ranks(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Ranks]:
+    """The ranks of a run, until the end of the block. Raises ConfigError before they meet, if the run's own parts, its
+    trackers or its model's family cannot be used."""
     check_extensions(config)
     check_trackers(config)
     check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
-    with ExitStack() as stack:
-        stack.enter_context(told_before_the_first_step())
+    with told_before_the_first_step():
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)
-        stack.callback(ranks.close)
-        return train_on(config, plan, ranks, environment)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
 
 
 def train_on(
@@ -334,7 +343,7 @@ def _load(config: RunConfig, split: str, task: Task, *, too_long: RowLimit | Non
 
 
 def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RowLimit:
-    """Which training samples fit a packed row at any step."""
+    """Return which training samples fit a packed row at any step."""
     return RowLimit(
         encoder=encoder,
         task=task,
@@ -452,7 +461,7 @@ def _step_source(
     total_steps: int,
     journal: Journal,
 ) -> StepSource:
-    """Where each step's rows come from."""
+    """Return where each step's rows come from."""
     config, plan, clock = basis.config, basis.plan, journal.clock
     source, row_maker = _segment_source(basis, backend, journal), _row_maker(config)
     if config.stage2_ab is not None:
@@ -508,7 +517,7 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
 
 
 def _places_at_once(config: RunConfig, backend: Backend | None) -> int:
-    """How many places of a batch the backend decodes at once for this rank, at least one. With `grpo` places are
+    """Return how many places of a batch the backend decodes at once for this rank, at least one. With `grpo` places are
     rollouts, in whole groups."""
     chunk = backend.chunk if backend else 0
     if config.custom.trainer_variant == "grpo":
@@ -578,7 +587,7 @@ def _answers(basis: Basis) -> AnswersLog | None:
 
 
 def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
-    """Where rank 0's rewards and groups go."""
+    """Return where rank 0's rewards and groups go."""
     config = basis.config
     if not config.logging.groups or config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
         return None
@@ -588,7 +597,7 @@ def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
 
 
 def _label_completion(basis: Basis, backend: Backend | None, console: Console) -> LabelCompletion | None:
-    """What completes `basis.data.train`, the one list that all parts of the run read samples from."""
+    """Return what completes `basis.data.train`, the one list that all parts of the run read samples from."""
     config, task = basis.config, basis.task
     if config.labels.complete is None:
         return None

@@ -382,7 +382,7 @@ def _remedy(value: Any, wanted: str, detail: Mapping[str, Any], annotation: Any)
 
 
 def _is_right_without_quotes(text: str, annotation: Any) -> bool:
-    """Whether YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader does
+    """True if YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader does
     not, so a text that stays one may become a number."""
     try:
         value = yaml_of(text)

@@ -132,7 +132,7 @@ def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
 
 
 def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool:
-    """Whether the bytes are those that were sealed. Waits for the device, once."""
+    """True if the bytes are those that were sealed. Waits for the device, once."""
     return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index))
 
 

@@ -117,5 +117,5 @@ def _overdue() -> list[Operation[Any]]:
 
 
 def _until_next_s() -> float | None:
-    """None: nothing is under way."""
+    """Returns None if nothing is under way."""
     return min((operation.deadline.left_s() for operation in _under_way), default=None)

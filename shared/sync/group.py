@@ -40,7 +40,7 @@ from shared.errors import CommunicatorError, ProjectError
 from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation
 from shared.sync.meeting import Seat, late, meet
-from shared.waits import Deadline
+from shared.waits import Deadline, is_set_within
 
 log = logging.getLogger(__name__)
 SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
@@ -83,7 +83,7 @@ class Communicator(ABC):
         def in_turn() -> None:
             with _errors_as_ours(what):
                 try:
-                    before.wait(limit_s)
+                    is_set_within(before, limit_s)
                     broadcast(issued.set)
                 finally:
                     issued.set()

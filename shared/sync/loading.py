@@ -144,7 +144,7 @@ class WeightLoad:
 
     @property
     def runs_meanwhile(self) -> bool:
-        """Whether the model can run while it is loaded, with weights of any state in between."""
+        """True if the model can run while it is loaded, with weights of any state in between."""
         return self.in_place
 
     def open(self) -> None:
@@ -239,7 +239,7 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
 
 
 def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """Whether the served tensors are laid out as the checkpoint's, so that loading again overwrites them correctly."""
+    """True if the served tensors are laid out as the checkpoint's, so that loading again overwrites them correctly."""
     if vllm_config.model_config.quantization is not None:
         return False
     kinds = {type(module).__name__ for module in model.modules()}

@@ -113,7 +113,7 @@ def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
 
 
 def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
-    """What is wrong with one server that is named outside of a configuration."""
+    """Return what is wrong with one server that is named outside of a configuration."""
     found = _url_mistake(base_url, "URL")
     mistakes = [found] if found else []
     if group_port is not None and not 1 <= group_port <= MAX_PORT:

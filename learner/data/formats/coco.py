@@ -85,7 +85,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def image_folder(names: Sequence[str], source: Source) -> Path:
-    """Where the images of these names are."""
+    """Return where the images of these names are."""
     return _near_folder(names, source) or source.image_root(source.file.parent)
 
 

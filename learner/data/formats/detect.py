@@ -66,7 +66,7 @@ def _described(path: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether it is a Hugging Face data set."""
+    """True if it is a Hugging Face data set."""
     marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.*")
     return any(next(folder.glob(mark), None) for mark in marks)
 

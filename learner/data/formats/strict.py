@@ -72,7 +72,7 @@ def flag(value: Any) -> bool:
 
 
 def any_flag(values: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Whether one of the flags is set. All are read, so that each is yes or no."""
+    """True if one of the flags is set. All are read, so that each is yes or no."""
     found = False
     for name in names:
         try:

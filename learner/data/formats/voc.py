@@ -31,7 +31,7 @@ def read_voc(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def image_folder(folder: Path, source: Source) -> Path:
-    """Where the images are of XML files in this folder."""
+    """Return where the images are of XML files in this folder."""
     near = [folder.parent / "JPEGImages", folder.parent / "images", folder, folder.parent]
     return source.image_root(next((path for path in near if _has_images(path)), folder))
 

@@ -253,7 +253,7 @@ def _check_files(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Whether it has labels, and no image: not `classes.txt`, and not the labels of another split."""
+    """True if it has labels, and no image: not `classes.txt`, and not the labels of another split."""
     image = _other_folder(file, "labels", "images")
     if any(is_there(image.with_suffix(suffix)) for end in SUFFIXES for suffix in (end, end.upper())):
         return False
@@ -278,7 +278,7 @@ def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
-    """Whether all labels are a box and keypoints. Outlines differ in length, or some have a point that is not in the
+    """True if all labels are a box and keypoints. Outlines differ in length, or some have a point that is not in the
     box which their first two points would be, and they do not cross themselves."""
     if not labels or len(labels[0]) <= 4 or len({len(values) for values in labels}) > 1:
         return False
@@ -288,7 +288,7 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
 
 
 def _is_keypoints(values: Sequence[float]) -> bool:
-    """Whether one label among others is a box and keypoints. That may be by chance, so as an outline it must cross
+    """True if one label among others is a box and keypoints. That may be by chance, so as an outline it must cross
     itself, which outlines do not, or have three visibilities, which are whole numbers."""
     if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
         return True

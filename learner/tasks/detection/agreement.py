@@ -52,12 +52,12 @@ class Cluster:
 
     @property
     def votes(self) -> int:
-        """How many answers found it."""
+        """Return how many answers found it."""
         return len(self.members)
 
     @property
     def names(self) -> dict[str, int]:
-        """How many answers give each name, the most frequent first."""
+        """Return how many answers give each name, the most frequent first."""
         return dict(Counter(member.object.desc for member in self.members).most_common())
 
 

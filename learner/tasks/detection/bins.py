@@ -41,7 +41,7 @@ def canonical_order(objects: Iterable[DetectionObject]) -> tuple[DetectionObject
 
 
 def canonical_key(obj: DetectionObject) -> tuple[int, int]:
-    """What `canonical_order` sorts by."""
+    """Return what `canonical_order` sorts by."""
     x1, y1, _, _ = bounding_box(obj)
     return y1, x1
 
@@ -52,7 +52,7 @@ def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:
 
 
 def encloses_something(kind: GeometryKind, bins: Sequence[float]) -> bool:
-    """Whether x1 < x2 and y1 < y2: of the box itself, or of a polygon's bounding box."""
+    """True if x1 < x2 and y1 < y2: of the box itself, or of a polygon's bounding box."""
     if kind == "bbox_2d":
         return bins[0] < bins[2] and bins[1] < bins[3]
     xs, ys = bins[0::2], bins[1::2]

@@ -77,7 +77,7 @@ class Candidate:
 def candidates(
     sample: Sample, answers: Sequence[Sequence[DetectionObject]], *, overlap: float = OVERLAP
 ) -> list[Candidate]:
-    """What the answers say about a sample, those with most votes first."""
+    """Return what the answers say about a sample, those with most votes first."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
     in_ignored = ignored_shares(objects, sample.ignored)[1] >= SAME_IOU

@@ -345,7 +345,7 @@ def _coordinates(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Gram
 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
-    """How many entries and tokens are kept, and the text that the tail begins with."""
+    """Return how many entries and tokens are kept, and the text that the tail begins with."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

@@ -89,7 +89,7 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Ca
 
 
 def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[Told]:
-    """What is told of each object of an answer; zeros where the log-probabilities are not known."""
+    """Return what is told of each object of an answer; zeros where the log-probabilities are not known."""
     number = len(answer.objects)
     logprobs = answer.rollout.logprobs
     places = [i / max(1, number - 1) for i in range(number)]
@@ -112,7 +112,7 @@ def _alone(place: int, obj: DetectionObject) -> Cluster:
 
 
 def _object(cluster: Cluster) -> DetectionObject:
-    """What the answers agree on."""
+    """Return what the answers agree on."""
     return cluster.object
 
 

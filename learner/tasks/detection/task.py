@@ -107,7 +107,7 @@ class DetectionTask(Task):
         }
 
     def count(self, assignments: Sequence[Assignment]) -> CountTable:
-        """What `evaluate` adds up, one row per sample: the input of the bootstrap."""
+        """Return what `evaluate` adds up, one row per sample: the input of the bootstrap."""
         return count_objects(assignments)
 
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
