@@ -108,7 +108,10 @@ ARMS: Mapping[str, Arm] = {
     "grpo and rollout matching": Arm(grpo={"credit": "object", "matching_weight": 1.0}, loss=TUNED, **_GRPO),
     "sft, then grpo": Arm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
     "sft, then grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
+    "sft, then grpo on soft IoU": Arm(grpo={"credit": "object"}, reward={"soft_iou": 1.0}, after_sft=True, **_GRPO),
     "sft, then rollout matching": Arm(loss=TUNED, after_sft=True, rate=5e-5),
+    "sft, coordinates smoothed": Arm(variant="sft", steps=120, evaluations=15, loss={"coordinate_smoothing": 0.5}),
+    "rollout matching, prefix repaired": Arm(loss={"prefix_repair": True, "matched_desc_weight": 1.0}),
     "recipe": Arm(variant="sft", steps=120, evaluations=15, recipe=True),
 }
 

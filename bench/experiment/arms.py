@@ -34,6 +34,7 @@ class Arm:
     grpo: Mapping[str, Any] | None = None
     complete: Mapping[str, Any] | None = None  # `labels.complete`
     augment: Mapping[str, Any] | None = None  # `data.augment`
+    reward: Mapping[str, float] | None = None  # `reward.weights`; None: the default
 
     @property
     def samples(self) -> bool:
@@ -92,6 +93,7 @@ def run_config(
         labels={"complete": dict(arm.complete)} if arm.complete is not None else None,
         stage2_ab=arm.stage2_ab,
         grpo={"num_generations": GROUP, **arm.grpo} if arm.grpo is not None else None,
+        reward={"weights": dict(arm.reward)} if arm.reward is not None else None,
         training={"eval_on_end": True, **training},
         logging={"trackers": [], "progress_bar": False},
         global_max_length=max(4096, global_max_length),
