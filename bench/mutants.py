@@ -5,20 +5,28 @@ a statement that is left out. It is *killed* when a test fails, or when the test
 texts, log calls and docstrings are not changed.
 
 In: the packages of TARGETS. Of all mutants `--number` are drawn, each module by its share, the same ones for a seed.
-The tests of a mutant are those in the folder of its package's tests that import its module, with the module's own file
-of tests first. Out: FILE, one JSON line per mutant. What is there is not done again, so a second command goes on. The
-last words are the share of killed mutants, and those that live.
+First, all unit tests run once, and the lines that each executes are written to FILE with the suffix `.lines.jsonl`
+(fifteen minutes of one core). A mutant is tried with tests that execute its line and pass without it: the *direct*
+ones, in files beside the module's own that import it, then those of the whole *area* (AREAS). Lines that only another
+process executes count as not executed.
 
-Every mutant is a process, forked from one that has imported what tests need from other projects. It works on a copy of
-the repository, so that processes which a test starts have the mutant too.
+Out: FILE, one JSON line per mutant. What is there is not done again, so a second command goes on; mutants that only
+direct tests have tried go on with the area's. `--again` tries those that live, and no others, when there are new tests.
+The last words are the share of killed mutants, and those that live.
+
+Every mutant is a process, forked from one that has imported what tests need from other projects. Each worker has a copy
+of the repository, so that processes which a test starts have the mutant too.
 """
 
 from __future__ import annotations
 
 import ast
+import compileall
 import copy
+import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -26,14 +34,17 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
+import pytest
 import typer
 
 from bench.runs import say
@@ -62,11 +73,14 @@ NEEDED = (
     "uvicorn",
     "safetensors.torch",
 )
+AREAS = ("tests/unit/shared", "tests/unit/rollout_server", "tests/unit/learner")
 _COPIED = ("shared", "rollout_server", "learner", "deploy", "bench", "tests", "docs", "pyproject.toml")
 _CPU_FACTOR, _CPU_MORE_S = 4, 20  # of what the tests take without a mutant
-_WALL_S = 400.0
+_AREA_S = 120.0  # of the area's tests, the quickest that take so long together
+_WALL_S = 240.0
 
 Outcome = Literal["killed", "killed by time", "lives"]
+Tests = Literal["direct", "area"]
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
@@ -255,27 +269,101 @@ def fitting_tests(path: str) -> list[str]:
     return [file.relative_to(ROOT).as_posix() for file in found]
 
 
-class Copy:
-    """A copy of the repository with its compiled files. Mutants write none: they could outlive the mutant."""
+class Lines:
+    """A plugin of pytest: which lines of `paths` each test executes, and how long it takes, written to `into`.
 
-    def __init__(self, folder: Path) -> None:
+    What a fixture executes belongs to all tests of the file, since it may be made once for them. What executes while
+    tests are imported belongs to all that execute anything of the module.
+    """
+
+    def __init__(self, folder: Path, paths: Collection[str], into: Path) -> None:
+        self._paths = {str(folder / path): path for path in paths}
+        self._into = into
+        self._now = ""  # a test, a file of tests, or nothing: imports
+        self._found: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._failed: set[str] = set()
+
+    def start(self) -> None:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        return self._line if frame.f_code.co_filename in self._paths else None
+
+    def _line(self, frame: FrameType, event: str, arg: object) -> Any:
+        self._found[self._now].add((self._paths[frame.f_code.co_filename], frame.f_lineno))
+        return self._line
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._now = item.nodeid.partition("::")[0]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> None:
+        self._now = item.nodeid
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        self._now = item.nodeid.partition("::")[0]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+        if not report.passed:
+            self._failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        sys.settrace(None)
+        found: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for now, lines in self._found.items():
+            for path, line in sorted(lines):
+                found[now][path].append(line)
+        seconds = {test: round(s, 3) for test, s in self._seconds.items() if test not in self._failed}
+        self._into.write_text(json.dumps({"seconds": seconds, "lines": found}))
+
+
+class Only:
+    """A plugin of pytest: no other tests than these."""
+
+    def __init__(self, tests: Collection[str]) -> None:
+        self._tests = set(tests)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid in self._tests]
+
+
+def executing(mutant: Mutant, known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Tests that execute the mutant's line and pass without it, and their seconds. `known`: files of tests."""
+    found: dict[str, float] = {}
+    for file, row in known.items():
+        lines = {now: set(paths.get(mutant.path, ())) for now, paths in row["lines"].items()}
+        for test, seconds in row["seconds"].items():
+            its = lines.get(test, set())
+            at_import = mutant.line in lines.get("", ()) and (its or lines.get(file))
+            if at_import or mutant.line in its | lines.get(file, set()):
+                found[test] = seconds
+    return found
+
+
+class Copy:
+    """A copy of a repository with its compiled files. Mutants write none: they could outlive the mutant."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
         self.folder = folder
         for name in _COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("results"))
+            if (source / name).is_dir():
+                shutil.copytree(source / name, folder / name, ignore=shutil.ignore_patterns("results"))
             else:
-                shutil.copy(source, folder / name)
+                shutil.copy(source / name, folder / name)
 
-    def run(self, tests: Sequence[str], cpu_s: int, *, compiles: bool) -> tuple[bool, bool, float]:
-        """Whether the tests pass, whether their time is over, and their CPU seconds."""
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    def run(self, files: Sequence[str], plugin: Lines | Only, cpu_s: float) -> tuple[bool, bool]:
+        """Whether the tests pass, and whether their time is over."""
         began = time.monotonic()
         pid = os.fork()
         if pid == 0:
             code = 99
             try:
-                code = self._test(tests, cpu_s, compiles=compiles)
+                code = self._test(files, plugin, round(cpu_s))
             except BaseException:
                 traceback.print_exc()
             os._exit(code)  # never into the caller's clean-up
@@ -286,11 +374,9 @@ class Copy:
             os.killpg(pid, signal.SIGKILL)
             ended = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(ended[1])
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return code == 0, late or code in (-signal.SIGXCPU, -signal.SIGKILL), seconds
+        return code in (0, pytest.ExitCode.NO_TESTS_COLLECTED), late or code in (-signal.SIGXCPU, -signal.SIGKILL)
 
-    def _test(self, tests: Sequence[str], cpu_s: int, *, compiles: bool) -> int:
+    def _test(self, files: Sequence[str], plugin: Lines | Only, cpu_s: int) -> int:
         os.setsid()
         os.chdir(self.folder)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
@@ -298,25 +384,36 @@ class Copy:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         sys.path[:] = [str(self.folder), *(one for one in sys.path if one not in ("", str(ROOT)))]
-        os.environ |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "" if compiles else "1"}
-        sys.dont_write_bytecode = not compiles
+        os.environ |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] in _COPIED]:
             del sys.modules[name]
-        import pytest
-
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120"]
+        options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=120"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # plugins are imported already
-        return int(pytest.main([*options, *tests]))
+        if isinstance(plugin, Lines):
+            plugin.start()
+        else:
+            options.append("-x")
+        return int(pytest.main([*options, *files], plugins=[plugin]))
 
-    def outcome(self, mutant: Mutant, tests: Sequence[str], cpu_s: int) -> Outcome:
+    def lines(self, file: str, paths: Collection[str]) -> dict[str, Any]:
+        """What the tests of a file execute; nothing if they do not end."""
+        into = self.folder / "lines.json"
+        into.unlink(missing_ok=True)
+        self.run([file], Lines(self.folder, paths, into), 600)
+        found: dict[str, Any] = json.loads(into.read_text()) if into.is_file() else {"seconds": {}, "lines": {}}
+        return found
+
+    def outcome(self, mutant: Mutant, tests: Mapping[str, float]) -> Outcome:
         file = self.folder / mutant.path
         original, times = file.read_text(), file.stat()
         compiled = list((file.parent / "__pycache__").glob(f"{file.stem}.*"))
         for path in compiled:
             path.rename(path.with_name(f"{path.name}.kept"))
         file.write_text(changes_of(original)[mutant.place].source())
+        files = sorted({test.partition("::")[0] for test in tests})
         try:
-            passed, late, _ = self.run(tests, cpu_s, compiles=False)
+            passed, late = self.run(files, Only(tests), _CPU_FACTOR * sum(tests.values()) + _CPU_MORE_S)
         finally:
             file.write_text(original)
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -334,45 +431,98 @@ def main(
     number: Annotated[int, typer.Option(min=1, help="Mutants that are drawn.")] = 400,
     seed: Annotated[int, typer.Option()] = 0,
     seconds: Annotated[float, typer.Option(help="No mutant is begun after that.")] = 1e9,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that work side by side.")] = 1,
+    again: Annotated[bool, typer.Option("--again", help="Try those that live, and no others.")] = False,
 ) -> None:
     """Draw mutants, run their tests, say which live."""
     deadline = time.monotonic() + seconds
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
     for name in NEEDED:
         importlib.import_module(name)
-    mutants = draw(target or TARGETS, number, seed)
-    done, limits = _read(out)
+    done = _read(out)
+    mutants = draw(target or TARGETS, sys.maxsize if again else number, seed)
+    lives = {name for name, row in done.items() if row["outcome"] == "lives"}
+    tried = lives if again else {name for name in lives if "tests" not in done[name]}
+    todo = [one for one in mutants if one.name in tried or not (again or one.name in done)]
     with tempfile.TemporaryDirectory() as folder:
-        place = Copy(Path(folder) / "copy")
-        for mutant in mutants:
-            if mutant.name in done or time.monotonic() > deadline:
-                continue
-            tests = fitting_tests(mutant.path)
-            if mutant.path not in limits:
-                passed, _, cpu_s = place.run(tests, 600, compiles=True)
-                if not passed:
-                    say(f"{mutant.path}: its tests fail without a mutant: {' '.join(tests)}")
-                limits[mutant.path] = round(_CPU_FACTOR * cpu_s) + _CPU_MORE_S if passed else 0
-                _append(out, {"tests_of": mutant.path, "cpu_limit_s": limits[mutant.path]} if passed else {})
-            if not limits[mutant.path]:
-                continue
-            outcome: Outcome = place.outcome(mutant, tests, limits[mutant.path]) if tests else "lives"
-            done[mutant.name] = {**asdict(mutant), "outcome": outcome}
-            _append(out, done[mutant.name])
-            say(f"{len(done)}: {mutant.name}: {outcome}")
+        master = Copy(ROOT, Path(folder) / "master")
+        compileall.compile_dir(master.folder, quiet=2)
+        begin = (master.folder, Path(folder), deadline)
+        with multiprocessing.get_context("fork").Pool(workers, _begin, begin) as pool:
+            known = _lines(out.with_suffix(".lines.jsonl"), pool, {mutant.path for mutant in mutants})
+            jobs = [(mutant, executing(mutant, known)) for mutant in todo]
+            for row in pool.imap_unordered(_judge, jobs):
+                if row is not None:
+                    _append(out, row)
+                    done[_name(row)] = row
+                    say(f"{len(done)}: {_name(row)}: {row['outcome']} ({row['tests']})")
     report(done)
+
+
+_worker: tuple[Copy, float]  # of a process of the pool: its copy, and when no mutant is begun any more
+
+
+def _begin(master: Path, folder: Path, deadline: float) -> None:
+    global _worker
+    _worker = Copy(master, folder / f"copy-{os.getpid()}"), deadline
+
+
+def _lines(kept: Path, pool: Any, paths: Collection[str]) -> dict[str, dict[str, Any]]:
+    """What each file of tests executes. What is in `kept` is not run again if the file and `paths` are the same."""
+    sources = b"".join((ROOT / path).read_bytes() for path in sorted(paths))
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+    known = {row["file"]: row for row in rows}
+    files = [file for area in AREAS for file in (ROOT / area).rglob("test_*.py")]
+    files.sort(key=lambda file: -file.stat().st_size)  # those that may take long first
+    jobs = []
+    for file in files:
+        name, digest = file.relative_to(ROOT).as_posix(), hashlib.sha256(file.read_bytes() + sources).hexdigest()
+        if known.get(name, {}).get("sha256") != digest:
+            jobs.append((name, digest, sorted(paths)))
+    for row in pool.imap_unordered(_lines_of, jobs):
+        known[row["file"]] = row
+        _append(kept, row)
+        say(f"lines: {row['file']}: {len(row['seconds'])} tests")
+    return known
+
+
+def _lines_of(job: tuple[str, str, Sequence[str]]) -> dict[str, Any]:
+    file, digest, paths = job
+    return {"file": file, "sha256": digest, **_worker[0].lines(file, paths)}
+
+
+def _judge(job: tuple[Mutant, Mapping[str, float]]) -> dict[str, Any] | None:
+    """The row of a mutant; nothing after the deadline."""
+    mutant, tests = job
+    place, deadline = _worker
+    if time.monotonic() > deadline:
+        return None
+    files = set(fitting_tests(mutant.path))
+    direct = {test: s for test, s in tests.items() if test.partition("::")[0] in files}
+    row = asdict(mutant) | {"executed_by": len(tests)}
+    if direct and (outcome := place.outcome(mutant, direct)) != "lives":
+        return row | {"outcome": outcome, "tests": "direct"}
+    rest, all_s = {}, 0.0
+    for test, s in sorted(tests.items(), key=lambda one: one[1]):
+        if test not in direct and all_s + s <= _AREA_S:
+            rest[test], all_s = s, all_s + s
+    outcome = place.outcome(mutant, rest) if rest else "lives"
+    return row | {"outcome": outcome, "tests": "area"}
 
 
 def _append(out: Path, row: Mapping[str, object]) -> None:
     with out.open("a") as file:
-        file.write(json.dumps(row) + "\n" if row else "")
+        file.write(json.dumps(row) + "\n")
 
 
-def _read(out: Path) -> tuple[dict[str, dict[str, object]], dict[str, int]]:
-    """Mutants by name, and the time limits of modules' tests."""
+def _read(out: Path) -> dict[str, dict[str, Any]]:
+    """Mutants by name, each by its last line."""
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
-    limits = {row["tests_of"]: row["cpu_limit_s"] for row in rows if "tests_of" in row}
-    mutants = [row for row in rows if "outcome" in row]
-    return {Mutant(row["path"], row["line"], row["change"], row["place"]).name: row for row in mutants}, limits
+    return {_name(row): row for row in rows if "outcome" in row}
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return Mutant(row["path"], row["line"], row["change"], row["place"]).name
 
 
 def report(done: Mapping[str, Mapping[str, object]]) -> None:

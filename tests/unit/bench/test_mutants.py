@@ -66,32 +66,99 @@ def test_fitting_tests_a_module_are_those_that_import_it() -> None:
         assert "shared.sync" in (ROOT / name).read_text()
 
 
-def test_what_is_in_the_file_is_not_done_again(
+def _repository(folder: Path) -> Path:
+    """One module, and tests of it: one that fails, one with a fixture for all, one that knows nothing of the module."""
+    files = {
+        "shared/sums.py": "LIMIT = 3\n\ndef less(a):\n    return a < LIMIT\n\ndef more(a):\n    return a + 1\n",
+        "tests/unit/shared/test_sums.py": "from shared.sums import less\n\n"
+        "def test_less():\n    assert less(3) is False\n\ndef test_fails():\n    assert less(3)\n",
+        "tests/unit/shared/test_area.py": "import pytest\nimport shared.sums as sums\n\n"
+        "@pytest.fixture(scope='module')\ndef made():\n    return sums.more(1)\n\n"
+        "def test_first(made):\n    pass\n\ndef test_second(made):\n    assert made == 2\n",
+        "tests/unit/shared/test_else.py": "def test_nothing():\n    pass\n",
+        "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '--import-mode=importlib'\nmarkers = ['slow: long']\n",
+    }
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_tests_of_a_mutant_are_those_that_execute_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
+    place = mutants.Copy(_repository(tmp_path / "one"), tmp_path / "copy")
+    files = [f"tests/unit/shared/test_{name}.py" for name in ("sums", "area", "else")]
+    known = {file: place.lines(file, ["shared/sums.py"]) for file in files}
+
+    def names(line: int) -> set[str]:
+        mutant = mutants.Mutant("shared/sums.py", line, "any", 0)
+        return {test.rpartition("::")[2] for test in mutants.executing(mutant, known)}
+
+    assert names(4) == {"test_less"}, "not the one that fails without a mutant"
+    assert names(7) == {"test_first", "test_second"}, "what the fixture of a module executes is of all that have it"
+    assert names(1) == {"test_less", "test_first", "test_second"}, "what imports execute is of all that use the module"
+    assert names(5) == set()
+
+
+def test_a_mutant_is_killed_by_the_tests_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
+    source = _repository(tmp_path / "one")
+    place = mutants.Copy(source, tmp_path / "copy")
+    changes = changes_of((source / "shared/sums.py").read_text())
+    mutant = next(
+        mutants.Mutant("shared/sums.py", one.line, "", n) for n, one in enumerate(changes) if "Lt" in one.what
+    )
+    test = "tests/unit/shared/test_sums.py::test_less"
+    assert place.outcome(mutant, {test: 0.1}) == "killed"
+    assert place.outcome(mutant, {"tests/unit/shared/test_else.py::test_nothing": 0.1}) == "lives"
+    assert place.outcome(mutant, {"tests/unit/shared/test_else.py::test_of_no_name": 0.1}) == "lives"
+    assert (place.folder / "shared/sums.py").read_text() == (source / "shared/sums.py").read_text()
+
+
+class _Fake:
+    """Copies nothing; mutants live where `living` says so, for each kind of tests."""
+
+    living: dict[str, set[int]] = {}
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.folder = folder
+
+    def lines(self, file: str, paths: list[str]) -> dict[str, object]:
+        return {"seconds": {f"{file}::test": 0.1}, "lines": {file: {path: list(range(1000)) for path in paths}}}
+
+    def outcome(self, mutant: mutants.Mutant, tests: dict[str, float]) -> str:
+        kind = "direct" if set(tests) == {"tests/unit/rollout_server/test_gate.py::test"} else "area"
+        return "lives" if mutant.place in self.living[kind] else "killed"
+
+
+def test_rows_say_which_tests_killed_and_are_not_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done: list[str] = []
-    timed: list[object] = []
-
-    class Nothing:
-        def __init__(self, folder: Path) -> None: ...
-
-        def run(self, tests: object, cpu_s: int, *, compiles: bool) -> tuple[bool, bool, float]:
-            timed.append(tests)
-            return True, False, 1.0
-
-        def outcome(self, mutant: mutants.Mutant, tests: object, cpu_s: int) -> str:
-            done.append(mutant.name)
-            return "lives" if len(done) == 3 else "killed"
-
-    monkeypatch.setattr(mutants, "Copy", Nothing)
+    monkeypatch.setattr(mutants, "Copy", _Fake)
     monkeypatch.setattr(mutants, "NEEDED", ())
-    out = tmp_path / "mutants.jsonl"
+    monkeypatch.setattr(mutants, "AREAS", ("tests/unit/rollout_server",))
+    monkeypatch.setattr(mutants, "fitting_tests", lambda path: ["tests/unit/rollout_server/test_gate.py"])
+    out, target = tmp_path / "mutants.jsonl", ["rollout_server/gate.py"]
+    drawn = draw(target, 8, 0)
+    monkeypatch.setattr(_Fake, "living", {"direct": {one.place for one in drawn[:3]}, "area": {drawn[1].place}})
+
+    def rows() -> list[dict[str, object]]:
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    old = {"path": drawn[0].path, "line": drawn[0].line, "change": drawn[0].change, "place": drawn[0].place}
+    out.write_text(json.dumps(old | {"outcome": "lives"}) + "\n")
     for number in (5, 8):
-        mutants.main(out=out, target=["rollout_server/gate.py"], number=number, seed=0)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(done) == len(set(done)) == 8
-    assert [row["outcome"] for row in rows if "outcome" in row].count("lives") == 1
-    assert len(timed) == 1, "how long the tests take is kept too"
+        mutants.main(out=out, target=target, number=number, seed=0, seconds=100, workers=2, again=False)
+    found = {row["place"]: (row["outcome"], row["tests"]) for row in rows()[1:]}
+    assert len(rows()) == 9, "the one that only direct tests had tried is tried with the area's, others once"
+    assert found[drawn[0].place] == found[drawn[2].place] == ("killed", "area")
+    assert found[drawn[1].place] == ("lives", "area")
+    assert [found[one.place] for one in drawn[3:]] == [("killed", "direct")] * 5
     printed = capsys.readouterr().out
     assert "killed 7 of 8" in printed
-    assert done[2] in printed
+    kept = [json.loads(line)["file"] for line in out.with_suffix(".lines.jsonl").read_text().splitlines()]
+    assert len(kept) == len(set(kept)), "what tests execute is kept too"
+    monkeypatch.setattr(_Fake, "living", {"direct": set(), "area": set()})
+    mutants.main(out=out, target=target, number=1, seed=0, seconds=100, workers=1, again=True)
+    assert len(rows()) == 10
+    assert "killed 8 of 8" in capsys.readouterr().out
