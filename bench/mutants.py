@@ -384,7 +384,9 @@ class Copy:
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         sys.path[:] = [str(self.folder), *(one for one in sys.path if one not in ("", str(ROOT)))]
-        os.environ |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        also = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one not in ("", str(ROOT))]
+        path = os.pathsep.join([str(self.folder), *also])
+        os.environ |= {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] in _COPIED]:
             del sys.modules[name]
