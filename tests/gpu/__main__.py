@@ -1,8 +1,8 @@
 """All CUDA tests on the GPUs that are there, one is enough: `python -m tests.gpu --out FILE`.
 
-Two lanes of tests run beside each other. Afterwards those run that look at the memory of the whole GPU. Out: FILE, with
-the machine, the versions, each test's outcome and seconds, and the most memory that was in use; and the lanes' logs in
-`STEM-logs` beside it. Exit code 1 if a test failed, or a lane did not end in time.
+Lanes of tests run beside each other, on all GPUs. Afterwards those run that look at the memory of the whole GPU. Out:
+FILE, with the machine, the versions, each test's outcome and seconds, and the most memory that was in use; and the
+lanes' logs in `STEM-logs` beside it. Exit code 1 if a test failed, or a lane did not end in time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from bench.watch import gpu_use
 
 ROOT = Path(__file__).parents[2]
 ALONE = ("test_colocate_cuda.py",)
-FIRST_LANE = ("test_sync_cuda.py",)  # as long as the others together
+# Each takes one to three minutes, most of it in starting servers and ranks; the last lane has all other files.
+LANES = (
+    ("test_sync_cuda.py",),
+    ("test_servers_cuda.py",),
+    ("test_parallel_cuda.py",),
+    ("test_nccl.py",),
+    ("test_fsdp_cuda.py",),
+)
 _GPU_EVERY_MS = 200
 _INTERRUPTED_S = 30.0
 _SAID = 400  # characters of why a test failed
@@ -40,8 +47,9 @@ class Case(NamedTuple):
 def lanes() -> list[list[list[str]]]:
     """Files of each lane, for each part of the time."""
     found = sorted(path.name for path in Path(__file__).parent.glob("test_*.py"))
-    others = [name for name in found if name not in ALONE + FIRST_LANE]
-    return [[list(FIRST_LANE), others], [list(ALONE)]]
+    own = [list(lane) for lane in LANES]
+    rest = [name for name in found if name not in ALONE and not any(name in lane for lane in own)]
+    return [[*own, rest], [list(ALONE)]]
 
 
 def read_cases(report: Path, files: Sequence[str]) -> Iterator[Case]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from deploy.demo.model import build
 from tests.gpu.devices import FOUND, PROCESS_SHARE
 
 
@@ -12,3 +15,10 @@ from tests.gpu.devices import FOUND, PROCESS_SHARE
 def _a_share_of_the_memory() -> None:
     for device in range(FOUND):
         torch.cuda.set_per_process_memory_fraction(PROCESS_SHARE, device)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda") / "model"
+    build(path, "demo", seed=0)
+    return path
