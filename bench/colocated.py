@@ -1,10 +1,11 @@
 """Where a colocated sync and its rollouts spend their time: `python -m bench.colocated --data BCCD --out FILE`.
 
 The race's run (`bench.race`) is built in this process, without its training steps, so nothing is compiled for learning.
-In turn: a sync, and the rollouts of a step. Then the engine alone gets the same prompts, as the rollouts ask for them,
-without seeds, without log-probabilities, and without both. Last, one sync and one step's rollouts are profiled.
+In turn: a sync, and the rollouts of a step. Then syncs whose canary launches every kernel of the learner's layers from
+Python, in place of CUDA graphs. Then the engine alone gets the same prompts, as the rollouts ask for them, and without
+seeds, log-probabilities, images, or all of these. Last, one sync and one step's rollouts are profiled.
 
-Out: FILE with each sync's and each rollout's seconds and parts, and the engine's seconds alone. In `STEM-logs` beside
+Out: FILE with the seconds and parts of each sync and rollout, and the engine's seconds alone. In `STEM-logs` beside
 it: what Python did (`sync.txt`, `rollouts.txt`, by cProfile) and what the device did (`sync-device.txt`,
 `rollouts-device.txt`, by torch's profiler). Profiled calls are slower, so read only shares there. Without a GPU:
 `--size tiny`.
@@ -19,7 +20,7 @@ import os
 import pstats
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,6 +36,13 @@ from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
 
 _LINES = 60  # of a profile
+WAYS: dict[str, tuple[str, ...]] = {
+    "as the rollouts": (),
+    "no seeds": ("seeds",),
+    "no logprobs": ("logprobs",),
+    "no images": ("images",),
+    "nothing of these": ("seeds", "logprobs", "images"),
+}
 
 
 class World:
@@ -75,18 +83,27 @@ class World:
         assert self.trainer.sync is not None
         self.parts = dict(self.trainer.sync.sync().parts)
 
+    def launch_layers(self) -> None:
+        """From now on the canary's layers run from Python."""
+        assert self.trainer.sync is not None
+        scorer: Any = self.trainer.sync._delivery._canary.scorer  # type: ignore[attr-defined]
+        for way in scorer._sent.values():
+            way.scorer._layers = None
+
     def rollouts(self) -> None:
         (rollouts,) = self.backend.generate_window(self._window, global_step=1)
         self.num_tokens = sum(len(rollout.response_token_ids) for rollout in rollouts)
         self.parts = read_events(self._run_dir)[-1]["parts"]
 
-    def alone(self, *, seeds: bool, logprobs: bool) -> float:
+    def alone(self, without: Collection[str]) -> float:
         """Seconds of the engine for the same prompts, with empty caches."""
-        from shared.generation import sampling_params
+        from shared.generation import Prompt, sampling_params
 
-        how = self.backend._decoding.of().model_copy(update={"logprobs": logprobs})
+        how = self.backend._decoding.of().model_copy(update={"logprobs": "logprobs" not in without})
         prompts = self.backend._prompts(self._samples)
-        params = [sampling_params(how, i if seeds else None) for i in range(len(prompts))]
+        if "images" in without:
+            prompts = [Prompt(token_ids=list(range(20, 20 + len(prompt.token_ids))), images=[]) for prompt in prompts]
+        params = [sampling_params(how, None if "seeds" in without else i) for i in range(len(prompts))]
         vllm = self.engine._llm.llm_engine
         vllm.reset_prefix_cache()
         vllm.reset_encoder_cache()
@@ -132,7 +149,7 @@ def main(
     logs = out.with_name(f"{out.stem}-logs")
     logs.mkdir(parents=True, exist_ok=True)
     prepare_for_vllm(os.environ)
-    found: dict[str, Any] = {"sync": [], "rollouts": [], "alone": {}}
+    found: dict[str, Any] = {"sync": [], "rollouts": [], "sync_without_graphs": [], "alone": {}}
 
     def keep() -> None:
         write_atomically(out, json.dumps({**circumstances(), **options, **found}, indent=1) + "\n")
@@ -151,6 +168,11 @@ def main(
                 say(f"{name}: " + ", ".join(f"{part} {value:.3f}" for part, value in row.items()))
         found["tokens"] = world.num_tokens
         keep()
+        world.launch_layers()
+        for _ in range(3):
+            found["sync_without_graphs"].append({"seconds": world.timed(world.sync), **world.parts})
+            say("sync without graphs: " + ", ".join(f"{part} {value:.3f}" for part, value in world.parts.items()))
+        keep()
         if not brief:
             _look_closer(world, found, keep, logs)
     sync_s, whole = (median(row["seconds"] for row in found[name][2:]) for name in ("sync", "rollouts"))
@@ -163,9 +185,8 @@ def main(
 
 def _look_closer(world: World, found: dict[str, Any], keep: Callable[[], None], logs: Path) -> None:
     """The engine alone, and the profiles."""
-    ways = {"as the rollouts": (True, True), "no seeds": (False, True), "no logprobs": (True, False)}
-    for name, (seeds, logprobs) in {**ways, "neither": (False, False)}.items():
-        found["alone"][name] = [world.alone(seeds=seeds, logprobs=logprobs) for _ in range(3)]
+    for name, without in WAYS.items():
+        found["alone"][name] = [world.alone(without) for _ in range(3)]
         say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
     keep()
     for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):

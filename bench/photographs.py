@@ -4,8 +4,9 @@
 
 In: a folder of photographs with Pascal VOC annotations (BCCD: `images/`, `voc/`, `splits/train.txt`). The model has the
 shape of Qwen3-VL-4B and random weights. One rollout GPU and one learner GPU. Out: `photographs.json`, with per mode:
-seconds and tokens per second of a step, how busy both GPUs were, peak memory, every sync's seconds, its canary gap and
-its merge gap. If a mode fails, its error is recorded, and the next one runs. Without a GPU: `--size tiny`.
+seconds and tokens per second of a step, how busy both GPUs were after the warm-up, peak memory, every sync's seconds,
+its canary gap and its merge gap. If a mode fails, its error is recorded, and the next one runs. Without a GPU:
+`--size tiny`.
 
 Random weights find every answer improbable, about -12 nats per token. That is the hardest case for the canary.
 """
@@ -36,7 +37,7 @@ from transformers import (
 
 from bench.figures import circumstances
 from bench.models import grown_tokenizer
-from bench.runs import Server, learner_config, read_events, say, serve, served_by, start_learner
+from bench.runs import Server, learner_config, read_events, say, serve, served_by, start_learner, steps_of
 from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import CHAT_TEMPLATE
 from deploy.demo.model import build as build_small_model
@@ -57,6 +58,7 @@ LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
 WARM_UP_STEPS = 3  # they compile
 KV_CACHE_BYTES = 24 << 30
+_ENDS_S = 60.0  # after the last step
 
 
 def build_model(path: Path) -> int:
@@ -150,7 +152,16 @@ def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def run_mode(
-    processes: Processes, folder: Path, name: str, server: Server, model: Path, data: Path, *, steps: int, on_gpu: bool
+    processes: Processes,
+    folder: Path,
+    name: str,
+    server: Server,
+    model: Path,
+    data: Path,
+    *,
+    steps: int,
+    on_gpu: bool,
+    limit_s: float,
 ) -> dict[str, Any]:
     """Figures of one mode. Raises ServerError or DeadlineError if the run failed."""
     mode, run = MODES[name], name.replace(", ", "-").replace(" ", "_")
@@ -181,18 +192,26 @@ def run_mode(
     )
     began = time.monotonic()
     learner = start_learner(processes, folder, run, config, ranks=1, devices=[1] if on_gpu else ())
-    with gpu_use(200) as gpus:
-        try:
-            learner.wait(420.0 if on_gpu else 900.0)
-        finally:
-            events = read_events(learner.run_dir)
-            say(f"{name}: {sum(e['event'] == 'step' for e in events)} steps in {time.monotonic() - began:.0f} s")
-            for sync in [e for e in events if e["event"] == "sync"][-3:]:
-                say(
-                    f"  sync {sync['ver']}: {sync['seconds']:.2f} s, gap {sync['canary_gap']:.4f}, "
-                    f"merge gap {sync['merge_gap']:.4f}"
-                )
-    return {"mode": name, "run_s": round(time.monotonic() - began, 1), **_told(events, gpus)}
+    num_steps = lambda: len(steps_of(read_events(learner.run_dir)))  # noqa: E731
+    gpus: Mapping[int, GpuUse] = {}
+    error = {}
+    try:
+        learner.wait(limit_s, until=lambda: num_steps() >= WARM_UP_STEPS)
+        with gpu_use(200) as gpus:
+            learner.wait(limit_s - (time.monotonic() - began), until=lambda: num_steps() >= steps)
+        learner.wait(_ENDS_S)
+    except ProjectError as failure:
+        if num_steps() <= WARM_UP_STEPS:
+            raise
+        error["error"] = str(failure)  # what was measured until then is kept
+    events = read_events(learner.run_dir)
+    say(f"{name}: {num_steps()} steps in {time.monotonic() - began:.0f} s")
+    for sync in [e for e in events if e["event"] == "sync"][-3:]:
+        say(
+            f"  sync {sync['ver']}: {sync['seconds']:.2f} s, gap {sync['canary_gap']:.4f}, "
+            f"merge gap {sync['merge_gap']:.4f}"
+        )
+    return {"mode": name, "run_s": round(time.monotonic() - began, 1), **_told(events, gpus), **error}
 
 
 def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> dict[str, Any]:
@@ -226,6 +245,7 @@ def main(
     ] = None,
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
     steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Optimizer steps of a mode.")] = 20,
+    limit: Annotated[float, typer.Option(help="Seconds after which a mode is stopped.")] = 420.0,
     scratch: Annotated[
         Path, typer.Option(help="For the model: large and fast. It is kept there for a next call.")
     ] = Path("/dev/shm"),
@@ -248,7 +268,9 @@ def main(
             )
             for name in mode or MODES:
                 try:
-                    row = run_mode(processes, folder, name, server, model, data, steps=steps, on_gpu=on_gpu)
+                    row = run_mode(
+                        processes, folder, name, server, model, data, steps=steps, on_gpu=on_gpu, limit_s=limit
+                    )
                 except ProjectError as error:
                     row = {"mode": name, "error": str(error)}
                     say(f"{name}: {error}")

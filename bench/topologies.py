@@ -286,7 +286,7 @@ def _mode(
         **summary(read_events(run_dir)),
         **watched(seen),
     }
-    say(f"{topology.name}, {mode}: {row['steps_per_s']:.2f} steps/s")
+    say(f"{topology.name}, {mode}: {row['steps_per_s']:.2f} steps/s, wall {row['wall']}")
     return row
 
 
@@ -312,12 +312,15 @@ def summary(events: Events) -> dict[str, Any]:
     syncs = [event for event in events if event["event"] == "sync"]
     wall = sum(step["step_s"] for step in steps)
     late = syncs[WARM_UP_STEPS:] or syncs
+    rolled_out = [step for step in steps if step["channel"] == "B" and step.get("rollout_s", 0.0)]
+    walls = [(s["step_s"] - s.get("sync_s", 0.0)) / (s["rollout_s"] + s.get("learn_s", 0.0)) for s in rolled_out]
     return {
         "steps": len(steps),
         "channels": "".join(step["channel"] for step in steps),
         "steps_per_s": len(steps) / wall,
         "rollout_tokens_per_s": sum(step.get("rollout_tokens", 0.0) for step in steps) / wall,
         "phases_s": {name: round(sum(step.get(name, 0.0) for step in steps) / len(steps), 4) for name in _PHASES},
+        "wall": round(median(walls), 3) if walls else None,  # of the sum of a B step's rollout and learning
         "hidden_rollout_s": round(sum(step.get("stage2_ab/rollout_s", 0.0) for step in steps) / len(steps), 4),
         "syncs": len(syncs),
         "sync_s": median(sync["seconds"] for sync in late),

@@ -157,6 +157,7 @@ def test_a_runs_events_come_to_rates_and_phases() -> None:
     assert row["rollout_tokens_per_s"] == pytest.approx(50.0)
     assert row["phases_s"]["rollout_s"] == 1.0
     assert row["sync_s"] == pytest.approx(0.45)
+    assert row["wall"] == pytest.approx(2.0 / 1.5, abs=1e-3)
     assert row["synced_bytes"] == 5 * 10**9
     watched = {"gpus": {"0": {"busy_mean": 0.5}}, "written_bytes": {"server 0": 2e6}, "new_large_files": {}}
     text = markdown(
