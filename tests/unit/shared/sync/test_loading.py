@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from shared.errors import CoverageError
 from shared.sync import buckets as weights
-from shared.sync.loading import CopyMemory, Named
+from shared.sync.loading import CopyMemory, Named, WeightLoad
 
 
 class Fused:
     """A model with a fused and a padded parameter, and a loader that takes them apart as vLLM's do."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = rank
         self.qk = torch.zeros(6, 4)
         self.embed = torch.full((8, 4), 7.0)
         self.half = torch.zeros(4, 2)  # one rank's share
@@ -36,7 +42,7 @@ class Fused:
                 self.embed[len(source) :].data.fill_(0)
                 yield "embed"
             else:
-                self.half.copy_(source.narrow(1, 2, 2))
+                self.half.copy_(source.narrow(1, 2 * self.rank, 2))
                 yield "half"
 
 
@@ -53,15 +59,16 @@ def update(memory: CopyMemory, model: Fused, seed: int) -> list[torch.Tensor]:
     tensors = bucket(seed)
     memory.begin(model.parameters())
     assert memory.load(tensors, model.load) == {"qk", "embed", "half"}
-    alone = Fused()
+    alone = Fused(model.rank)
     list(alone.load(tensors))
     for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         assert found.equal(wanted)
     return [parameter.clone() for parameter in model.parameters()]
 
 
-def test_the_second_update_needs_no_loader() -> None:
-    memory, model = CopyMemory(), Fused()
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_second_update_needs_no_loader(rank: int) -> None:
+    memory, model = CopyMemory(), Fused(rank)
     first = update(memory, model, 1)
     second = update(memory, model, 2)
     assert model.num_loads == 1
@@ -101,3 +108,85 @@ def test_another_bucket_is_another_recording() -> None:
     memory.load([("embed", torch.ones(3, 4))], model.load)
     assert model.num_loads == 2
     assert model.embed.tolist() == [[1.0] * 4] * 3 + [[0.0] * 4] * 5
+
+
+# ---- does an update cover the served model? --------------------------------------------------------------------------
+
+
+class Served(torch.nn.Module):
+    """Two parameters and a head, tied or not, with vLLM's loader: a generator of the names that it wrote."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.norm = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(2, 2, bias=False)
+        self.lm_head = self.embed if tied else torch.nn.Linear(2, 3, bias=False)
+        self.ignored: set[str] = set()
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        for name, tensor in tensors:
+            if name not in self.ignored:
+                self.get_parameter(name).data.copy_(tensor)
+                yield name
+
+
+def _load(folder: Path, model: Served, monkeypatch: pytest.MonkeyPatch, **config: object) -> WeightLoad:
+    """As on a GPU, where weights are overwritten in place. The checkpoint is two files."""
+    names = list(model.state_dict())
+    for i, part in enumerate((names[:1], names[1:])):
+        tensors = {name: model.get_parameter(name).data.clone() for name in part if name != "lm_head.weight"}
+        save_file(tensors, folder / f"model-{i}.safetensors", metadata={"format": "pt"})
+    if "lm_head.weight" in names and model.lm_head is not model.embed:
+        save_file({"lm_head.weight": model.lm_head.weight.data.clone()}, folder / "model-2.safetensors")
+    monkeypatch.setattr(WeightLoad, "_context", lambda self: contextlib.nullcontext())  # else this imports vLLM
+    model_config = SimpleNamespace(model=str(folder), quantization=None, hf_text_config=SimpleNamespace())
+    model_config.__dict__.update(config)
+    return WeightLoad(model, SimpleNamespace(model_config=model_config), torch.device("cuda"), CopyMemory())
+
+
+def _send(load: WeightLoad, names: Iterable[str]) -> int:
+    shapes = {"embed.weight": (3, 2), "norm.weight": (2, 2), "lm_head.weight": (3, 2)}
+    load.open()
+    for name in names:
+        load.add([(name, torch.full(shapes[name], 2.0))])
+    return load.finish()
+
+
+def test_an_update_of_every_tensor_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Served(tied=False)
+    load = _load(tmp_path, model, monkeypatch)
+    assert load.runs_meanwhile
+    assert _send(load, ["embed.weight", "norm.weight", "lm_head.weight"]) == 3
+    assert all((parameter == 2.0).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("missing", ["embed.weight", "norm.weight", "lm_head.weight"])
+def test_a_tensor_of_any_file_that_did_not_come_is_named(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = _load(tmp_path, Served(tied=False), monkeypatch)
+    with pytest.raises(CoverageError, match=f"1 tensors of the checkpoint did not come: {missing}"):
+        _send(load, {"embed.weight", "norm.weight", "lm_head.weight"} - {missing})
+
+
+def test_a_tied_head_need_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tied = SimpleNamespace(tie_word_embeddings=True)
+    load = _load(tmp_path, Served(tied=True), monkeypatch, hf_text_config=tied)
+    assert _send(load, ["embed.weight", "norm.weight"]) == 2
+
+
+def test_a_parameter_that_the_loader_left_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Served(tied=False)
+    model.ignored = {"norm.weight"}
+    load = _load(tmp_path, model, monkeypatch)
+    with pytest.raises(CoverageError, match=r"norm\.weight"):
+        _send(load, ["embed.weight", "norm.weight", "lm_head.weight"])
+
+
+def test_layers_that_are_repacked_are_not_overwritten_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class FusedMoE(torch.nn.Identity):
+        pass
+
+    assert not _load(tmp_path, Served(tied=False), monkeypatch, quantization="fp8").in_place
+    model = Served(tied=False)
+    model.norm.add_module("experts", FusedMoE())
+    assert not _load(tmp_path, model, monkeypatch).in_place
