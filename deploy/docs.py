@@ -49,7 +49,8 @@ takes. `--json` prints the resolved plan.
 - **Types** are strict: `true` and `false` are the only booleans, `3.0` is not an integer, `1e-4` is a number. A key
   may occur once, and unknown keys are refused.
 - **Repeating a run.** The resolved configuration is `config.yaml` in the run directory; it is a configuration itself.
-- `config.schema.json` and `server.schema.json` are JSON Schemas for editors:
+- **Editors** complete and check keys by JSON Schemas: `rollout-learner schema > config.schema.json`,
+  `rollout-server --schema > server.schema.json`, `rollout-launch --schema > launch.schema.json`, and
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.
 """
 
@@ -70,8 +71,9 @@ def documents() -> dict[str, str]:
     """The text of every generated file by its name."""
     return {
         "CONFIG.md": config_markdown(),
-        "config.schema.json": json_schema(RunConfig, "Learner configuration"),
-        "server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
+        "learner/config/config.schema.json": json_schema(RunConfig, "Learner configuration"),
+        "rollout_server/server.schema.json": json_schema(ServerConfig, "Rollout server configuration"),
+        "deploy/launch.schema.json": json_schema(LaunchConfig, "Launcher configuration"),
         **pages(),
         **examples(),
         memory_table.PAGE: memory_table.with_tables((ROOT / memory_table.PAGE).read_text(encoding="utf-8")),

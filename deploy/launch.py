@@ -42,6 +42,7 @@ from deploy.torchrun import describe, exit_code, without_working_directory
 from deploy.wait_ready import id_of
 from rollout_server.config import load_server_config
 from shared.answers import ask
+from shared.config.json_schema import schema_option
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.masking import masked
@@ -367,6 +368,7 @@ def start(
     ] = None,
     to: Annotated[Place | None, typer.Option(help="Start nothing; write what this place needs.")] = None,
     out: Annotated[Path | None, typer.Option(help="With --to: the folder for it.")] = None,
+    schema: Annotated[bool, schema_option("launcher")] = False,
     version: Version = False,
 ) -> None:
     """Start rollout servers and the learner together, each on its devices, and stop them at the end. Or write the same

@@ -13,6 +13,7 @@
     rollout-learner find-missing suggest|review|write           find objects that nobody labelled, with a person
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
+    rollout-learner schema                                       print the JSON Schema of run.yaml, for editors
     rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
@@ -53,7 +54,7 @@ CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
     *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "predict", "calibrate", "evaluate"),
-    *("find-missing", "report", "servers", "bench"),
+    *("find-missing", "report", "servers", "schema", "bench"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 # "\b": click keeps these lines, and breaks no name at its hyphen.
@@ -583,6 +584,19 @@ def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_po
     ask(run, ServerRequest(action=action, base_url=url.rstrip("/"), group_port=group_port or 0))
     print(f"asked: {action} {url}. The run takes it at the end of a step; `servers list` shows the result")
     return 0
+
+
+@app.command(epilog=OTHERS)
+def schema() -> None:
+    """Print the JSON Schema of run.yaml, by which editors complete and check its keys."""
+
+    def work() -> int:
+        from shared.config.json_schema import json_schema
+
+        print(json_schema("learner"), end="")
+        return 0
+
+    _end(work)
 
 
 @app.command(epilog=OTHERS, context_settings={"ignore_unknown_options": True})

@@ -27,6 +27,7 @@ import typer
 
 from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE
+from shared.config.json_schema import schema_option
 from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
@@ -54,6 +55,7 @@ def serve(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to set over the file, such as port=8001.")
     ] = None,
+    schema: Annotated[bool, schema_option("server")] = False,
     version: Version = False,
 ) -> None:
     """Serve rollouts of one model, and take weight syncs."""

@@ -124,6 +124,20 @@ def test_a_server_configuration_is_checked(installed: Installed) -> None:
     assert json.loads(done.stdout)["port"] == 8123
 
 
+@pytest.mark.parametrize(
+    ("argv", "title"),
+    [
+        (("rollout-learner", "schema"), "Learner configuration"),
+        (("rollout-server", "--schema"), "Rollout server configuration"),
+        (("rollout-launch", "--schema"), "Launcher configuration"),
+    ],
+)
+def test_every_program_prints_the_schema_of_its_file(installed: Installed, argv: tuple[str, ...], title: str) -> None:
+    done = installed.run(*argv)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["title"] == title
+
+
 def test_the_report_finds_its_templates(installed: Installed) -> None:
     done = installed.run("rollout-learner", "report", "no_such_run")
     assert done.returncode == 2

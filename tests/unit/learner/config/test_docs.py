@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from jsonschema import Draft202012Validator
+from typer.testing import CliRunner
 
-from deploy import docs
+from deploy import docs, launch
+from learner import __main__ as learner_command
 from learner.config.load import RETIRED, load_config
 from learner.config.schema import RunConfig
+from rollout_server import __main__ as server_command
 from rollout_server.config import ServerConfig
+from shared.config.json_schema import json_schema
 from shared.config.model import describe_field, walk_keys
 from shared.config.yaml import parse_text
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, changed, everything, minimal, stage2
@@ -49,14 +54,15 @@ def test_every_key_is_listed_with_its_meaning() -> None:
 # ---- the schemas, as an editor uses them ---------------------------------------------------------------------------
 
 
-def complaints(name: str, data: dict[str, Any]) -> list[str]:
-    schema = Draft202012Validator(json.loads(documents()[name]))
+def complaints(program: str, data: dict[str, Any]) -> list[str]:
+    """By the schema that the program prints."""
+    schema = Draft202012Validator(json.loads(json_schema(program)))
     return [f"{error.json_path}: {error.message}" for error in schema.iter_errors(data)]
 
 
 @pytest.mark.parametrize("data", [minimal(), stage2(), everything()])
 def test_an_editor_accepts_what_is_right(data: dict[str, Any]) -> None:
-    assert not complaints("config.schema.json", data)
+    assert not complaints("learner", data)
 
 
 @pytest.mark.parametrize(
@@ -72,18 +78,37 @@ def test_an_editor_accepts_what_is_right(data: dict[str, Any]) -> None:
     ],
 )
 def test_an_editor_marks_what_is_wrong(changes: dict[str, Any], place: str) -> None:
-    found = complaints("config.schema.json", changed(stage2(), changes))
+    found = complaints("learner", changed(stage2(), changes))
     assert len(found) == 1
     assert found[0].startswith(f"{place}: ")
 
 
 def test_an_editor_accepts_a_file_that_adds_to_its_base() -> None:
     """Here `model.path` and all else that is required comes from the base; mistakes are marked all the same."""
-    assert not complaints("config.schema.json", {"base": "other.yaml", "model": {"dtype": "bfloat16"}})
-    assert not complaints("server.schema.json", {"base": ["a.yaml", "b.yaml"], "port": 9000})
-    assert complaints("config.schema.json", {"base": "other.yaml", "model": {"type": "bfloat16"}})
-    assert complaints("server.schema.json", {"base": 3, "model": "m"})
-    assert complaints("server.schema.json", {"port": 9000})
+    assert not complaints("learner", {"base": "other.yaml", "model": {"dtype": "bfloat16"}})
+    assert not complaints("server", {"base": ["a.yaml", "b.yaml"], "port": 9000})
+    assert complaints("learner", {"base": "other.yaml", "model": {"type": "bfloat16"}})
+    assert complaints("server", {"base": 3, "model": "m"})
+    assert complaints("server", {"port": 9000})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy/qwen3vl_4b").glob("launch*.yaml")), ids=lambda path: path.name)
+def test_an_editor_accepts_the_shipped_launches(path: Path) -> None:
+    assert not complaints("launcher", parse_text(path.read_bytes(), path.name).value)
+    assert complaints("launcher", {"servers": []})
+
+
+@pytest.mark.parametrize(
+    ("app", "arguments", "program"),
+    [
+        (learner_command.app, ["schema"], "learner"),
+        (server_command.app, ["--schema"], "server"),
+        (launch.app, ["--schema"], "launcher"),
+    ],
+)
+def test_every_program_prints_its_schema(app: typer.Typer, arguments: list[str], program: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (0, json_schema(program))
 
 
 # ---- the files under deploy/ ---------------------------------------------------------------------------------------
@@ -98,4 +123,4 @@ def test_shipped_configurations_are_valid(path: Path) -> None:
     """The learner's files under deploy/, as one rank reads them and as an editor sees them. Those for a cluster get the
     servers' addresses when the job starts."""
     load_config(path, world_size=1, env={f"ADDRESS_{i}": f"10.0.0.{i}" for i in range(4)})
-    assert not complaints("config.schema.json", parse_text(path.read_bytes(), path.name).value)
+    assert not complaints("learner", parse_text(path.read_bytes(), path.name).value)

@@ -1,0 +1,39 @@
+"""The JSON Schemas of the programs' files, as the installed packages hold them, for editors.
+
+`make docs` writes the files (`deploy.docs`). A program prints its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+import typer
+
+SCHEMAS = {
+    "learner": ("learner.config", "config.schema.json"),
+    "server": ("rollout_server", "server.schema.json"),
+    "launcher": ("deploy", "launch.schema.json"),
+}
+
+
+def json_schema(program: str) -> str:
+    """The JSON Schema of the file of `program`, a key of SCHEMAS."""
+    package, name = SCHEMAS[program]
+    return (resources.files(package) / name).read_text(encoding="utf-8")
+
+
+def schema_option(program: str) -> Any:
+    """The option `--schema`: print the schema and end, whatever else is missing."""
+    help = "Print the JSON Schema of this file, for editors."
+    return typer.Option("--schema", help=help, callback=_printer(program), is_eager=True)
+
+
+def _printer(program: str) -> Callable[[bool], None]:
+    def print_and_end(asked: bool) -> None:
+        if asked:
+            typer.echo(json_schema(program), nl=False)
+            raise typer.Exit
+
+    return print_and_end
