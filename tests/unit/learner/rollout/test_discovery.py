@@ -12,7 +12,7 @@ import pytest
 
 from learner.config.sections.servers import SERVER, DiscoveryConfig, ServerClientConfig, ServerEntry, server_mistakes
 from learner.rollout.control import ServerRequest
-from learner.rollout.discovery import Discovery, parse, read
+from learner.rollout.discovery import MAX_BYTES, Discovery, parse, read
 from learner.rollout.membership import Member, Membership
 from shared.errors import ConfigError, DeadlineError
 from tests.servers import wait_gone
@@ -119,6 +119,17 @@ def test_commands_that_list_nothing(tmp_path: Path) -> None:
     for missing in (DiscoveryConfig(command=[str(tmp_path / "no")]), DiscoveryConfig(file=str(tmp_path / "no"))):
         with pytest.raises(ConfigError, match="No such file"):
             read(missing)
+
+
+def test_a_file_that_is_too_long_is_no_list(tmp_path: Path) -> None:
+    """Its first part would look as if the servers of the rest had gone."""
+    path = tmp_path / "list"
+    text = f"{A}\n#".ljust(MAX_BYTES, "x")
+    path.write_text(text)
+    assert read(DiscoveryConfig(file=str(path))) == {A: 51216}
+    path.write_text(text + "x")
+    with pytest.raises(ConfigError, match="more than"):
+        read(DiscoveryConfig(file=str(path)))
 
 
 def test_a_command_that_does_not_end_is_ended_with_its_children(tmp_path: Path) -> None:

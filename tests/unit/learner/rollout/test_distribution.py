@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from learner.rollout.distribution import Distribution, ServerSpan, chunk_size, distribute
@@ -82,6 +82,8 @@ def slow_plan(case: Case, rank: int) -> list[int]:
 
 
 @given(CASES)
+@example(Case(n=3, num_ranks=3, sizes=(3, 3, 1), decode_batch_size=2))  # the last server is full: one goes back
+@example(Case(n=5, num_ranks=3, sizes=(2, 1, 2), decode_batch_size=4))
 def test_equals_the_slot_by_slot_reference_and_covers_every_request_in_order(case: Case) -> None:
     """R07: contiguous, ordered, complete, each request once; servers as SPEC.md's sentences say."""
     assume(case.chunk > 0)

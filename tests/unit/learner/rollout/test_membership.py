@@ -69,6 +69,24 @@ def test_the_last_requests_of_a_user_count() -> None:
     assert urls(found.out) == [URLS[0]]
 
 
+def test_a_removed_server_that_does_not_serve_is_gone_at_once_and_the_others_stay() -> None:
+    lost = membership().leave_out(URLS[1], "killed", now_s=1.0)
+    after = lost.remove(URLS[1], now_s=2.0)
+    assert urls(after.members) == [URLS[0], URLS[2]] == urls(after.serving)
+    assert after.number == lost.number + 1
+
+
+def test_failures_are_counted_until_a_sync() -> None:
+    """What waits longer after each failure depends on them."""
+    found = membership().leave_out(URLS[0], "killed", now_s=1.0)
+    counted = [found.members[0].failures]
+    for _ in range(2):
+        found = found.refuse(URLS[0], "another model", now_s=2.0)
+        counted.append(found.members[0].failures)
+    found = found.synced(URLS, served(1), now_s=3.0)
+    assert [*counted, found.members[0].failures] == [1, 2, 3, 0]
+
+
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["lose", "add", "remove", "refuse", "sync"]), st.sampled_from([*URLS, "http://d"])),
     max_size=30,
@@ -105,6 +123,7 @@ def test_whatever_happens_only_synced_servers_serve(events: list[tuple[str, str]
         assert all(holds.get(u) == found.served.ver for u in urls(found.serving)), "serves what it was not given"
         states = [{m.base_url: m.state for m in one.members} for one in (before, found)]
         assert found.number >= before.number
+        assert found.number - before.number <= 1
         assert (states[0] != states[1]) <= (found.number > before.number)
         for change in found.changes_since(before):
             assert states[0].get(change.base_url) != states[1].get(change.base_url)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from learner.config.sections.decoding import DecodingConfig
 from learner.records import Rollout
-from learner.rollout.requests import Decodings, read_rollout, request_config
+from learner.rollout.requests import Decodings, asks_pixels, read_rollout, request_config
 from shared.errors import RolloutError
 from shared.wire import RolloutOutput
 from tests.unit.learner.rollout.fakes import output, sample
@@ -83,3 +84,13 @@ def test_another_temperature_is_asked_for_without_the_runs_limits() -> None:
     drawn = decodings.of(temperature=1.0)
     assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == (1.0, 1.0, -1, 99)
     assert drawn.logprobs
+
+
+def test_a_share_of_the_samples_with_images_asks_for_pixels_another_one_in_each_step() -> None:
+    samples = [replace(sample(i), images=("a.png",)) for i in range(400)]
+    steps = [[asks_pixels(0.25, one, global_step=step) for one in samples] for step in (0, 0, 1)]
+    assert steps[0] == steps[1] != steps[2], "all rollouts of a sample in a step decide alike"
+    assert all(0.15 < sum(asks) / len(asks) < 0.35 for asks in steps)
+    assert all(asks_pixels(1.0, one, global_step=3) for one in samples)
+    assert not any(asks_pixels(0.0, one, global_step=3) for one in samples)
+    assert not any(asks_pixels(1.0, replace(one, images=()), global_step=3) for one in samples), "nothing to send"
