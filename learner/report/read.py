@@ -156,6 +156,7 @@ class Run:
     steps: tuple[StepResult, ...]
     syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
+    test: EvalPoint | None  # `data.test`, scored once, if it is not what `evals` are of
     timelines: tuple[StepTimeline, ...]
     groups: tuple[GroupStep, ...]
     spikes: tuple[SpikePoint, ...]
@@ -246,10 +247,11 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
     steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
     timelines = {line.global_step: line for line in map(_timeline, named.get("timeline", ()))}
     evals, eval_damage = _evals(path if with_scenes else None, named.get("eval", ()), config)
+    test, test_damage = _test(path if with_scenes else None, named.get("test", ()), config)
     groups, group_damage = _groups(path / GROUPS) if with_scenes else ((), "")
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
     warnings = [_warning(event) for event in named.get("warning", ())]
-    notes = [config_note, *warnings, _damage(METRICS, damaged), *eval_damage, group_damage]
+    notes = [config_note, *warnings, _damage(METRICS, damaged), *eval_damage, test_damage, group_damage]
     return Run(
         name=_title(path),
         path=path,
@@ -257,6 +259,7 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
         steps=tuple(steps[key] for key in sorted(steps)),
         syncs=_syncs(events),
         evals=evals,
+        test=test,
         timelines=tuple(timelines[key] for key in sorted(timelines)),
         groups=groups,
         spikes=_spikes(named.get("spike", ())),
@@ -444,18 +447,35 @@ def _evals(
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
-    task = config.get("task")
-    is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
     for step, file in _eval_files(path) if path else ():
-        lines, damaged = _read_jsonl(file)
-        read = [read_scene(line) for line in lines if is_detection]
-        scenes[step] = tuple(scene for scene in read if scene is not None)
-        notes.append(_damage(f"eval/{file.name}", damaged + read.count(None)))
+        scenes[step], damage = _scenes(file, config)
+        notes.append(damage)
     points = tuple(
         EvalPoint(global_step=step, metrics=metrics.get(step, {}), scenes=scenes.get(step, ()))
         for step in sorted(metrics.keys() | scenes.keys())
     )
     return points, notes
+
+
+def _test(
+    path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> tuple[EvalPoint | None, str]:
+    """The score of `data.test`; without scenes if there is no path."""
+    if not events:
+        return None, ""
+    scenes, damage = _scenes(path / "eval" / "test.jsonl", config) if path else ((), "")
+    metrics = _numbers(events[-1].get("metrics"))
+    return EvalPoint(global_step=_count(events[-1], "global_step"), metrics=metrics, scenes=scenes), damage
+
+
+def _scenes(file: Path, config: Mapping[str, Any]) -> tuple[tuple[Scene, ...], str]:
+    """The scenes of an evaluation file, none if they are not of detection, and what is damaged in it."""
+    task = config.get("task")
+    is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
+    lines, damaged = _read_jsonl(file)
+    read = [read_scene(line) for line in lines if is_detection]
+    scenes = tuple(scene for scene in read if scene is not None)
+    return scenes, _damage(f"eval/{file.name}", damaged + read.count(None))
 
 
 def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:

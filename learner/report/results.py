@@ -22,6 +22,7 @@ from learner.report.scores import (
     confusion,
     counts_by_class,
     counts_by_iou,
+    f1_of,
     gain_between,
 )
 
@@ -70,9 +71,10 @@ def verdict(runs: Sequence[Progress]) -> str | None:
     before, after, gain = main.f1_before, main.f1_after, main.gain
     if before is None:
         return None
-    scenes = f" on {before.num_scenes} test scenes" if before.num_scenes else ""
+    split = "validation" if main.run.setting("data", "val") else "test"
+    scenes = f" on {before.num_scenes} {split} scenes" if before.num_scenes else ""
     if after is None or gain is None:
-        return f"F1@0.5{scenes} is {before.value:.3f}."
+        return f"F1@0.5{scenes} is {before.value:.3f}.{_tested(main.run)}"
     steps = main.after.global_step if main.after else 0
     text = f"After {steps} optimizer steps, F1@0.5{scenes} went from {before.value:.3f} to {after.value:.3f}; "
     if gain.low is None or gain.high is None:
@@ -83,11 +85,22 @@ def verdict(runs: Sequence[Progress]) -> str | None:
         text += "a loss that the interval sets apart from zero."
     else:
         text += "the interval of the change includes zero, so no gain is shown."
+    text += _tested(main.run)
     for other in runs[1:]:
-        if other.after and other.f1_after:
+        if other.after and other.f1_after and gain_between(main.after, other.after):
             text += f" For comparison, {other.run.name} ended at {other.f1_after.value:.3f} after "
             text += f"{other.after.global_step} steps{_against(main, other)}."
     return text
+
+
+def _tested(run: Run) -> str:
+    """The score of `data.test`, if it is not what the evaluations are of."""
+    found = f1_of(run.test) if run.test else None
+    if found is None or run.test is None:
+        return ""
+    scenes = f"{found.num_scenes} test scenes" if found.num_scenes else "the test set"
+    value = f"{found.value:.3f} {interval(found)}".rstrip()
+    return f" On {scenes} it is {value}, scored once, at step {run.test.global_step}."
 
 
 def _against(main: Progress, other: Progress) -> str:
@@ -128,7 +141,10 @@ def _gain_card(name: str, gain: Estimate | None) -> Card:
 
 def _comparison_card(main: Progress, other: Progress) -> Card:
     name = f"After, against {other.run.name}"
-    return _gain_card(name, gain_between(other.after or other.before, main.after))
+    lead = gain_between(other.after or other.before, main.after)
+    if lead is None and main.after and (other.after or other.before):
+        return Card(name=name, big="–", sub="evaluated on other scenes")
+    return _gain_card(name, lead)
 
 
 def _parse_rate_card(progress: Progress) -> Card:
@@ -178,6 +194,8 @@ def _missing(progress: Progress, main: Run) -> list[str]:
         said.append(f"Only one evaluation, at step {run.evals[0].global_step}: nothing to compare it with yet.")
     if any(not point.scenes and F1 in point.metrics for point in run.evals):
         said.append("The scenes of an evaluation were not kept; its F1 has no interval.")
+    if progress.run is not main and run.test is not None and progress.after is run.test:
+        said.append(f"It was validated on other scenes than {main.name}, so its score of data.test is shown.")
     if progress.borrowed:
         said.append(f"“Before” is {main.name}'s evaluation at step 0: both began from the same model.")
     fallbacks = [sync.receipt for sync in run.syncs if sync.receipt.fallback]

@@ -218,8 +218,9 @@ class Progress:
     """One run's first and last evaluation. `after` is None while there is only one. `gain` is paired over scenes.
     `curve` is F1@0.5 of every evaluation that has it, by step.
 
-    A run that was not evaluated before its first step, but started from the same model as the main run, takes the main
-    run's first evaluation as its own: `borrowed` says so.
+    Runs are compared on the scenes of the main run. A run whose evaluations are of others stands there by its score of
+    `data.test`, if that has them. If it has no evaluation of them before its first step, but started from the same
+    model as the main run, it takes the main run's first one as its own: `borrowed` says so.
     """
 
     run: Run
@@ -241,6 +242,8 @@ def progress_of(runs: Sequence[Run]) -> tuple[Progress, ...]:
 
 def _progress(run: Run, color: str, main: Run, shared: EvalPoint | None) -> Progress:
     evals = run.evals
+    if run.test and _apart(run.evals, main.evals) and not _apart((run.test,), main.evals):
+        evals = (run.test,)
     began_alike = run is not main and run.setting("model", "path") == main.setting("model", "path")
     borrowed = bool(shared and evals and evals[0].global_step > 0 and began_alike)
     points = (shared, *evals) if borrowed and shared else evals
@@ -260,6 +263,12 @@ def _progress(run: Run, color: str, main: Run, shared: EvalPoint | None) -> Prog
     )
 
 
+def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
+    """True if both have scenes, and none in common."""
+    mine, theirs = ({scene.scene_id for point in some for scene in point.scenes} for some in (points, others))
+    return bool(mine and theirs) and not mine & theirs
+
+
 def f1_of(point: EvalPoint) -> Estimate | None:
     """F1@0.5 with its interval; without one if only the metric was kept; None if neither was."""
     if point.scenes:
@@ -268,8 +277,8 @@ def f1_of(point: EvalPoint) -> Estimate | None:
 
 
 def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> Estimate | None:
-    """The paired gain; without an interval, from the metrics, if scenes are missing."""
-    if before is None or after is None:
+    """The paired gain; without an interval, from the metrics, if scenes are missing. None for other scenes."""
+    if before is None or after is None or _apart((before,), (after,)):
         return None
     paired = f1_gain(before.scenes, after.scenes)
     if paired is not None:

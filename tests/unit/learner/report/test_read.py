@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from learner.report.page import render
 from learner.report.read import read_run, read_runs
-from learner.report.scores import progress_of
+from learner.report.scores import gain_between, progress_of
 from shared.errors import DataError
 from tests.unit.learner.report.fake_run import write_run
 
@@ -76,6 +77,50 @@ def test_a_baseline_without_a_start_takes_the_main_runs(tmp_path: Path) -> None:
     assert sft.f1_before == main.f1_before
     assert sft.gain is not None
     assert not main.borrowed
+
+
+def write_two_runs(folder: Path, *, with_test: bool) -> Path:
+    """`ours` is evaluated on test scenes. `sft` is on validation scenes of other names, and on the test scenes once, as
+    far as `with_test` says."""
+    write_run(folder / "ours", steps=2, quality=((0, 0.3), (2, 0.9)), num_scenes=8, images=folder / "images")
+    sft = write_run(folder / "sft", steps=2, quality=((0, 0.3), (2, 0.5)), num_scenes=8, images=folder / "images")
+    with (sft / "config.yaml").open("a") as config:
+        config.write("data: {val: val.jsonl, test: test.jsonl}\n")
+    if with_test:
+        (sft / "eval/test.jsonl").write_text((sft / "eval/step_000002.jsonl").read_text())
+        with (sft / "metrics.jsonl").open("a") as events:
+            events.write(json.dumps({"event": "test", "global_step": 2, "metrics": {"f1@0.5": 0.5}}) + "\n")
+    for file in (sft / "eval").glob("step_*.jsonl"):
+        file.write_text(file.read_text().replace('"id": "test-', '"id": "val-'))
+    return folder
+
+
+def test_runs_are_compared_on_the_same_scenes(tmp_path: Path) -> None:
+    """A run that validates on scenes of its own is compared by its score of `data.test`."""
+    main, sft = progress_of(read_runs(write_two_runs(tmp_path, with_test=True)).runs)
+    assert sft.run.test is not None
+    assert (sft.before, sft.after) == (main.before, sft.run.test)
+    assert sft.run.test.metrics == {"f1@0.5": 0.5}
+    lead = gain_between(sft.after, main.after)
+    assert lead is not None
+    assert lead.low is not None
+    assert lead.num_scenes == 8
+
+
+def test_runs_on_other_scenes_are_not_compared(tmp_path: Path) -> None:
+    runs = read_runs(write_two_runs(tmp_path, with_test=False))
+    main, sft = progress_of(runs.runs)
+    assert gain_between(sft.after, main.after) is None
+    page = render(runs)
+    assert "evaluated on other scenes" in page
+    assert "For comparison" not in page
+
+
+def test_the_score_of_the_test_set_is_shown(tmp_path: Path) -> None:
+    folder = write_two_runs(tmp_path, with_test=True)
+    page = render(read_runs(folder / "sft"))
+    assert "8 validation scenes" in page
+    assert re.search(r"On 8 test scenes it is 0\.\d{3} \[", page)
 
 
 @pytest.mark.parametrize(
