@@ -90,7 +90,8 @@ def one_step_with_a_reference(model: Path, out: Path, ranks: Ranks) -> None:
         assert [name for name, p in policy.model.named_parameters() if p.requires_grad] == names
         grads = gradients(policy)
         optimizer.update(step)
-    save_file(grads, out / f"{ranks.rank}-reference.safetensors")
+    updated = {f"updated.{name}": p.detach().clone() for name, p in policy.trainable}
+    save_file(grads | updated, out / f"{ranks.rank}-reference.safetensors")
 
 
 def stay_away(ranks: Ranks) -> None:
@@ -158,11 +159,13 @@ def test_a_rank_without_reinforced_rows_reduces_the_same_parameters(runs: dict[i
     alone = load_file(runs[1].out / "0-reference.safetensors")
     assert alone
     assert not any("visual" in name for name in alone)
-    for rank in range(2):
-        found = load_file(runs[2].out / f"{rank}-reference.safetensors")
+    both = [load_file(runs[2].out / f"{rank}-reference.safetensors") for rank in range(2)]
+    for found in both:
         assert found.keys() == alone.keys()
         for name, tensor in alone.items():
-            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-3)
+            if not name.startswith("updated."):
+                torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-3)
+            assert torch.equal(found[name], both[0][name]), f"ranks differ in {name}"
 
 
 def test_a_rank_that_stays_away_is_an_error_within_the_deadline(runs: dict[int, Run]) -> None:
