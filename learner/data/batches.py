@@ -277,8 +277,9 @@ class Batches(Iterator[MicroBatch]):
                 raise CheckpointError(
                     f"the checkpoint's place in the data does not fit this run: {name} differs",
                     found=f"{name} {state.get(name)!r} in the checkpoint, {value!r} in this run",
-                    wanted="the same samples, seed and samples per micro-step",
-                    remedy="resume with the data, seed and batch size of the first run, or start a new run",
+                    wanted="the same samples, seed and samples per micro-step (ranks x per_device_train_batch_size)",
+                    remedy="resume with the data, seed and batch size of the first run (on another number of ranks, "
+                    "change training.per_device_train_batch_size to keep the product), or start a new run",
                 )
         self._first, self._taken = int(state["position"]), set(state.get("taken", ()))
         self._ahead.clear()

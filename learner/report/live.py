@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -143,6 +144,9 @@ class LiveView:
 
     def _server(self, url: str) -> list[str]:
         """Gate, version, calls in flight and waiting."""
+        if (hidden := _HIDDEN.search(url)) is not None:
+            # This process may have the variable, but whoever wrote the folder chose the rest of the URL.
+            return [f"unknown: the run's folder has {hidden[0]} for a part of its URL", "–", "–", "–"]
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
             with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host)) as client:
@@ -319,6 +323,7 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     return app
 
 
+_HIDDEN = re.compile(r"\$\{\w+\}")  # what a run writes for the value of a secret variable
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 

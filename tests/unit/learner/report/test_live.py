@@ -188,6 +188,20 @@ def test_servers_are_shown_with_their_gate(run_dir: Path) -> None:
     assert "http://127.0.0.1:1<" not in page
 
 
+def test_a_secret_part_of_a_url_is_not_filled_in(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run writes `${NAME}` in its place. This process may know it, and the folder may be anybody's."""
+    asked: list[str] = []
+    monkeypatch.setattr("learner.report.live.ask", lambda _, url, **__: asked.append(url))
+    monkeypatch.setenv("PATH_TOKEN", "geheim")
+    (run_dir / "servers").mkdir()
+    member = {"base_url": "http://127.0.0.1:1/${PATH_TOKEN}", "state": "serving", "because": ""}
+    (run_dir / "servers" / "state.json").write_text(json.dumps({"servers": [member]}))
+    page = client(run_dir).get("/now").text
+    assert "${PATH_TOKEN} for a part of its URL" in page
+    assert "geheim" not in page
+    assert asked == []
+
+
 def test_a_long_answer_of_a_server_is_not_read_to_its_end(run_dir: Path) -> None:
     """The addresses in a run's folder may be anybody's. Packed, it would be 200 MB out of 200 KB."""
     listening = socket.create_server(("127.0.0.1", 0))
