@@ -34,6 +34,7 @@ DropReason = Literal[
     "bbox_invalid",
     "key_invalid",
     "unknown_geom",
+    "image_invalid",
     "truncated",
 ]
 Channel = Literal["A", "B"]
@@ -57,12 +58,13 @@ class DetectionObject(NamedTuple):
     tuple, because there are dozens in an answer, and a dataclass takes three times as long to make.
 
     `votes`: where a label comes from that the model's own answers completed (`labels.complete`); None: annotated, or
-    predicted."""
+    predicted. `image`: which of its sample's images it is in, from 1; None: the sample has no more than one."""
 
     desc: str
     kind: GeometryKind
     bins: tuple[int, ...]
     votes: Votes | None = None
+    image: int | None = None
 
 
 Size = tuple[int, int]  # width, height in pixels
@@ -101,6 +103,10 @@ class Sample:
     hold crowds and difficult objects. They are not taught, and predictions there are neither right nor wrong. A region
     with an empty description applies to every class.
 
+    With several images, each object and region says which one it is in. `sizes` has the width and height of each image,
+    in pixels, and `width` and `height` are those of the first one. `sizes` is empty for other samples, and where the
+    sizes are not known (URLs), which detection refuses.
+
     With a `view`, the model sees the picture that it describes instead of the image. Objects, regions, width and height
     are those of that picture."""
 
@@ -112,6 +118,11 @@ class Sample:
     height: int  # pixels
     ignored: tuple[DetectionObject, ...] = ()
     view: View | None = None
+    sizes: tuple[Size, ...] = ()
+
+    def size_of(self, image: int | None) -> Size:
+        """Width and height in pixels of the image that an object names; None: of the only one."""
+        return (self.width, self.height) if image is None else self.sizes[image - 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -346,11 +357,13 @@ class RawObject:
     name: str  # what messages call it
     place: Place
     ignored: bool = False  # a region where nothing is known, not an object
+    image: int | None = None  # of the record's images, from 1; None: the annotations do not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRecord:
-    """One annotated image (or row of images)."""
+    """One annotated image (or row of images). `width` and `height` are those of every image, unless `sizes` has them
+    one by one."""
 
     place: Place
     sample_id: str
@@ -360,6 +373,7 @@ class RawRecord:
     width: int | None  # of the annotated image in pixels; None: the image's own
     height: int | None
     relative: bool = False  # coordinates are shares of width and height
+    sizes: tuple[Size, ...] = ()  # width and height of each image, of a record of several
 
 
 # ---- for the log ----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from typing import Any, Literal, Protocol
 from pydantic import ValidationError
 
 from learner.config.sections.data import BadRecordConfig
-from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample
+from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample, Size
 from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
@@ -183,11 +183,12 @@ class SampleMaker:
     def make(self, record: RawRecord, seen: SeenImages) -> Sample | None:
         """None where the record is not used. After an error the rest of the record is looked at all the same."""
         errors = self.bad.num_errors
-        size = self._size(record, seen)
-        if not self._asks_something(record.messages, len(record.images), record.place) or size is None:
+        number = len(record.images)
+        sizes = self._sizes(record, seen)
+        if not self._asks_something(record.messages, number, record.place) or sizes is None:
             return None
-        objects = self._distinct(filter(None, map(self._sound, record.objects)))
-        kept = [(obj, made) for obj in objects if (made := self._object(obj, size, record.relative))]
+        sound = (obj for obj in map(self._sound, record.objects) if obj and self._names_image(obj, number))
+        kept = [(obj, made) for obj in self._distinct(sound) if (made := self._object(obj, sizes, record.relative))]
         if self.bad.num_errors > errors:
             return None
         sample = Sample(
@@ -195,9 +196,10 @@ class SampleMaker:
             messages=tuple(record.messages),
             images=seen.sources,
             objects=canonical_order(made for obj, made in kept if not obj.ignored),
-            width=size[0],
-            height=size[1],
+            width=sizes[0][0],
+            height=sizes[0][1],
             ignored=tuple(made for obj, made in kept if obj.ignored),
+            sizes=sizes if number > 1 else (),
         )
         return sample if self._is_valid(sample, record.place) and self._fits(sample, record.place) else None
 
@@ -211,7 +213,11 @@ class SampleMaker:
         width, height = next((size for size in seen.sizes if size is not None), (1, 1))
         if sample.width and sample.height:
             width, height = sample.width, sample.height
-        sample = replace(sample, images=seen.sources, width=width, height=height)
+        sizes = sample.sizes
+        if len(seen.sizes) > 1 and not sizes:
+            known = tuple(size for size in seen.sizes if size is not None)
+            sizes = known if len(known) == len(seen.sizes) else ()
+        sample = replace(sample, images=seen.sources, width=width, height=height, sizes=sizes)
         return sample if self._is_valid(sample, place) and self._fits(sample, place) else None
 
     def _miss_image(self, error: MediaError, place: Place) -> Action:
@@ -219,7 +225,7 @@ class SampleMaker:
         bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
         return self.bad.meet("image_missing", bad)
 
-    def _size(self, record: RawRecord, seen: SeenImages) -> tuple[int, int] | None:
+    def _size(self, record: RawRecord, seen: SeenImages) -> Size | None:
         """Width and height of the annotated image; None where the record is dropped, or they are not known."""
         place, error = record.place, seen.error
         size = (record.width, record.height) if record.width and record.height else None
@@ -233,6 +239,42 @@ class SampleMaker:
         if size is not None and size not in known and len(known) == len(seen.sizes) > 0:
             return size if self.bad.meet("image_size", _wrong_size(place, size, known)) == "error" else None
         return size or known[0]
+
+    def _sizes(self, record: RawRecord, seen: SeenImages) -> tuple[Size, ...] | None:
+        """The same for each of a record's images; one size if it has none."""
+        place, number = record.place, len(record.images)
+        if number < 2:
+            size = self._size(record, seen)
+            return None if size is None else (size,)
+        if seen.error is not None:
+            self._miss_image(seen.error, place)
+            return None
+        same = (record.width, record.height) if record.width and record.height else None
+        said: Sequence[Size | None] = record.sizes or (same,) * number
+        for k, (one, own) in enumerate(zip(said, seen.sizes, strict=True), start=1):
+            name = f"its image {k}"
+            if (
+                one
+                and own
+                and one != own
+                and self.bad.meet("image_size", _wrong_size(place, one, [own], name)) == "drop"
+            ):
+                return None
+            if not one and not own:
+                wanted = "width and height of each image, as `sizes`"
+                bad = place.error(f"the size of {name} is not known", found="no width and height", wanted=wanted)
+                self.bad.meet("malformed", bad)
+        known = tuple(size for one, own in zip(said, seen.sizes, strict=True) if (size := own or one))
+        return known if len(known) == number else None
+
+    def _names_image(self, obj: RawObject, number: int) -> bool:
+        """True if it is clear which of a record's images the object is in."""
+        if (obj.image is None and number < 2) or (obj.image is not None and 1 <= obj.image <= max(1, number)):
+            return True
+        wanted = f"`image`: which of the {number} images it is in, from 1" if number > 1 else "image 1, or no `image`"
+        found = "no `image`" if obj.image is None else f"image {obj.image}"
+        self.bad.meet("malformed", obj.place.error(f"{obj.name} is in no image", found=found, wanted=wanted))
+        return False
 
     def _asks_something(self, messages: Sequence[Mapping[str, Any]], num_images: int, place: Place) -> bool:
         try:
@@ -258,7 +300,7 @@ class SampleMaker:
     def _distinct(self, objects: Iterable[RawObject]) -> Iterator[RawObject]:
         seen: set[tuple[object, ...]] = set()
         for obj in objects:
-            content = (obj.desc, obj.kind, obj.coords, obj.ignored)
+            content = (obj.desc, obj.kind, obj.coords, obj.ignored, obj.image or 1)
             if content in seen:
                 wanted = "each object once"
                 error = obj.place.error(f"{obj.name} stands there twice", found=obj.written, wanted=wanted)
@@ -267,8 +309,11 @@ class SampleMaker:
                 seen.add(content)
                 yield obj
 
-    def _object(self, obj: RawObject, size: tuple[int, int], relative: bool) -> DetectionObject | None:
-        """In bins; None where it is not used. Of ignore regions only the part inside the image counts."""
+    def _object(self, obj: RawObject, sizes: Sequence[Size], relative: bool) -> DetectionObject | None:
+        """In bins of its image; None where it is not used. Of ignore regions only the part inside the image counts.
+        `sizes` are those of the record's images."""
+        image = obj.image if len(sizes) > 1 else None
+        size = sizes[0 if image is None else image - 1]
         if obj.desc is None and not obj.ignored:
             error = obj.place.error(f"{obj.name} has an unknown class", found=obj.written, wanted="a class with a name")
             self.bad.meet("unknown_class", error)
@@ -283,7 +328,7 @@ class SampleMaker:
             coords = within(obj.kind, coords, (0, 0, *size))
         bins = to_bins(coords, *size) if coords else ()
         if bins and has_area(obj.kind, bins):
-            return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins)
+            return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins, image=image)
         if not obj.ignored and coords:
             self._no_area(obj, f"an area above 0 after rounding to a thousandth of {size[0]} x {size[1]} pixels")
         return None
@@ -314,11 +359,11 @@ class SampleMaker:
         return False
 
 
-def _wrong_size(place: Place, said: tuple[int, int], known: Sequence[tuple[int, int]]) -> DataError:
+def _wrong_size(place: Place, said: Size, known: Sequence[Size], name: str = "its image") -> DataError:
     own = ", ".join(f"{width} x {height}" for width, height in known)
     turned = said[::-1] in known
     return place.error(
-        "its image has another size than the annotation says",
+        f"{name} has another size than the annotation says",
         found=f"{said[0]} x {said[1]} in the annotation, {own} of the image"
         + (" as its EXIF orientation turns it" if turned else ""),
         wanted="boxes in pixels of the upright image, and its size",

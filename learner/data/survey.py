@@ -33,6 +33,7 @@ class Survey:
     """Counts of one split. `sizes` are (width, height) in pixels, the smallest, the median and the largest by area."""
 
     num_samples: int
+    num_images: int
     num_empty: int  # without objects
     num_ignored: int  # ignore regions
     classes: Mapping[str, int]
@@ -52,11 +53,13 @@ def survey(split: Split) -> Survey:
     """`split` has one sample at least."""
     samples = split.samples
     counts = [len(sample.objects) for sample in samples] or [0]
-    sizes = sorted(((sample.width, sample.height) for sample in samples), key=lambda size: size[0] * size[1])
+    of_images = [size for sample in samples for size in sample.sizes or ((sample.width, sample.height),)]
+    sizes = sorted(of_images, key=lambda size: size[0] * size[1])
     sizes = sizes or [(0, 0)]
     sides = [side for sample in samples for side in _sides(sample)]
     return Survey(
         num_samples=len(samples),
+        num_images=len(of_images),
         num_empty=counts.count(0),
         num_ignored=sum(len(sample.ignored) for sample in samples),
         classes=dict(Counter(obj.desc for sample in samples for obj in sample.objects).most_common()),
@@ -71,8 +74,8 @@ def survey(split: Split) -> Survey:
 
 def _sides(sample: Sample) -> Iterator[float]:
     for obj in sample.objects:
-        x1, y1, x2, y2 = bounding_box(obj)
-        yield min((x2 - x1) * sample.width, (y2 - y1) * sample.height) / 999
+        (x1, y1, x2, y2), (width, height) = bounding_box(obj), sample.size_of(obj.image)
+        yield min((x2 - x1) * width, (y2 - y1) * height) / 999
 
 
 def photographs(number: int) -> str:
@@ -87,8 +90,11 @@ def lines_of(found: Survey) -> list[str]:
     classes = ", ".join(f"{name} {count}" for name, count in shown)
     more = f" and {len(found.classes) - _MAX_NAMED} more" if len(found.classes) > _MAX_NAMED else ""
     small, mid, large = (f"{width} x {height}" for width, height in found.sizes)
+    several = found.num_images > found.num_samples
+    counted = f"{found.num_samples} records of {found.num_images} photographs" if several else ""
     return [
-        f"{photographs(found.num_samples)}, {found.num_boxes} boxes ({few} to {many} a photograph, median {middle:g})",
+        f"{counted or photographs(found.num_samples)}, {found.num_boxes} boxes ({few} to {many} a "
+        f"{'record' if several else 'photograph'}, median {middle:g})",
         f"{len(found.classes)} classes: {classes}{more}" if len(found.classes) != 1 else f"1 class: {classes}",
         f"photographs of {small}" if small == large else f"photographs from {small} to {large}, median {mid}",
     ]

@@ -227,6 +227,7 @@ DROPS: dict[DropReason, str] = {
     "non_coord_token": "something in the list is no coordinate as the task spells it",
     "wrong_arity": "not 4 numbers for a box; fewer than 6 or an odd number for a polygon",
     "bbox_invalid": "x2 <= x1 or y2 <= y1; for a polygon, of its bounding box",
+    "image_invalid": "the sample has several images, and the object does not name one of them",
     "truncated": "the answer ended inside it",
 }
 assert set(DROPS) == set(get_args(DropReason))

@@ -2,10 +2,15 @@
 
 Coordinates are pixels; image paths are relative to the file's folder or `image_root`. An assistant's last turn is
 dropped. Without `id` the line number stands in. An object with `"ignore": true` (or `iscrowd`, `difficult`) is an
-ignore region.
+ignore region. `width` and `height` are the image's. If a row has several images, each object says which one it is in
+(`"image": 2`, from 1). Then `width` and `height` are those of every image, or `sizes` lists each one's, or nothing says
+them and the images themselves do.
 
     {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
      "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}
+    {"id": "b-2", "messages": [{"role": "user", "content": "<image><image>Detect every digit."}],
+     "images": ["1.png", "2.png"], "sizes": [[128, 128], [96, 64]],
+     "objects": [{"desc": "two", "image": 2, "bbox_2d": [12, 40, 31, 60]}]}
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ class ObjectRow(RowModel):
     desc: str = ""
     bbox_2d: list[Number] | None = Field(default=None, min_length=4, max_length=4)
     poly: list[Number] | None = Field(default=None, min_length=6)
+    image: Size | None = None
     ignore: Flag = False
     iscrowd: Flag = False
     difficult: Flag = False
@@ -58,8 +64,20 @@ class Row(RowModel):
     messages: list[Message] = Field(min_length=1)
     images: list[str] = []
     objects: list[ObjectRow]
-    width: Size
-    height: Size
+    width: Size | None = None
+    height: Size | None = None
+    sizes: list[tuple[Size, Size]] = []
+
+    def faults(self) -> Iterator[tuple[str, str, str]]:
+        """(what is wrong, found, wanted) of its sizes."""
+        number = len(self.images)
+        if number > 1 and self.sizes and len(self.sizes) != number:
+            found = f"{len(self.sizes)} sizes, {number} images"
+            yield "sizes is wrong", found, "width and height of each image, in the order of the images"
+        missing = [name for name in ("width", "height") if getattr(self, name) is None]
+        for name in missing if number < 2 or len(missing) == 1 else ():
+            given = ", ".join(sorted(key for key in self.model_fields_set if getattr(self, key) is not None))
+            yield f"{name} is missing", f"only {given}", f"a value for {name}"
 
 
 def read_jsonl(source: Source) -> tuple[Path, Iterator[RawRecord]]:
@@ -84,12 +102,17 @@ def of_row(parse: Callable[[], Row], default_id: str, place: Place, bad: BadReco
     """The row's record, if it is one."""
     try:
         row = parse()
+        faults = [place.error(what, found=found, wanted=wanted) for what, found, wanted in row.faults()]
         messages = _prompt_turns(row.messages, place)
     except ValidationError as error:
         bad.malformed(place, error)
     except DataError as error:
         bad.meet("malformed", error)
     else:
+        for fault in faults:
+            bad.meet("malformed", fault)
+        if faults:
+            return
         yield RawRecord(
             place=place,
             sample_id=default_id if row.id is None else row.id,
@@ -98,6 +121,7 @@ def of_row(parse: Callable[[], Row], default_id: str, place: Place, bad: BadReco
             objects=[_of_object_row(number, obj, place) for number, obj in enumerate(row.objects, start=1)],
             width=row.width,
             height=row.height,
+            sizes=tuple(row.sizes),
         )
 
 
@@ -113,6 +137,7 @@ def _of_object_row(number: int, obj: ObjectRow, place: Place) -> RawObject:
         name=f"object {number} ({obj.desc!r})",
         place=place,
         ignored=obj.ignored,
+        image=obj.image,
     )
 
 

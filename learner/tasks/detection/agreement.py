@@ -1,4 +1,4 @@
-"""Clusters of boxes that several answers to one image agree on.
+"""Clusters of boxes that several answers to one sample agree on.
 
 In: the objects of K answers. Out: every object in exactly one cluster, and at most one object of an answer in a
 cluster, so that the votes of a cluster are the answers that found it. Pure; geometry by exact IoU.
@@ -122,4 +122,4 @@ def _agreed(members: Sequence[Member], iou: NDArray[np.float64]) -> DetectionObj
     corners = np.sort([member.object.bins for member in members], axis=0)  # [M, 4]
     # Both medians are rounded down, so that a box keeps an area.
     middle = (corners[(len(members) - 1) // 2] + corners[len(members) // 2]) // 2
-    return DetectionObject(desc, "bbox_2d", tuple(middle.tolist()))
+    return DetectionObject(desc, "bbox_2d", tuple(middle.tolist()), image=members[0].object.image)

@@ -1,9 +1,9 @@
-"""Bootstrap intervals of COCO's AP over images, and of the difference of two detectors on the same draws.
+"""Bootstrap intervals of COCO's AP over samples, and of the difference of two detectors on the same draws.
 
-COCO's matches do not depend on which other images there are, so they are made once (pycocotools). A draw of images
-weighs each image by how often it was drawn. That gives what pycocotools accumulates over so many copies, because copies
-of a box have equal scores and stand together in the order. Only where two boxes of an image have equal scores, copies
-of them come in another order. Pure.
+A sample is one image, or several that are drawn together. COCO's matches do not depend on which other images there are,
+so they are made once (pycocotools). A draw weighs each sample by how often it was drawn. That gives what pycocotools
+accumulates over so many copies, because copies of a box have equal scores and stand together in the order. Only where
+two boxes of an image have equal scores, copies of them come in another order. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import Assignment
-from learner.tasks.detection.metrics import Interval, coco_matches, draws, interval_of
+from learner.tasks.detection.metrics import Interval, coco_matches, draws, interval_of, samples_of_images
 
 AP, AP50 = "coco/ap", "coco/ap50"
 DRAWS = 500
@@ -28,10 +28,10 @@ _VALUES_AT_ONCE = 4_000_000  # draws times boxes that are in memory together
 class RankedBoxes:
     """All boxes of one class, best first. T are COCO's ten IoU thresholds."""
 
-    images: NDArray[np.int64]  # [D]
+    images: NDArray[np.int64]  # [D] the sample that each is in
     right: NDArray[np.bool_]  # [T, D]
     wrong: NDArray[np.bool_]  # [T, D]; in an ignore region it is neither
-    truth: NDArray[np.float64]  # [images] objects that count
+    truth: NDArray[np.float64]  # [samples] objects that count
 
 
 def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]) -> list[RankedBoxes]:
@@ -39,22 +39,23 @@ def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     evaluation = coco_matches(assignments, scores)
     if evaluation is None:
         return []
-    number, areas = len(assignments), len(evaluation.params.areaRng)
+    owners, areas = samples_of_images(assignments), len(evaluation.params.areaRng)
+    number = len(owners)
     return [
-        _of_class(evaluation.evalImgs[first : first + number], number)  # the first area is all sizes
+        _of_class(evaluation.evalImgs[first : first + number], owners)  # the first area is all sizes
         for first in range(0, len(evaluation.evalImgs), number * areas)
     ]
 
 
-def _of_class(found: Sequence[Mapping[str, NDArray[np.float64]] | None], number: int) -> RankedBoxes:
-    truth = np.zeros(number)
+def _of_class(found: Sequence[Mapping[str, NDArray[np.float64]] | None], owners: Sequence[int]) -> RankedBoxes:
+    truth = np.zeros(owners[-1] + 1)
     scores, images, right, wrong = [np.zeros(0)], [np.zeros(0, np.int64)], [], []
-    for i, image in enumerate(found):
+    for i, image in zip(owners, found, strict=True):
         if image is None:
             continue
         own = np.asarray(image["dtScores"])[:MOST_BOXES]
         hits, ignored = (np.asarray(image[key])[:, :MOST_BOXES] != 0 for key in ("dtMatches", "dtIgnore"))
-        truth[i] = np.count_nonzero(np.asarray(image["gtIgnore"]) == 0)
+        truth[i] += np.count_nonzero(np.asarray(image["gtIgnore"]) == 0)
         scores.append(own)
         images.append(np.full(len(own), i))
         right.append(hits & ~ignored)

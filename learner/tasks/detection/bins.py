@@ -36,14 +36,15 @@ def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
 
 
 def canonical_order(objects: Iterable[DetectionObject]) -> tuple[DetectionObject, ...]:
-    """Top to bottom, then left to right, by the bounding box's (y1, x1); ties keep their order."""
+    """Top to bottom, then left to right, by the bounding box's (y1, x1); ties keep their order. Objects of several
+    images: one image after the other."""
     return tuple(sorted(objects, key=canonical_key))
 
 
-def canonical_key(obj: DetectionObject) -> tuple[int, int]:
+def canonical_key(obj: DetectionObject) -> tuple[int, ...]:
     """Return what `canonical_order` sorts by."""
     x1, y1, _, _ = bounding_box(obj)
-    return y1, x1
+    return (y1, x1) if obj.image is None else (obj.image, y1, x1)
 
 
 def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
 """Boxes and polygons in bins: their areas, and IoU by exact geometry.
 
 Boxes are (x1, y1, x2, y2), polygons (x1, y1, x2, y2, ...), with continuous coordinates: a box's area is
-(x2 - x1) * (y2 - y1). A polygon that crosses itself is replaced by the result of `shapely.make_valid`. Pure.
+(x2 - x1) * (y2 - y1). A polygon that crosses itself is replaced by the result of `shapely.make_valid`. Objects in
+different images of a sample do not overlap. Pure.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ def _overlaps(
     """Areas: of the intersections [len(a), len(b)], of `a` and of `b`."""
     boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
+    images_a, images_b = [obj.image for obj in a], [obj.image for obj in b]
+    if any(images_a) or any(images_b):
+        overlap[np.array(images_a)[:, None] != np.array(images_b)] = 0.0
     poly_a, poly_b = _is_poly(a), _is_poly(b)
     if not (any(poly_a) or any(poly_b)):
         return overlap, _box_areas(boxes_a), _box_areas(boxes_b)

@@ -4,8 +4,10 @@
     array      [{"bbox_2d": [C, C, C, C], "label": "seven"}, ...]
 
 C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
-`poly`. Written with ", " and ": "; read with any JSON whitespace between, fields in any order. All patterns are over
-bytes and possessive, so reading takes linear time in the answer's length, whatever the model wrote.
+`poly`. If a sample has several images, each entry says before its geometry which one it is in, from 1:
+`"image": 2, "bbox_2d": [...]`. Written with ", " and ": "; read with any JSON whitespace between, fields in any order.
+All patterns are over bytes and possessive, so reading takes linear time in the answer's length, whatever the model
+wrote.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ _NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared as written: our names have no esca
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _SCALAR = rb'[^][{}",: \t\n\r]++'
 
-# One field of an object and what ends it: name, string value, content of a flat list, "," or "}".
-_VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|' + _SCALAR + rb")"
+# One field of an object and what ends it: name, string value, content of a flat list, other value, "," or "}".
+_VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|(' + _SCALAR + rb"))"
 FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
 # What matters to bracket balance: whole strings, brackets, and a quote that never closes.
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
 _NUMBER = rb"[1-9][0-9]{0,17}+"
 OBJECT_NAME = re.compile(rb"object_(" + _NUMBER + rb")")
+IMAGE = b"image"  # the name of the field
+_IMAGE_NUMBER = rb"[1-9][0-9]{0,2}+"
+IMAGE_NUMBER = re.compile(_IMAGE_NUMBER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,7 @@ class Grammar:
     indexed: bool  # entries are named `object_N`
     desc_name: str
     digits: bool
+    numbered: bool  # entries name their image
     open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer if the container is empty
     entry_pattern: re.Pattern[bytes]  # up to and including an object's "{"; group 1 is its name, if indexed
     next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
@@ -55,8 +61,8 @@ class Grammar:
 
 
 @lru_cache(maxsize=8)
-def grammar_of(container: str, coordinates: str) -> Grammar:
-    """The grammar of `task.container` and `task.coordinates`."""
+def grammar_of(container: str, coordinates: str, *, numbered: bool = False) -> Grammar:
+    """The grammar of `task.container` and `task.coordinates`. `numbered`: for samples with several images."""
     indexed, digits = container == "index_map", coordinates == "digits"
     opener, closer = ("{", "}") if indexed else ("[", "]")
     end = re.escape(closer.encode())
@@ -67,6 +73,8 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
     desc_name = "desc" if indexed else "label"
     desc = rb'"' + desc_name.encode() + rb'"' + _WS + b":" + _WS + rb"(?P<desc>" + _STRING + rb")"
     geometry = rb'"(?P<kind>bbox_2d|poly)"' + _WS + b":" + _WS + rb"\[(?P<list>" + numbers + rb")\]"
+    image = rb'"image"' + _WS + b":" + _WS + rb"(?P<image>" + _IMAGE_NUMBER + rb")" + _WS + b"," + _WS
+    geometry = (image if numbered else rb"(?P<image>)") + geometry
     first, second = (desc, geometry) if indexed else (geometry, desc)
     fields = rb"\{" + _WS + first + _WS + b"," + _WS + second + _WS + rb"\}(?P<end>)"
     follows = _WS + b"(?P<follows>[," + end + b"]?)"
@@ -76,6 +84,7 @@ def grammar_of(container: str, coordinates: str) -> Grammar:
         indexed=indexed,
         desc_name=desc_name,
         digits=digits,
+        numbered=numbered,
         open_pattern=re.compile(_WS + re.escape(opener.encode()) + _WS + b"(" + end + b"?)"),
         entry_pattern=re.compile(_WS + name + rb"\{"),
         next_pattern=re.compile(follows),

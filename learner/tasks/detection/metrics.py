@@ -317,26 +317,32 @@ def coco_ap(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]
     return {name: max(0.0, float(evaluation.stats[i])) for name, i in _STATS.items()}
 
 
+def samples_of_images(assignments: Sequence[Assignment]) -> list[int]:
+    """Which assignment each image of `coco_matches` belongs to: one image a sample, or all of its several ones."""
+    return [i for i, a in enumerate(assignments) for _ in range(max(1, len(a.parsed.rollout.sample.sizes)))]
+
+
 def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]] | None = None) -> COCOeval | None:
-    """The matches of each image and class as COCO makes them, image i with the id i + 1; None without ground truth or
-    without predictions."""
-    samples = [(image, a.parsed.rollout.sample) for image, a in enumerate(assignments, 1)]
-    truth = [(image, obj) for image, sample in samples for obj in sample.objects]
-    predicted = [(image, p.object) for image, a in enumerate(assignments, 1) for p in a.parsed.objects]
+    """The matches of each image and class as COCO makes them, image i of `samples_of_images` with the id i + 1; None
+    without ground truth or without predictions."""
+    owners = samples_of_images(assignments)
+    first = np.searchsorted(owners, range(len(assignments))) + 1
+    samples = [a.parsed.rollout.sample for a in assignments]
+    truth = _by_image(first, [sample.objects for sample in samples])
+    predicted = _by_image(first, [[p.object for p in a.parsed.objects] for a in assignments])
     if not truth or not predicted:
         return None
     categories = {desc: i for i, desc in enumerate(sorted({obj.desc for _, obj in truth + predicted}), 1)}
     regions = [
         (image, obj._replace(desc=desc))
-        for image, sample in samples
-        for obj in sample.ignored
+        for image, obj in _by_image(first, [sample.ignored for sample in samples])
         for desc in ([obj.desc] if obj.desc else categories)
         if desc in categories
     ]
     boxes = [_box(image, obj, categories) for image, obj in truth]
     boxes += [{**_box(image, obj, categories), "iscrowd": 1} for image, obj in regions]
     dataset: dict[str, Any] = {
-        "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i, _ in samples],
+        "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i, _ in enumerate(owners, 1)],
         "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
         "annotations": [{"id": n, **box} for n, box in enumerate(boxes, 1)],
     }
@@ -351,6 +357,13 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
         evaluation = COCOeval(reference, reference.loadRes(results), iouType="bbox")
         evaluation.evaluate()
     return evaluation
+
+
+def _by_image(
+    first: NDArray[np.int64], objects: Sequence[Sequence[DetectionObject]]
+) -> list[tuple[int, DetectionObject]]:
+    """Each sample's objects with the id of their image. `first` are the ids of the samples' first images."""
+    return [(int(start) + (obj.image or 1) - 1, obj) for start, own in zip(first, objects, strict=True) for obj in own]
 
 
 def _box(image: int, obj: DetectionObject, categories: dict[str, int]) -> dict[str, Any]:

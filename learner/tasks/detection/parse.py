@@ -25,6 +25,8 @@ the prefix.
                       very token; digits must be 0..999 without leading zeros)
     wrong_arity       not 4 numbers for a box; fewer than 6 or an odd number for a polygon
     bbox_invalid      x2 <= x1 or y2 <= y1, degenerate ones included; for a polygon, of its bounding box
+    image_invalid     the sample has several images, and the object's `image` is not the number of one of them. If it
+                      has no more than one, `image` is a field like any other: unknown_geom
 
 4. The prefix ends after the last closed object (dropped ones count: they stay in the text) whose end falls between two
    tokens. A token may fuse an object's end with what follows (`}, "`, `]}}`, `"}]`). Then the prefix ends before that
@@ -48,7 +50,17 @@ from numpy.typing import NDArray
 
 from learner.records import CoordSlots, DetectionObject, DropReason, ParsedRollout, PredictedObject, Rollout
 from learner.tasks.detection.bins import arity_is_right, encloses_something
-from learner.tasks.detection.grammar import BALANCE, FIELD, GEOMETRY_KINDS, JSON_SPACE, OBJECT_NAME, Grammar, decode
+from learner.tasks.detection.grammar import (
+    BALANCE,
+    FIELD,
+    GEOMETRY_KINDS,
+    IMAGE,
+    IMAGE_NUMBER,
+    JSON_SPACE,
+    OBJECT_NAME,
+    Grammar,
+    decode,
+)
 from learner.tasks.tokens import TokenPieces, TokenText
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -95,9 +107,9 @@ _CLOSER = {b"{": b"}", b"[": b"]"}
 
 
 # One syntactically closed object: the offset after its "}"; N of `object_N`, or 0; its fault; and if it has none, its
-# description as written, the description's span, its geometry's name, and where the content of its list begins and
-# ends. A plain tuple, because there are dozens in an answer.
-Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int]
+# description as written, the description's span, its geometry's name, where the content of its list begins and ends,
+# and the number of its image, or 0. A plain tuple, because there are dozens in an answer.
+Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int, int]
 
 
 @dataclass(slots=True)
@@ -127,9 +139,9 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
     while follows == b",":
         usual = read_usual(data, pos)
         if usual:
-            number, string, geometry, follows = usual.group("number", "desc", "kind", "follows")
+            number, string, geometry, image, follows = usual.group("number", "desc", "kind", "image", "follows")
             end, place = usual.start("end"), usual.span("desc")
-            add((end, int(number or 0), None, string, place, geometry, *usual.span("list")))
+            add((end, int(number or 0), None, string, place, geometry, *usual.span("list"), int(image or 0)))
             pos = usual.end()
             continue
         entry = _read_unusual(data, pos, grammar)
@@ -163,9 +175,9 @@ def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
     fields: dict[bytes, _Field] = {}
     repeated = False
     while match := FIELD.match(data, pos):
-        key, string, _, stop = match.groups()
+        key, string, _, other, stop = match.groups()
         repeated = repeated or key in fields
-        fields[key] = _Field(string, match.span(2), *match.span(3))
+        fields[key] = _Field(string, match.span(2), *match.span(3), other)
         pos = match.end()
         if stop == b"}":
             return _entry(pos, number, fields, data, grammar, repeated=repeated, complete=True)
@@ -180,6 +192,7 @@ class _Field(NamedTuple):
     place: tuple[int, int]  # of the string
     start: int  # negative if it is not a list
     stop: int
+    other: bytes | None
 
 
 def _entry(
@@ -192,14 +205,14 @@ def _entry(
     repeated: bool,
     complete: bool,
 ) -> Entry:
-    desc = fields.get(grammar.desc_name.encode())
+    desc, image = fields.get(grammar.desc_name.encode()), fields.get(IMAGE) if grammar.numbered else None
     geometries = [name for name in fields if name in GEOMETRY_KINDS]
     fault: DropReason | None = None
     if repeated:
         fault = "key_invalid"
     elif desc is None or desc.string is None or decode(desc.string) is None:
         fault = "missing_desc"
-    elif len(fields) > 1 + len(geometries) or len(geometries) > 1:
+    elif len(fields) > 1 + len(geometries) + (image is not None) or len(geometries) > 1:
         fault = "unknown_geom"
     elif not geometries or fields[geometries[0]].start < 0:
         fault = "missing_geom"
@@ -207,11 +220,13 @@ def _entry(
         fault = "unknown_geom"
     else:
         assert desc.string is not None
-        _, _, start, stop = fields[geometries[0]]
+        _, _, start, stop, _ = fields[geometries[0]]
         if grammar.list_pattern.fullmatch(data, start, stop):
-            return end, number, None, desc.string, desc.place, geometries[0], start, stop
+            named = image is not None and image.other is not None and IMAGE_NUMBER.fullmatch(image.other)
+            place = desc.string, desc.place, geometries[0], start, stop
+            return end, number, None, *place, int(named[0]) if named else 0
         fault = "non_coord_token" if data[start:stop].strip(JSON_SPACE) else "wrong_arity"
-    return end, number, fault, b"", (0, 0), b"", 0, 0
+    return end, number, fault, b"", (0, 0), b"", 0, 0, 0
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
@@ -238,11 +253,13 @@ _detection: Callable[[tuple[Any, ...]], DetectionObject] = partial(tuple.__new__
 _predicted: Callable[[tuple[Any, ...]], PredictedObject] = partial(tuple.__new__, PredictedObject)
 
 
-def classify(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar) -> list[Outcome]:
-    """The outcome of each entry; `data` are the answer's bytes."""
+def classify(
+    entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar, num_images: int
+) -> list[Outcome]:
+    """The outcome of each entry; `data` are the answer's bytes, `num_images` the sample's images."""
     if not entries:
         return []
-    _, numbers, faults, strings, places, geometries, begins, ends = zip(*entries, strict=True)
+    _, numbers, faults, strings, places, geometries, begins, ends, images = zip(*entries, strict=True)
     first, behind = coordinates.begins.searchsorted(begins), coordinates.ends.searchsorted(ends, "right")
     num_listed = behind - first  # all digits in the list are numbers of it
     if not grammar.digits:
@@ -253,12 +270,14 @@ def classify(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gr
     boxes = (behind - first == 4) & (num_listed == 4) & (x1 < x2) & (y1 < y2)
     descs = [decode(string) or "" for string in strings]
     slots = list(map(range, first.tolist(), behind.tolist()))
-    columns = zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), repeat(None), strict=False)
+    columns = zip(descs, repeat("bbox_2d"), map(tuple, corners.tolist()), repeat(None), repeat(None), strict=False)
     objects = map(_detection, columns)
     outcomes: list[Outcome] = list(map(_predicted, zip(objects, slots, places, strict=True)))
     usual = faults.count(None) == geometries.count(b"bbox_2d") == len(entries) and all(descs)
     for i in np.flatnonzero(~boxes).tolist() if usual else range(len(entries)):
         outcomes[i] = faults[i] or _classify(entries[i], int(num_listed[i]), slots[i], coordinates)
+    if grammar.numbered:
+        outcomes = [_in_image(outcome, image, num_images) for outcome, image in zip(outcomes, images, strict=True)]
     if grammar.indexed:
         _refuse_keys(numbers, outcomes)
     return outcomes
@@ -266,7 +285,7 @@ def classify(entries: Sequence[Entry], data: bytes, coordinates: Coordinates, gr
 
 def _classify(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
     """The outcome of one entry without a fault."""
-    _, _, _, string, place, geometry, _, _ = entry
+    _, _, _, string, place, geometry, *_ = entry
     desc, kind = decode(string), GEOMETRY_KINDS[geometry]
     if desc is None:
         return "missing_desc"
@@ -278,6 +297,14 @@ def _classify(entry: Entry, num_listed: int, slots: range, coordinates: Coordina
     if not encloses_something(kind, bins):
         return "bbox_invalid"
     return PredictedObject(DetectionObject(desc, kind, bins), slots, place)
+
+
+def _in_image(outcome: Outcome, image: int, num_images: int) -> Outcome:
+    if isinstance(outcome, str):
+        return outcome
+    if not 1 <= image <= num_images:
+        return "image_invalid"
+    return outcome._replace(object=outcome.object._replace(image=image))
 
 
 def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
@@ -306,7 +333,7 @@ def parse_rollout(
     text = pieces.text(rollout.response_token_ids)
     reading = read_answer(text.data, grammar)
     coordinates = _coordinates(text, bin_of_token, grammar) if reading.opened else NO_COORDINATES
-    outcomes = classify(reading.entries, text.data, coordinates, grammar)
+    outcomes = classify(reading.entries, text.data, coordinates, grammar, len(rollout.sample.images))
     drops = Counter([outcome for outcome in outcomes if isinstance(outcome, str)] + ["truncated"] * reading.truncated)
     kept, prefix_length, tail_opening = _cut(text, reading.entries, grammar)
     entries = reading.entries[:kept]

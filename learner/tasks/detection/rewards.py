@@ -7,7 +7,7 @@ Out: numbers from 0 to 1 by name, larger for better answers.
     f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, likewise
     soft_iou    2 x the largest total IoU of one-to-one pairs with the same description / (predictions + truth)
     count       1 - |predictions - truth| / the larger of the two
-    class_only  F1 of the descriptions alone, boxes aside
+    class_only  F1 of the descriptions alone (of each image, if there are several), boxes aside
     format      1 if the answer is one closed container without a dropped object, else 0
 
 Every match is one-to-one, so a duplicate is a false prediction. Predictions in ignore regions that match nothing do not
@@ -72,13 +72,13 @@ class _View:
     same: NDArray[np.bool_]  # [P, G] descriptions
     ignored: NDArray[np.float64]  # [P] largest share in an ignore region of the class
     ignored_any: NDArray[np.float64]  # [P] likewise, of any class
-    predicted: tuple[str, ...]
-    true: tuple[str, ...]
+    predicted: tuple[tuple[int | None, str], ...]  # image and description
+    true: tuple[tuple[int | None, str], ...]
 
     @classmethod
     def of(cls, parsed: ParsedRollout) -> _View:
         sample, predictions = parsed.rollout.sample, [p.object for p in parsed.objects]
-        predicted, true = (tuple(obj.desc for obj in objects) for objects in (predictions, sample.objects))
+        predicted, true = (tuple((obj.image, obj.desc) for obj in those) for those in (predictions, sample.objects))
         ignored, ignored_any = ignored_shares(predictions, sample.ignored)
         same = np.array([[p == t for t in true] for p in predicted], dtype=bool).reshape(len(predicted), len(true))
         iou = np.asarray(iou_matrix(predictions, sample.objects)).reshape(same.shape)

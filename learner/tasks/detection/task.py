@@ -35,6 +35,7 @@ class DetectionTask(Task):
         """Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
         self.config = config
         self.grammar = grammar_of(config.container, config.coordinates)
+        self._numbered = grammar_of(config.container, config.coordinates, numbered=True)
         self._pieces = pieces_of(tokenizer)
         self._bin_of_token = np.empty(0, np.int64) if self.grammar.digits else _coordinate_tokens(tokenizer)
 
@@ -44,10 +45,12 @@ class DetectionTask(Task):
 
     def parse(self, rollout: Rollout) -> ParsedRollout:
         """The answer [T], read strictly: malformed objects are dropped and counted by reason. Never raises."""
-        return parse_rollout(rollout, self._pieces, self._bin_of_token, self.grammar)
+        grammar = self._numbered if len(rollout.sample.images) > 1 else self.grammar
+        return parse_rollout(rollout, self._pieces, self._bin_of_token, grammar)
 
     def match(self, parsed: ParsedRollout) -> Assignment:
-        """One-to-one with the sample's objects by IoU, at least `iou_threshold` (Hungarian). Names do not matter."""
+        """One-to-one with the sample's objects in the same image by IoU, at least `iou_threshold` (Hungarian). Names do
+        not matter."""
         return match_objects(parsed, self.config.iou_threshold)
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
@@ -160,8 +163,8 @@ class DetectionTask(Task):
 
 
 def object_json(item: DetectionObject) -> dict[str, Any]:
-    """Its description and its bins, as an answer would have them."""
-    return {"desc": item.desc, item.kind: list(item.bins)}
+    """Its description, its image if there are several, and its bins, as an answer would have them."""
+    return {"desc": item.desc, **({} if item.image is None else {"image": item.image}), item.kind: list(item.bins)}
 
 
 def coordinate_token_ids(tokenizer: Tokenizer) -> list[int]:

@@ -50,9 +50,10 @@ def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, st
     """One object's text: the part before its description, the description without its quotes, and the part after it."""
     desc = escaped(obj.desc)
     numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
+    image = "" if obj.image is None else f'"image": {obj.image}, '
     if grammar.indexed:
-        return f'"object_{number}": {{"desc": "', desc, f'", "{obj.kind}": [{numbers}]}}'
-    return f'{{"{obj.kind}": [{numbers}], "label": "', desc, '"}'
+        return f'"object_{number}": {{"desc": "', desc, f'", {image}"{obj.kind}": [{numbers}]}}'
+    return f'{{{image}"{obj.kind}": [{numbers}], "label": "', desc, '"}'
 
 
 @lru_cache(maxsize=_CACHED_DESCS)
@@ -62,17 +63,12 @@ def escaped(desc: str) -> str:
 
 
 def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
-    """Raises DataError, which names sample and object, if an object cannot be a target, or if there are several images.
+    """Raises DataError, which names sample and object, if an object cannot be a target, or if nothing says in which of
+    several images it is.
 
     `pieces` None: everything except whether descriptions survive tokenization.
     """
-    if len(sample.images) > 1:  # a box has no word for its image, in labels and in answers
-        raise DataError(
-            f"sample {sample.sample_id}: nothing says which of its images a box is in",
-            found=f"{len(sample.images)} images, {len(sample.objects)} objects",
-            wanted="one image a record, or none, for task.type: detection",
-            remedy="make one record of each image; records with several images need another task, such as key_value",
-        )
+    _validate_images(sample)
     for number, obj in enumerate(sample.objects, start=1):
         fault = object_fault(obj, pieces)
         if fault is not None:
@@ -87,10 +83,31 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
     if keys != sorted(keys):
         raise DataError(
             f"sample {sample.sample_id}: ground truth is not in canonical order",
-            found=f"(y1, x1) = {keys}"[:200],
-            wanted="top to bottom, then left to right",
+            found=f"{'(image, y1, x1)' if sample.sizes else '(y1, x1)'} = {keys}"[:200],
+            wanted="top to bottom, then left to right" + (", image after image" if sample.sizes else ""),
             remedy="order the objects with learner.tasks.detection.bins.canonical_order",
         )
+
+
+def _validate_images(sample: Sample) -> None:
+    """Raises DataError if an object or region does not name its image, or if an image's size is not known."""
+    number = len(sample.images)
+    if number > 1 and len(sample.sizes) != number:
+        raise DataError(
+            f"sample {sample.sample_id}: the sizes of its images are not known",
+            found=f"{number} images, {len(sample.sizes)} sizes",
+            wanted="width and height of each image, because a box is a share of its own image",
+            remedy="give the sizes (`sizes` in JSONL and in Sample), or make the images local files",
+        )
+    known = range(1, number + 1) if number > 1 else (None,)
+    for obj in (*sample.objects, *sample.ignored):
+        if isinstance(obj, DetectionObject) and obj.image not in known:
+            raise DataError(
+                f"sample {sample.sample_id}: {obj.desc!r} is in no image of it",
+                found="no image" if obj.image is None else f"image {obj.image}",
+                wanted=f"1 to {number}" if number > 1 else "no number, because the sample has no more than one image",
+                remedy="correct the `image` of the object",
+            )
 
 
 def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:

@@ -49,7 +49,7 @@ def test_samples_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ({**ROW, "id": "b", "objects": [{"desc": " ", "bbox_2d": [1, 1, 5, 5]}]}, "blank"),
         ({**ROW, "id": "b", "objects": [{"desc": "cat", "bbox_2d": [9, 9, 1, 1]}]}, "on_bad_record.no_area"),
         ({**ROW, "id": "b", "width": None}, "width"),
-        ({**ROW, "id": "b", "images": ["1.png", "1.png"], "messages": TWO_IMAGES}, "which of its images a box is in"),
+        ({**ROW, "id": "b", "images": ["1.png", "1.png"], "messages": TWO_IMAGES}, "which of the 2 images it is in"),
         (ROW, "id"),
     ],
 )

@@ -290,11 +290,72 @@ def test_sizes_are_those_of_the_upright_image(tmp_path: Path) -> None:
     assert samples_of(file)[0].objects == (box("x", 0, 0, 200, 250),)
 
 
-def test_of_several_images_one_has_the_annotated_size(tmp_path: Path) -> None:
+TURN = [{"role": "user", "content": "<image><image>?"}]
+SEVERAL: dict[str, Any] = {"images": ["2.png", "1.png"], "messages": TURN, "width": None, "height": None}
+
+
+def on(image: object, *corners: float) -> dict[str, Any]:
+    return {"desc": "x", "image": image, "bbox_2d": list(corners)}
+
+
+@pytest.mark.parametrize("said", [{}, {"sizes": [[50, 80], [200, 100]]}])
+def test_each_object_is_in_bins_of_its_own_image(tmp_path: Path, said: dict[str, Any]) -> None:
+    """The second image is 200 x 100 pixels. Canonical order: image after image, whatever the places."""
+    draw(tmp_path, "2.png", size=(50, 80))
+    objects = [on(2, 0, 0, 100, 50), on(1, 25, 40, 50, 80), {**on(2, 0, 0, 200, 100), "desc": "", "ignore": True}]
+    (sample,) = samples_of(jsonl(tmp_path, FINE, **{**SEVERAL, **said, "objects": objects}))
+    assert [(o.image, o.bins) for o in sample.objects] == [(1, (500, 500, 999, 999)), (2, (0, 0, 500, 500))]
+    assert [(o.image, o.bins) for o in sample.ignored] == [(2, (0, 0, 999, 999))]
+    assert sample.sizes == ((50, 80), (200, 100))
+    assert (sample.width, sample.height) == (50, 80)
+
+
+def test_width_and_height_are_those_of_every_image(tmp_path: Path) -> None:
+    two = {"images": ["1.png", "1.png"], "messages": TURN}
+    (sample,) = samples_of(jsonl(tmp_path, on(2, 0, 0, 100, 50), **two))
+    assert sample.sizes == ((200, 100), (200, 100))
     draw(tmp_path, "2.png", size=(7, 7))
-    turn = [{"role": "user", "content": "<image><image>?"}]
-    assert samples_of(jsonl(tmp_path, FINE, images=["2.png", "1.png"], messages=turn))
-    assert "another size" in refusal(jsonl(tmp_path, FINE, images=["2.png", "2.png"], messages=turn))
+    assert "its image 2 has another size" in refusal(
+        jsonl(tmp_path, on(1, 0, 0, 9, 9), **{**two, "images": ["1.png", "2.png"]})
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "obj", "reason"),
+    [
+        ({}, FINE, "wanted `image`: which of the 2 images it is in"),
+        ({}, on(3, 0, 0, 9, 9), "found image 3"),
+        ({}, on(0, 0, 0, 9, 9), "objects.0.image is wrong"),
+        ({}, on("1.png", 0, 0, 9, 9), "objects.0.image is wrong"),
+        ({}, on(1, 0, 0, 90, 9), "pixels within 50 x 80"),
+        ({"sizes": [[50, 80]]}, on(1, 0, 0, 9, 9), "1 sizes, 2 images"),
+        ({"sizes": [[200, 100], [50, 80]]}, on(1, 0, 0, 9, 9), "its image 1 has another size"),
+        ({"width": 50}, on(1, 0, 0, 9, 9), "height is missing"),
+        ({"images": ["2.png", "http://host/a.png"]}, on(1, 0, 0, 9, 9), "the size of its image 2 is not known"),
+        ({"images": ["2.png", "3.png"]}, on(1, 0, 0, 9, 9), "3.png"),
+        ({"images": ["1.png"], "messages": [{"role": "user", "content": "<image>?"}], "width": 200, "height": 100},
+         on(2, 0, 0, 9, 9), "wanted image 1, or no `image`"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_several_images_is_told(
+    tmp_path: Path, fields: dict[str, Any], obj: dict[str, Any], reason: str
+) -> None:
+    draw(tmp_path, "2.png", size=(50, 80))
+    file = jsonl(tmp_path, obj, **{**SEVERAL, **fields})
+    found = refusal(file, allowed_image_hosts=["host"])
+    assert "line 1: " in found
+    assert reason in found
+
+
+def test_an_object_may_name_the_only_image(tmp_path: Path) -> None:
+    plain, named = (samples_of(jsonl(tmp_path, {**FINE, **more})) for more in ({}, {"image": 1}))
+    assert plain == named
+
+
+def test_a_record_is_left_out_if_one_of_its_images_has_another_size(tmp_path: Path) -> None:
+    draw(tmp_path, "2.png", size=(50, 80))
+    file = jsonl(tmp_path, on(1, 0, 0, 9, 9), **{**SEVERAL, "sizes": [[50, 80], [7, 7]]})
+    assert "{'image_size': {'drop': 1}}" in refusal(file, on_bad_record="drop")
 
 
 def test_malformed_records_are_errors_whatever_the_policy(tmp_path: Path) -> None:

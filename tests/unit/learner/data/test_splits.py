@@ -88,7 +88,7 @@ def test_images_may_be_inline_and_stay_as_they_are(tmp_path: Path) -> None:
     body = base64.b64encode((tmp_path / "images/1.png").read_bytes()).decode()
     assert len(body) < 1024  # of any length
     images = ["http://host/a.png", f"data:image/png;base64,{body}", body]
-    row = {**ROW, "images": images, "messages": [{"role": "user", "content": "Detect."}]}
+    row = {**ROW, "images": images, "messages": [{"role": "user", "content": "Detect."}], "objects": []}
     (sample,) = load(tmp_path, row, allowed_image_hosts=["host"])
     assert list(sample.images) == images
     with pytest.raises(DataError, match=r"line 1: .*http://host/a\.png.*data\.allowed_image_hosts"):

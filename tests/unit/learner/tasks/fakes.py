@@ -101,8 +101,17 @@ def poly(desc: str, *bins: int) -> DetectionObject:
     return DetectionObject(desc=desc, kind="poly", bins=bins)
 
 
-def make_sample(objects: Iterable[DetectionObject] = (), sample_id: str = "s0") -> Sample:
-    return Sample(sample_id=sample_id, messages=(), images=(), objects=tuple(objects), width=100, height=100)
+def make_sample(objects: Iterable[DetectionObject] = (), sample_id: str = "s0", num_images: int = 1) -> Sample:
+    several = num_images if num_images > 1 else 0
+    return Sample(
+        sample_id=sample_id,
+        messages=(),
+        images=tuple(f"{k}.png" for k in range(several)),
+        objects=tuple(objects),
+        width=100,
+        height=100,
+        sizes=((100, 100),) * several,
+    )
 
 
 def make_rollout(
@@ -111,9 +120,10 @@ def make_rollout(
     *,
     finish_reason: str = "stop",
     sample_id: str = "s0",
+    num_images: int = 1,
 ) -> Rollout:
     return Rollout(
-        sample=make_sample(truth, sample_id),
+        sample=make_sample(truth, sample_id, num_images),
         prompt_token_ids=(1,),
         response_token_ids=tuple(token_ids),
         finish_reason=finish_reason,

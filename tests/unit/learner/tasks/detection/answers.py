@@ -14,6 +14,7 @@ DESCS = st.one_of(
     st.sampled_from(["seven", "a cat", "café", "猫", 'say "hi"', "a\\b", "x]}", " ]} ", "nine\n", "object_3", "12"]),
     st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=6).filter(str.strip),
 )
+WRONG_IMAGES = ["0", "9", "-1", "1.0", '"1"', "true", "null", "[1]", "1000000"]
 SPACES = st.sampled_from(["", " ", " ", " ", "\n\t"])
 
 
@@ -40,12 +41,13 @@ def spell(value: int, coordinates: str) -> str:
 
 
 @st.composite
-def answers(draw: st.DrawFn, container: str, coordinates: str) -> str:
-    """A container of valid and flawed objects, with JSON whitespace anywhere, maybe with text around it."""
+def answers(draw: st.DrawFn, container: str, coordinates: str, num_images: int = 1) -> str:
+    """A container of valid and flawed objects, with JSON whitespace anywhere, maybe with text around it. If the sample
+    has several images, most objects name one of them."""
     entries = []
     for number in range(1, 1 + draw(st.integers(0, 4))):
         name = draw(st.sampled_from([f"object_{number}"] * 8 + ["object_1", "object_01", "thing", "object_40"]))
-        body = draw(_bodies(container, coordinates))
+        body = draw(_bodies(container, coordinates, num_images))
         entries.append(f'"{name}"{draw(SPACES)}:{draw(SPACES)}{body}' if container == "index_map" else body)
     inside = "".join(f"{',' if i else ''}{draw(SPACES)}{entry}{draw(SPACES)}" for i, entry in enumerate(entries))
     opener, closer = "{}" if container == "index_map" else "[]"
@@ -53,10 +55,13 @@ def answers(draw: st.DrawFn, container: str, coordinates: str) -> str:
 
 
 @st.composite
-def _bodies(draw: st.DrawFn, container: str, coordinates: str) -> str:
+def _bodies(draw: st.DrawFn, container: str, coordinates: str, num_images: int) -> str:
     obj = draw(OBJECTS)
+    numbers = [str(k) for k in range(1, num_images + 1)]
+    image = {"image": draw(st.sampled_from(numbers * 4 + WRONG_IMAGES))} if num_images > 1 else {}
     fields = {
         "desc" if container == "index_map" else "label": json.dumps(obj.desc, ensure_ascii=draw(st.booleans())),
+        **image,
         obj.kind: "[" + f",{draw(SPACES)}".join(spell(v, coordinates) for v in obj.bins) + "]",
     }
     if draw(st.integers(0, 3)) == 0:

@@ -29,7 +29,8 @@ class ReferenceAnswer:
     entries: list[ReferenceEntry] = field(default_factory=list)
 
 
-def parse(text: str, *, indexed: bool, digits: bool) -> ReferenceAnswer:
+def parse(text: str, *, indexed: bool, digits: bool, num_images: int = 1) -> ReferenceAnswer:
+    """Outcomes of several images end with the number of their image."""
     answer = ReferenceAnswer()
     opener, closer = ("{", "}") if indexed else ("[", "]")
     pos = skip(text, 0)
@@ -50,7 +51,7 @@ def parse(text: str, *, indexed: bool, digits: bool) -> ReferenceAnswer:
             answer.lost = True
             return answer
         name, start = found
-        number, outcome = 0, classify(text[start:end], indexed, digits)
+        number, outcome = 0, classify(text[start:end], indexed, digits, num_images)
         if indexed:
             number = int(name[7:]) if re.fullmatch(r"object_[1-9][0-9]{0,17}", name) else 0
             if not number or number in seen:
@@ -112,7 +113,7 @@ def balanced_end(text: str, pos: int) -> int | None:
     return None
 
 
-def classify(text: str, indexed: bool, digits: bool) -> Any:
+def classify(text: str, indexed: bool, digits: bool, num_images: int) -> Any:
     """The object, or why it is dropped; "?" where it is not JSON."""
     pieces = re.split(r'("(?:[^"\\]|\\.)*")', text, flags=re.DOTALL)
     for i in range(0, len(pieces), 2):  # outside strings
@@ -133,12 +134,16 @@ def classify(text: str, indexed: bool, digits: bool) -> Any:
     desc = fields.pop(desc_name, None)
     if not isinstance(desc, str) or not desc.strip() or any(0xD800 <= ord(c) < 0xE000 for c in desc):
         return "missing_desc"
+    image = fields.pop("image", None) if num_images > 1 else None
     kinds = [name for name in fields if name in ("bbox_2d", "poly")]
     if len(fields) > len(kinds) or len(kinds) > 1:
         return "unknown_geom"
     if not kinds or not isinstance(fields[kinds[0]], list):
         return "missing_geom"
-    return judge_geometry(desc, kinds[0], fields[kinds[0]], digits)
+    outcome = judge_geometry(desc, kinds[0], fields[kinds[0]], digits)
+    if num_images == 1 or isinstance(outcome, str):
+        return outcome
+    return (*outcome, image) if type(image) is int and 1 <= image <= num_images else "image_invalid"
 
 
 def nested(value: Any) -> bool:

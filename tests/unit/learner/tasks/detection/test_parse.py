@@ -32,20 +32,21 @@ GOOD = '{"desc": "one", "bbox_2d": [1, 2, 3, 4]}'
 
 
 @st.composite
-def tokenized_answers(draw: st.DrawFn, *, corrupt: bool) -> tuple[str, str, str, list[int]]:
+def tokenized_answers(draw: st.DrawFn, *, corrupt: bool, num_images: int = 1) -> tuple[str, str, str, list[int]]:
     """Container, coordinates, text and where to cut it."""
     container, coordinates = draw(st.sampled_from(CONTAINERS)), draw(st.sampled_from(COORDINATES))
-    text = draw(answers(container, coordinates))
+    text = draw(answers(container, coordinates, num_images))
     if corrupt:
         text = draw(corrupted(text))
     return container, coordinates, text, draw(cuts(text.encode()))
 
 
-def check_against_reference(container: str, coordinates: str, text: str, where: list[int]) -> None:
+def check_against_reference(container: str, coordinates: str, text: str, where: list[int], num_images: int = 1) -> None:
     task, tokenizer = make_task(container, coordinates)
     ids = tokenizer.split(text.encode(), where)
-    parsed = task.parse(make_rollout(ids))
-    expected = reference.parse(text, indexed=container == "index_map", digits=coordinates == "digits")
+    parsed = task.parse(make_rollout(ids, num_images=num_images))
+    indexed, digits = container == "index_map", coordinates == "digits"
+    expected = reference.parse(text, indexed=indexed, digits=digits, num_images=num_images)
     pieces = pieces_of(tokenizer).text(ids)
     kept = check_prefix(parsed, expected, text, pieces.data, pieces.ends)
 
@@ -53,7 +54,8 @@ def check_against_reference(container: str, coordinates: str, text: str, where: 
     assert parsed.truncated == (not expected.closed)
     assert parsed.next_index == 1 + max((e.number for e in expected.entries[:kept]), default=0)
     readable = [e.outcome for e in expected.entries[:kept] if isinstance(e.outcome, tuple)]
-    assert [(p.object.desc, p.object.kind, p.object.bins) for p in parsed.objects] == readable
+    found = [p.object for p in parsed.objects]
+    assert [(o.desc, o.kind, o.bins, *([o.image] if num_images > 1 else [])) for o in found] == readable
     check_drops(parsed, expected)
     for predicted in parsed.objects:
         for (start, end, said, lead), value in zip(slots_of(parsed, predicted), predicted.object.bins, strict=True):
@@ -104,6 +106,12 @@ def check_drops(parsed: ParsedRollout, expected: reference.ReferenceAnswer) -> N
 @given(tokenized_answers(corrupt=False))
 def test_agrees_with_the_reference_whatever_the_tokens(case: tuple[str, str, str, list[int]]) -> None:
     check_against_reference(*case)
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(st.one_of(tokenized_answers(corrupt=corrupt, num_images=3) for corrupt in (False, True)))
+def test_agrees_with_the_reference_if_the_sample_has_several_images(case: tuple[str, str, str, list[int]]) -> None:
+    check_against_reference(*case, num_images=3)
 
 
 @settings(max_examples=examples(400), deadline=None)
