@@ -1,4 +1,4 @@
-"""Labels drawn on photographs: outlines with names, for people."""
+"""Labels drawn on photographs: outlines with names, and pictures side by side, for people."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from PIL import Image, ImageDraw
 
 from learner.records import GeometryKind
 from learner.tasks.detection.bins import to_pixels
+
+_GAP = 12  # pixels
+
+
+def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
+    """All in a row on white."""
+    width = sum(picture.width for picture in pictures) + _GAP * (len(pictures) - 1)
+    made = Image.new("RGB", (max(1, width), max([1, *(picture.height for picture in pictures)])), "white")
+    left = 0
+    for picture in pictures:
+        made.paste(picture, (left, 0))
+        left += picture.width + _GAP
+    return made
 
 
 def draw_object(

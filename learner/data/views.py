@@ -103,6 +103,12 @@ def shown_images(sample: Sample) -> list[str]:
     return [_data_url(picture, "JPEG")]
 
 
+def shown_sizes(sample: Sample) -> dict[str, Any]:
+    """Width and height of what `shown_images` shows, as JSON; of several images also each one's, as `sizes`."""
+    sizes = {"sizes": [list(size) for size in sample.sizes]} if sample.sizes else {}
+    return {"width": sample.width, "height": sample.height, **sizes}
+
+
 def _data_url(picture: Image.Image, kind: str) -> str:
     buffer = io.BytesIO()
     picture.save(buffer, kind, **({"compress_level": 1} if kind == "PNG" else {"quality": _QUALITY}))

@@ -25,7 +25,7 @@ from learner.detector.boxes import Prediction
 from learner.detector.command import quiet
 from learner.detector.detector import Detector
 from learner.detector.evaluation import Found, Result, Scored, evaluate_all, threshold_of
-from learner.detector.inputs import Anything, InputImage, coco_categories
+from learner.detector.inputs import Anything, InputImage, coco_categories, require_one_image
 from learner.detector.pictures import TEMPLATES
 from learner.detector.results_in import box_in_sample, read_results
 from learner.journal.retained import OWN
@@ -141,7 +141,9 @@ def _retained(name: str) -> str:
 
 def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
     data = DataConfig(train=path, on_bad_record="drop", image_root=options.image_root)
-    return load_split(data, path, Anything()).samples
+    samples = load_split(data, path, Anything()).samples
+    require_one_image(samples, "evaluate")
+    return samples
 
 
 def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]) -> list[Found]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from learner.config.schema import RunConfig
 from learner.data.augment import Augmenter
-from learner.data.drawing import draw_object
+from learner.data.drawing import draw_object, side_by_side
 from learner.data.views import open_images
 from learner.records import Sample
 from learner.run.files import writing
@@ -22,8 +22,7 @@ from shared.images import Images
 
 OPTION = "--draw"
 LABEL, IGNORED = (0, 170, 70), (240, 130, 0)
-_SIDE = 640  # pixels, of each of the two
-_GAP = 12
+_SIDE = 640  # pixels, of each picture
 _QUALITY = 90
 
 
@@ -44,7 +43,7 @@ def draw_pictures(config: RunConfig, samples: Sequence[Sample], number: int, out
         for place in range(number):
             index = place * len(samples) // number
             seen = [samples[index]] if augmenter is None else [samples[index], augmenter(index, 0)]
-            picture = _side_by_side([_labelled(sample, images) for sample in seen if sample.images])
+            picture = side_by_side([picture for sample in seen for picture in _labelled(sample, images)])
             paths.append(out / _name(place, samples[index]))
             with writing(paths[-1]):
                 picture.save(paths[-1], format="JPEG", quality=_QUALITY)
@@ -58,21 +57,13 @@ def _name(place: int, sample: Sample) -> str:
     return f"{place + 1:03d}-{readable}.jpg"
 
 
-def _labelled(sample: Sample, images: Images) -> Image.Image:
+def _labelled(sample: Sample, images: Images) -> list[Image.Image]:
     """Return what the model sees of the sample, with labels in green and ignore regions in orange."""
-    picture = open_images(sample, images)[0]
-    picture.thumbnail((_SIDE, _SIDE))
-    for objects, color in ((sample.ignored, IGNORED), (sample.objects, LABEL)):
-        for obj in objects:
-            draw_object(picture, obj.desc, obj.kind, obj.bins, color)
-    return picture
-
-
-def _side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
-    width = sum(picture.width for picture in pictures) + _GAP * (len(pictures) - 1)
-    made = Image.new("RGB", (max(1, width), max([1, *(picture.height for picture in pictures)])), "white")
-    left = 0
-    for picture in pictures:
-        made.paste(picture, (left, 0))
-        left += picture.width + _GAP
-    return made
+    pictures = open_images(sample, images)
+    for number, picture in enumerate(pictures, start=1):
+        picture.thumbnail((_SIDE, _SIDE))
+        for objects, color in ((sample.ignored, IGNORED), (sample.objects, LABEL)):
+            for obj in objects:
+                if obj.image in (None, number):
+                    draw_object(picture, obj.desc, obj.kind, obj.bins, color)
+    return pictures

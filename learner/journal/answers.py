@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.data.views import shown_images
+from learner.data.views import shown_images, shown_sizes
 from learner.extensions import Tokenizer
 from learner.records import Assignment, Target
 from learner.run.files import write_atomically
@@ -76,8 +76,7 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Se
     return {
         "id": sample.sample_id,
         "images": shown_images(sample),
-        "width": sample.width,
-        "height": sample.height,
+        **shown_sizes(sample),
         "truth": [object_json(item) for item in sample.objects],
         "ignored": [object_json(item) for item in sample.ignored],
         "predictions": [object_json(predicted.object) for predicted in parsed.objects],

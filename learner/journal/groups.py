@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.data.views import shown_images
+from learner.data.views import shown_images, shown_sizes
 from learner.extensions import Task
 from learner.records import Sample
 from learner.run.files import AppendedLines
@@ -74,8 +74,7 @@ class GroupsLog:
         return {
             "id": sample.sample_id,
             "images": shown_images(sample),
-            "width": sample.width,
-            "height": sample.height,
+            **shown_sizes(sample),
             "answers": [self._answer(one) for one in group],
         }
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from learner.data.views import shown_images
+from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
@@ -76,8 +76,7 @@ def _labels(sample: Sample) -> Mapping[str, Any]:
     drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
     return {
         "images": shown_images(sample),
-        "width": sample.width,
-        "height": sample.height,
+        **shown_sizes(sample),
         "truth": [object_json(obj) for obj in drawn],
         "ignored": [object_json(obj) for obj in sample.ignored],
     }

@@ -17,6 +17,7 @@ from typing import Any
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.detector.answers import Answers, Asked
+from learner.detector.inputs import require_one_image
 from learner.detector.model import ModelFiles, require_boxes
 from learner.records import DetectionObject, Rollout, Sample
 from learner.run.additions import addition_of
@@ -73,6 +74,7 @@ def suggest(
     answers = Answers(model, asked)
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
     samples = load_samples(data, data.train, task, geometry=model.settings.task.geometry)
+    require_one_image(samples, "find-missing")
     calibration, pieces = read_calibration(model.folder, samples=asked.samples), pieces_of(task.tokenizer)
     found: list[Suggestion] = []
     with answers:

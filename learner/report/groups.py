@@ -135,7 +135,7 @@ def _row(step: GroupStep, roots: Sequence[Path]) -> GroupRow:
     return GroupRow(
         global_step=step.global_step,
         scene_id=scene.scene_id,
-        picture=load_picture(scene.images[0], roots) if scene.images else None,
+        picture=load_picture(scene.images, roots, scene.sheet),
         panels=[_panel(one) for one in ordered],
     )
 

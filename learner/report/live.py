@@ -32,7 +32,7 @@ from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
 from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number, parted
 from learner.report.page import TEMPLATES
-from learner.report.read import Follower, Run, is_run, read_object
+from learner.report.read import Follower, Run, is_run, read_object, read_sheet
 from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
@@ -116,7 +116,12 @@ class LiveView:
             return 0, []  # not there, or not what a learner writes
 
     def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> Answer:
-        images = [str(image) for image in line["images"]]
+        images = tuple(str(image) for image in line["images"])
+        drawn = shapes(line)
+        sheet = read_sheet(line, [item for *_, item in drawn])
+        width, height = sheet.size if sheet else (int(line["width"]), int(line["height"]))
+        if sheet:
+            drawn = [(color, tip, sheet.placed(item)) for color, tip, item in drawn]
         kept = len(line.get("kept", ()))
         facts = [f"{len(line['pairs'])} matched", f"{len(line['missed'])} missed, appended"]
         others = len(line["predictions"]) - len(line["pairs"]) - kept
@@ -127,11 +132,11 @@ class LiveView:
         return Answer(
             sample_id=str(line["id"]),
             facts=facts,
-            width=max(1, int(line["width"])),
-            height=max(1, int(line["height"])),
-            picture=self._picture(images[0], roots) if images else None,
+            width=max(1, width),
+            height=max(1, height),
+            picture=self._picture(images, roots, sheet),
             file=Path(images[0][-80:]).name if images else "no image",
-            shapes=shapes(line),
+            shapes=drawn,
             tokens=[(str(text), str(kind), str(note)) for text, kind, note in line["tokens"]],
         )
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from learner.config.load import RESOLVED_NAME
 from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
+from learner.report.sheet import Sheet
 from learner.tasks.detection.bins import arity_is_right
 from shared.errors import DataError
 from shared.reading import json_of, yaml_of
@@ -31,7 +32,8 @@ _LARGEST_BIN = 1 << 20  # far outside every image, and small enough for areas
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What the model answered to one test image. Objects are in bins 0..999, `width` and `height` in pixels."""
+    """What the model answered to a test sample. Objects are in bins 0..999 of their image. `width` and `height` are
+    pixels of what is drawn: the image, or the `sheet` of several."""
 
     scene_id: str
     images: tuple[str, ...]
@@ -42,6 +44,11 @@ class Scene:
     predictions: tuple[DetectionObject, ...]
     num_dropped: int
     truncated: bool
+    sheet: Sheet | None = None
+
+    def drawn(self, obj: DetectionObject) -> DetectionObject:
+        """The object in bins of what is drawn."""
+        return obj if self.sheet is None else self.sheet.placed(obj)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -517,16 +524,23 @@ def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored
 def read_scene(line: Mapping[str, Any]) -> Scene | None:
     """One line of an evaluation file; None if it is not a scene or contradicts itself."""
     try:
+        truth, ignored, predictions = (
+            tuple(map(read_object, objects))
+            for objects in (line["truth"], line.get("ignored", ()), line["predictions"])
+        )
+        sheet = read_sheet(line, (*truth, *ignored, *predictions))
+        width, height = sheet.size if sheet else (int(line["width"]), int(line["height"]))
         scene = Scene(
             scene_id=str(line["id"]),
             images=tuple(map(str, line["images"])),
-            width=min(int(line["width"]), _LARGEST_BIN),
-            height=min(int(line["height"]), _LARGEST_BIN),
-            truth=tuple(map(read_object, line["truth"])),
-            ignored=tuple(map(read_object, line.get("ignored", ()))),
-            predictions=tuple(map(read_object, line["predictions"])),
+            width=min(width, _LARGEST_BIN),
+            height=min(height, _LARGEST_BIN),
+            truth=truth,
+            ignored=ignored,
+            predictions=predictions,
             num_dropped=sum(int(count) for count in line.get("drops", {}).values()),
             truncated=bool(line.get("truncated")),
+            sheet=sheet,
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
@@ -541,4 +555,17 @@ def read_object(fields: Mapping[str, Any]) -> DetectionObject:
         raise ValueError(f"{kind} of {len(bins)} numbers")
     if max(map(abs, bins)) > _LARGEST_BIN:
         raise ValueError(f"{kind} far outside the image")
-    return DetectionObject(desc=str(fields["desc"]), kind=kind, bins=bins)
+    image = int(fields["image"]) if "image" in fields else None
+    return DetectionObject(desc=str(fields["desc"]), kind=kind, bins=bins, image=image)
+
+
+def read_sheet(fields: Mapping[str, Any], objects: Iterable[DetectionObject]) -> Sheet | None:
+    """Where several images are drawn; None if there is one. Raises TypeError or ValueError, also if an object is in no
+    image."""
+    sizes = [(int(width), int(height)) for width, height in fields.get("sizes", ())]
+    if not all(0 < side <= _LARGEST_BIN for size in sizes for side in size):
+        raise ValueError("an image without an area, or a very large one")
+    known = range(1, len(sizes) + 1) if sizes else (None,)
+    if not all(obj.image in known for obj in objects):
+        raise ValueError("an object in no image")
+    return Sheet.of(sizes) if sizes else None

@@ -19,9 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from PIL import Image
+
 from learner.records import DetectionObject
 from learner.report.read import EvalPoint, Run, Scene
 from learner.report.scores import Outcome, Progress, classify
+from learner.report.sheet import Sheet
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
@@ -205,7 +208,7 @@ def _row(scene_id: str, evaluations: Sequence[tuple[str, Mapping[str, Scene]]], 
     return SceneRow(
         scene_id=scene_id,
         file=_file_name(images),
-        picture=load_picture(images[0], roots) if images else None,
+        picture=load_picture(images, roots, panels[0].scene.sheet),
         panels=panels,
         gain=panels[1].f1 - panels[0].f1 if len(panels) == 2 else None,
     )
@@ -241,12 +244,13 @@ def shapes_of_scene(
     earned = [f", advantage {value:+.3f}" for value in advantages] or [""] * len(scene.predictions)
     for item, outcome, iou, tip in zip(scene.predictions, result.outcomes, result.ious, earned, strict=True):
         shapes.append(_shape(_COLORS[outcome], item, f", IoU {iou:.2f}{tip}"))
-    return counts, shapes
+    return counts, [(color, tip, scene.drawn(item)) for color, tip, item in shapes]
 
 
 def shapes_of_labels(scene: Scene) -> list[tuple[str, str, DetectionObject]]:
     """The labels alone, each with its description."""
-    return [_shape("region", region) for region in scene.ignored] + [_shape("label", item) for item in scene.truth]
+    shapes = [_shape("region", region) for region in scene.ignored] + [_shape("label", item) for item in scene.truth]
+    return [(color, tip, scene.drawn(item)) for color, tip, item in shapes]
 
 
 def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, str, DetectionObject]:
@@ -290,22 +294,39 @@ def image_roots(run: Run) -> list[Path]:
     return [*roots, *(Path(a).parent for a in annotations if isinstance(a, str)), Path(), run.path]
 
 
-def load_picture(image: str, roots: Sequence[Path]) -> Picture | None:
-    """An image string as a picture, or None if it is not available. A relative path is looked for under each root in
-    turn."""
+def load_picture(images: Sequence[str], roots: Sequence[Path], sheet: Sheet | None = None) -> Picture | None:
+    """The first of a scene's images, or all of them on its `sheet`; None if it is not available. A relative path is
+    looked for under each root in turn."""
+    if sheet is None:
+        picture = _opened(images[0], roots) if images else None
+        return None if picture is None else _embedded(picture)
+    opened = [_opened(image, roots) for image in images]
+    if not any(opened):
+        return None
+    whole = Image.new("RGB", sheet.size, "white")
+    for picture, place in zip(opened, sheet.places, strict=False):
+        if picture is not None:
+            whole.paste(picture.resize((place[2] - place[0], place[3] - place[1])), place[:2])
+    return _embedded(whole)
+
+
+def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
     images = Images(ImageRules(max_pixels=MAX_PIXELS))
     for root in roots:
         try:
-            picture = images.load(images.resolve(image, root))
+            return images.load(images.resolve(image, root))
         except MediaError:
             continue  # if it is nowhere, the page shows the scene without it and says so
-        small = max(picture.size) <= SMALL_SIDE
-        buffer = io.BytesIO()
-        if small:
-            picture.save(buffer, "PNG", optimize=True)
-        else:
-            picture.thumbnail((MAX_SIDE, MAX_SIDE))
-            picture.save(buffer, "JPEG", quality=85)
-        kind = "png" if small else "jpeg"
-        return Picture(uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", small=small)
     return None
+
+
+def _embedded(picture: Image.Image) -> Picture:
+    small = max(picture.size) <= SMALL_SIDE
+    buffer = io.BytesIO()
+    if small:
+        picture.save(buffer, "PNG", optimize=True)
+    else:
+        picture.thumbnail((MAX_SIDE, MAX_SIDE))
+        picture.save(buffer, "JPEG", quality=85)
+    kind = "png" if small else "jpeg"
+    return Picture(uri=f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", small=small)

@@ -79,5 +79,5 @@ def _said(point: SpikePoint) -> str:
 
 def _card(sample: SpikeSample, roots: Sequence[Path]) -> SpikeCard:
     scene = sample.scene
-    picture = load_picture(scene.images[0], roots) if scene and scene.images else None
+    picture = load_picture(scene.images, roots, scene.sheet) if scene else None
     return SpikeCard(sample=sample, picture=picture, shapes=shapes_of_labels(scene) if scene else [])

@@ -46,23 +46,24 @@ _ORIGIN = "rollout-learner"
 
 class Addition(NamedTuple):
     """A new object: x1, y1, x2, y2 in pixels. `votes`: how many of `answers` answers have it; 0 of 0: a person's.
-    `outline`: of a polygon, x1, y1, x2, y2, ..."""
+    `outline`: of a polygon, x1, y1, x2, y2, ... `image`: which of several images it is in."""
 
     desc: str
     box: tuple[float, float, float, float]
     votes: int = 0
     answers: int = 0
     outline: tuple[float, ...] = ()
+    image: int | None = None
 
 
 def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
     """The object in pixels of its image, which become the same bins again."""
-    sides = (sample.width, sample.height)
+    sides = sample.size_of(obj.image)
     points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
     xs, ys = points[0::2], points[1::2]
     votes = (obj.votes.found, obj.votes.answers) if obj.votes is not None else (0, 0)
     outline = points if obj.kind == "poly" else ()
-    return Addition(obj.desc, (min(xs), min(ys), max(xs), max(ys)), *votes, outline)
+    return Addition(obj.desc, (min(xs), min(ys), max(xs), max(ys)), *votes, outline, obj.image)
 
 
 Added = Mapping[str, Sequence[Addition]]  # by sample id
@@ -166,6 +167,7 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
         row["objects"] += [
             {
                 "desc": one.desc,
+                **({} if one.image is None else {"image": one.image}),
                 **({"poly": list(one.outline)} if one.outline else {"bbox_2d": list(one.box)}),
                 **_provenance(one),
             }

@@ -267,12 +267,17 @@ def _added(sample: Sample) -> dict[str, list[list[Any]]]:
     """Return what a sample has besides its annotations, as JSON."""
     parts = {"objects": sample.objects, "ignored": sample.ignored}
     return {
-        kind: [[obj.desc, obj.kind, list(obj.bins), list(obj.votes)] for obj in objects if obj.votes is not None]
+        kind: [_entry(obj, obj.votes) for obj in objects if obj.votes is not None]
         for kind, objects in parts.items()
         if any(obj.votes is not None for obj in objects)
     }
 
 
+def _entry(obj: DetectionObject, votes: Votes) -> list[Any]:
+    return [obj.desc, obj.kind, list(obj.bins), list(votes), *([] if obj.image is None else [obj.image])]
+
+
 def _read(entry: Sequence[Any]) -> DetectionObject:
-    desc, kind, bins, (found, answers, weight) = entry
-    return DetectionObject(str(desc), kind, tuple(map(int, bins)), Votes(int(found), int(answers), float(weight)))
+    desc, kind, bins, (found, answers, weight), *image = entry
+    votes = Votes(int(found), int(answers), float(weight))
+    return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.data.views import shown_sizes
 from learner.extensions import Task
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
@@ -79,9 +80,11 @@ def evaluate(
 
 
 def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:
-    """One JSON line per sample: image, size, what the task says of the answer, version, and its counts. Objects have
-    their place in bins, and as `pixels` of the image. Beside it, where the answers have objects, the predictions as
-    COCO results: `step_N.coco.json`. `categories`: ids of class names, of annotations that have some."""
+    """One JSON line per sample: images, sizes, what the task says of the answer, version, and its counts. Objects have
+    their place in bins, and as `pixels` of their image. Beside it, where the answers have objects, the predictions as
+    COCO results: `step_N.coco.json`. `categories`: ids of class names, of annotations that have some.
+
+    In COCO results an image's id is its sample's. If a sample has several images, `#2` follows for the second."""
     lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     if any("predictions" in scene for scene in evaluation.scenes):
@@ -98,13 +101,13 @@ def _numbered(evaluation: Evaluation) -> dict[str, int]:
 def _found(evaluation: Evaluation) -> Iterator[FoundBox]:
     for rollout, scene in zip(evaluation.rollouts, evaluation.scenes, strict=True):
         sample = rollout.sample
-        file_name = Path(sample.images[0][-_NAME_CHARS:]).name if sample.images else ""
         for item, score in zip(scene.get("predictions", ()), scene.get("scores", ()), strict=True):
-            pixels = _pixels(item, sample)
+            pixels, image = _pixels(item, sample), item.get("image")
             x, y = pixels[0::2], pixels[1::2]
+            own = sample.images[(image or 1) - 1] if sample.images else ""
             yield FoundBox(
-                image_id(sample.sample_id),
-                file_name,
+                image_id(sample.sample_id if image is None else f"{sample.sample_id}#{image}"),
+                Path(own[-_NAME_CHARS:]).name,
                 item["desc"],
                 score,
                 (min(x), min(y), max(x), max(y)),
@@ -115,7 +118,7 @@ def _found(evaluation: Evaluation) -> Iterator[FoundBox]:
 def _pixels(item: Mapping[str, Any], sample: Sample) -> list[float]:
     """Return where an object is: x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
     bins = item["bbox_2d"] if "bbox_2d" in item else item["poly"]
-    return [round(value, 2) for value in to_pixels(bins, sample.width, sample.height)]
+    return [round(value, 2) for value in to_pixels(bins, *sample.size_of(item.get("image")))]
 
 
 def _with_pixels(name: str, value: Any, sample: Sample) -> Any:
@@ -130,8 +133,7 @@ def _line(rollout: Rollout, scene: Mapping[str, Any], counts: Mapping[str, float
     return {
         "id": sample.sample_id,
         "images": list(sample.images),
-        "width": sample.width,
-        "height": sample.height,
+        **shown_sizes(sample),
         **{name: _with_pixels(name, value, sample) for name, value in scene.items()},
         "ver": rollout.ver,
         "counts": dict(counts),

@@ -1,14 +1,18 @@
 """Pictures of an evaluation for trackers: the first scenes, with ground truth in green and predictions in orange.
 
-In: an evaluation of the detection task. Out: Pillow images of at most MAX_SIDE pixels. A scene without an image that
+In: an evaluation of the detection task. Out: Pillow images of at most MAX_SIDE pixels, side by side if a scene has
+several. A scene without an image that
 can be read, or of another task, has none. The report draws more, and better: it knows which prediction is right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from PIL import Image
 
-from learner.data.drawing import draw_object
+from learner.data.drawing import draw_object, side_by_side
 from learner.records import GeometryKind
 from learner.steps.evaluation import Evaluation
 from shared.errors import MediaError
@@ -28,13 +32,20 @@ def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Im
         if len(drawn) == NUM_PICTURES or "predictions" not in scene or not sample.images:
             break
         try:
-            picture = images.load(sample.images[0]).convert("RGB")
+            pictures = [images.load(image).convert("RGB") for image in sample.images]
         except MediaError:
             continue
-        picture.thumbnail((MAX_SIDE, MAX_SIDE))
-        for objects, color in ((scene["truth"], TRUTH), (scene["predictions"], PREDICTED)):
-            for item in objects:
-                kind: GeometryKind = "bbox_2d" if "bbox_2d" in item else "poly"
-                draw_object(picture, str(item["desc"]), kind, item[kind], color)
-        drawn.append((sample.sample_id, picture))
+        for number, picture in enumerate(pictures, start=1):
+            picture.thumbnail((MAX_SIDE, MAX_SIDE))
+            _draw(picture, number, scene)
+        drawn.append((sample.sample_id, side_by_side(pictures)))
     return drawn
+
+
+def _draw(picture: Image.Image, number: int, scene: Mapping[str, Any]) -> None:
+    """What a scene has in its image with this number."""
+    for objects, color in ((scene["truth"], TRUTH), (scene["predictions"], PREDICTED)):
+        for item in objects:
+            kind: GeometryKind = "bbox_2d" if "bbox_2d" in item else "poly"
+            if item.get("image", number) == number:
+                draw_object(picture, str(item["desc"]), kind, item[kind], color)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from learner.__main__ import main
 from learner.detector.inputs import find_inputs
 from shared.errors import DataError
 
@@ -77,3 +78,30 @@ def test_an_input_that_is_nothing_is_named(photos: Path, monkeypatch: pytest.Mon
     assert text in str(error.value)
     assert "photograph" in error.value.wanted
     assert error.value.remedy
+
+
+def test_records_of_several_images_are_named_and_left_out(photos: Path, tmp_path: Path) -> None:
+    file = several(tmp_path, [str(photos / "a.PNG"), str(photos / "b.jpg")])
+    found = find_inputs([str(file), str(photos / "b.jpg")])
+    assert [image.name for image in found.images] == ["b.jpg"]
+    (said,) = found.bad
+    assert "sample pair has 2 images" in said
+
+
+def several(folder: Path, images: list[str]) -> Path:
+    turn = {"role": "user", "content": "<image>" * len(images)}
+    file = folder / "pairs.jsonl"
+    file.write_text(json.dumps({"id": "pair", "messages": [turn], "images": images, "objects": []}))
+    return file
+
+
+def test_commands_that_look_at_photographs_one_by_one_say_so(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = several(tmp_path, [str(photos / "a.PNG"), str(photos / "b.jpg")])
+    (tmp_path / "found.json").write_text("[]")
+    found = str(tmp_path / "found.json")
+    assert main(["evaluate", str(file), "--predictions", found, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "evaluate looks at photographs one by one; found sample pair with 2 images" in said
+    assert "Traceback" not in said

@@ -58,6 +58,21 @@ def test_without_augmentation_photographs_alone_are_drawn(tmp_path: Path, capsys
         assert picture.size == (200, 100)
 
 
+def test_several_images_stand_side_by_side(tmp_path: Path) -> None:
+    """Each has its own labels: the left half of the second image, and nothing of the first."""
+    turn = [{"role": "user", "content": "<image><image>?"}]
+    obj = {"desc": "x", "image": 2, "bbox_2d": [0, 20, 100, 80]}
+    train = jsonl(tmp_path, obj, images=["1.png", "1.png"], messages=turn)
+    path, out = write(tmp_path, **{"data.train": str(train)}), tmp_path / "drawn"
+    assert main(["check", "--config", path, "--draw", "1", "--out", str(out)]) == 0
+    (drawn,) = out.iterdir()
+    with Image.open(drawn) as picture:
+        assert picture.size == (412, 100)
+        left, right = green_columns(picture.convert("RGB"))
+    assert abs(left - 212) < 8
+    assert abs(right - 312) < 8
+
+
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, **{"data.train": str(jsonl(tmp_path, FINE))})
     (tmp_path / "drawn").write_text("")

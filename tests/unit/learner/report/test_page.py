@@ -386,11 +386,11 @@ def test_pictures_are_upright_as_the_runs_see_them(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image.save(tmp_path / "a.jpg", exif=exif)
-    picture = load_picture("a.jpg", [tmp_path])
+    picture = load_picture(["a.jpg"], [tmp_path])
     assert picture is not None
     with Image.open(io.BytesIO(base64.b64decode(picture.uri.partition(",")[2]))) as shown:
         assert shown.size == (300, 600)
-    assert load_picture("https://example.org/a.jpg", [tmp_path]) is None
+    assert load_picture(["https://example.org/a.jpg"], [tmp_path]) is None
 
 
 def test_bad_records_are_told(tmp_path: Path) -> None:

@@ -291,3 +291,19 @@ def test_bins_become_pixels() -> None:
     sample = Sample(sample_id="s", messages=(), images=(), objects=(), width=999, height=1998)
     obj = DetectionObject("cat", "bbox_2d", (1, 2, 3, 4), Votes(2, 4))
     assert addition_of(obj, sample) == Addition("cat", (1.0, 4.0, 3.0, 8.0), 2, 4)
+
+
+def test_a_box_is_written_with_its_image(tmp_path: Path) -> None:
+    for name, size in (("1.png", (200, 100)), ("2.png", (50, 80))):
+        Image.new("RGB", size).save(tmp_path / name)
+    turn, place = {"role": "user", "content": "<image><image>?"}, {"image": 1, "bbox_2d": [0, 0, 100, 50]}
+    row = {"id": "a", "messages": [turn], "images": ["1.png", "2.png"], "objects": [{"desc": "x", **place}]}
+    path, out = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    path.write_text(json.dumps(row))
+    before = read(str(path))
+    new = DetectionObject("y", "bbox_2d", (0, 500, 999, 999), Votes(2, 4), image=2)
+    addition = addition_of(new, before[0])
+    assert addition.box == (0.0, 40.04, 50.0, 80.0)
+    write_with(DataConfig(train=str(path)), str(path), before, {"a": [addition]}, out)
+    (after,) = read(str(out))
+    assert after.objects == (*before[0].objects, new._replace(votes=None))

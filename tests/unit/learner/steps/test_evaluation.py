@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from deploy.demo.model import build_tokenizer
 from learner.config.sections.task import TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample
 from learner.steps.evaluation import Evaluation, evaluate, write_evaluation
+from learner.steps.pictures import draw_scenes
 from learner.tasks.detection.scores import CalibrationFile, scored_objects, token_scores
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
+from shared.images import ImageRules
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
 TOKENIZER: Any = build_tokenizer()
@@ -232,3 +235,27 @@ def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
         "ver": 7,
     }
     assert {name: lines[2][name] for name in expected} == expected
+
+
+def test_a_box_is_in_pixels_of_its_own_image(tmp_path: Path) -> None:
+    """Of a sample with several images, each image is one of COCO's."""
+    whole = (0, 0, 999, 999)
+    objects = tuple(DetectionObject(desc="seven", kind="bbox_2d", bins=whole, image=k) for k in (1, 2))
+    names = tuple(str(tmp_path / f"{k}.png") for k in (1, 2))
+    sizes = ((100, 50), (40, 80))
+    sample = replace(scene(2), images=names, objects=objects, sizes=sizes, sample_id="t2")
+    for name, size in zip(names, sizes, strict=True):
+        Image.new("RGB", size).save(name)
+    evaluation = evaluate(Oracle(), [sample], TASK, Ranks(), global_step=1)
+    assert (evaluation.metrics["f1@0.5"], evaluation.metrics["coco/ap"]) == (1.0, pytest.approx(1.0))
+    write_evaluation(evaluation, tmp_path / "step.jsonl")
+    rows = json.loads((tmp_path / "step.coco.json").read_text())
+    assert [(row["image_id"], row["file_name"], row["bbox"]) for row in rows] == [
+        ("t2#1", "1.png", [0.0, 0.0, 100.0, 50.0]),
+        ("t2#2", "2.png", [0.0, 0.0, 40.0, 80.0]),
+    ]
+    line = json.loads((tmp_path / "step.jsonl").read_text())
+    assert [one["pixels"][2:] for one in line["truth"]] == [[100.0, 50.0], [40.0, 80.0]]
+    assert line["sizes"] == [[100, 50], [40, 80]]
+    [(sample_id, picture)] = draw_scenes(evaluation, ImageRules())
+    assert (sample_id, picture.size) == ("t2", (100 + 12 + 40, 80))

@@ -1,0 +1,38 @@
+"""Several images of a scene, laid out in rows of equal cells, so that the report draws them as one picture.
+
+In: the images' sizes in pixels. Out: the sheet's size, where each image is on it, and objects in bins of the sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from learner.records import DetectionObject, Rect, Size
+from learner.tasks.detection.bins import to_bins, to_pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """`places` are the images' rectangles on the sheet, in their order."""
+
+    size: Size
+    places: tuple[Rect, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[Size]) -> Sheet:
+        """`sizes`: one at least."""
+        columns = math.ceil(math.sqrt(len(sizes)))
+        rows = math.ceil(len(sizes) / columns)
+        across, down = max(width for width, _ in sizes), max(height for _, height in sizes)
+        corners = [(i % columns * across, i // columns * down) for i in range(len(sizes))]
+        places = [(x, y, x + width, y + height) for (x, y), (width, height) in zip(corners, sizes, strict=True)]
+        return cls((columns * across, rows * down), tuple(places))
+
+    def placed(self, obj: DetectionObject) -> DetectionObject:
+        """The object in bins of the sheet. It names one of the images."""
+        assert obj.image is not None
+        left, top, right, bottom = self.places[obj.image - 1]
+        pixels = to_pixels(obj.bins, right - left, bottom - top)
+        return obj._replace(bins=to_bins([value + (left, top)[i % 2] for i, value in enumerate(pixels)], *self.size))
