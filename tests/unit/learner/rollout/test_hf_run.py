@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
@@ -90,3 +91,43 @@ def test_scheduled_channels_without_a_server(tiny_text: Path, tmp_path: Path, mo
     (seen,) = run(config, monkeypatch)
     assert Counter(step["channel"] for step in events(config, "step")) == {"A": 1, "B": 1}
     assert len(seen.learned) == 8
+
+
+def pages(folder: Path) -> Path:
+    """Two records of two images each: the box is in the red one, which is the first of one record and the second of the
+    other."""
+    for color in ("red", "blue"):
+        Image.new("RGB", (64, 64), color).save(folder / f"{color}.png")
+    rows = [
+        {
+            "id": "-".join(colors),
+            "messages": [{"role": "user", "content": "<image><image>Detect every digit."}],
+            "images": [f"{color}.png" for color in colors],
+            "objects": [{"desc": "seven", "image": colors.index("red") + 1, "bbox_2d": [8, 8, 40, 56]}],
+        }
+        for colors in (("red", "blue"), ("blue", "red"))
+    ]
+    (folder / "pages.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "pages.jsonl"
+
+
+@pytest.mark.parametrize("variant", [pytest.param("sft", marks=pytest.mark.slow), ROLLOUTS])
+def test_records_of_several_images_are_learned(
+    tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """After some steps of `sft` the answers name the image in which the box is."""
+    steps = 30 if variant == "sft" else 2
+    options: dict[str, Any] = {"max_steps": steps, "effective_batch_size": 2, "learning_rate": 5e-3}
+    settings = hf_config(tiny_vlm, tmp_path / "run", variant=variant, eval_on_end=True, **options).model_dump()
+    settings["data"] |= {name: str(pages(tmp_path)) for name in ("train", "test")}
+    settings["custom"]["extra"]["rollout_matching"]["decoding"]["max_new_tokens"] = 64
+    config = config_of(settings)
+    (seen,) = run(config, monkeypatch)
+    assert len(seen.learned) == 2 * steps
+    lines = Path(config.training.output_dir, "eval", f"step_{steps:06d}.jsonl").read_text().splitlines()
+    scenes = [json.loads(line) for line in lines]
+    assert [[one["image"] for one in scene["truth"]] for scene in scenes] == [[1], [2]]
+    assert all(scene["sizes"] == [[64, 64], [64, 64]] for scene in scenes)
+    if variant == "sft":
+        assert [[one["image"] for one in scene["predictions"]] for scene in scenes] == [[1], [2]]
+        assert events(config, "eval")[-1]["metrics"]["f1@0.5"] == 1.0
