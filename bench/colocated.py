@@ -9,6 +9,9 @@ Out: FILE with the seconds and parts of each sync and rollout, and the engine's 
 it: what Python did (`sync.txt`, `rollouts.txt`, by cProfile) and what the device did (`sync-device.txt`,
 `rollouts-device.txt`, by torch's profiler). Profiled calls are slower, so read only shares there. Without a GPU:
 `--size tiny`.
+
+With `--engines` there is no learner. Instead bare vLLM makes the same rollouts, in ENGINES one after the other: as in a
+run, in a process of its own, and with other settings. FILE gets the seconds of each.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import pstats
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -29,8 +32,8 @@ from typing import Annotated, Any
 import typer
 
 from bench.figures import circumstances
-from bench.photographs import Size
-from bench.race import GROUP, Photographs, Race, learner_settings, race_of
+from bench.photographs import PROMPT, Size
+from bench.race import GROUP, Photographs, Race, apart, learner_settings, race_of
 from bench.runs import read_events, say
 from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
@@ -42,6 +45,13 @@ WAYS: dict[str, tuple[str, ...]] = {
     "no logprobs": ("logprobs",),
     "no images": ("images",),
     "nothing of these": ("seeds", "logprobs", "images"),
+}
+# Environment and arguments of vLLM.
+ENGINES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "as in a run": ({}, {}),
+    "in a process of its own": ({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, {}),
+    "no scheduling ahead": ({}, {"async_scheduling": False}),
+    "model runner 1": ({"VLLM_USE_V2_MODEL_RUNNER": "0"}, {}),
 }
 
 
@@ -132,6 +142,45 @@ def profiled(logs: Path, name: str, *, on_gpu: bool) -> Iterator[None]:
     (logs / f"{name}-device.txt").write_text(table)
 
 
+def bare(race: Race, environment: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds of the rollouts by vLLM alone, again and again with empty caches, in this process."""
+    prepare_for_vllm(os.environ)
+    os.environ.update(environment)
+    from vllm import LLM
+
+    from learner.data.prompt import PromptEncoder
+    from learner.records import Sample
+    from shared.generation import CPU_ENGINE_ARGS, sampling_params
+    from shared.images import ImageRules
+    from shared.wire import RequestConfig
+
+    began = time.monotonic()
+    args: dict[str, Any] = {"gpu_memory_utilization": race.share}
+    if not race.on_gpu:
+        args = {**CPU_ENGINE_ARGS, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    args |= {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": race.rollouts, "disable_log_stats": True}
+    llm = LLM(model=str(race.model), seed=0, **args, **arguments)
+    start_s = time.monotonic() - began
+    encoder = PromptEncoder.load(str(race.model), rules=ImageRules(roots=((race.data / "images").resolve(),)))
+    names = (race.data / "splits" / "train.txt").read_text().split()[: race.photographs]
+    files = [str(next((race.data / "images").glob(f"{name}.*"))) for name in names]
+    turn = {"role": "user", "content": PROMPT}
+    samples = [
+        Sample(sample_id=file, messages=(turn,), images=(file,), objects=(), width=640, height=480) for file in files
+    ]
+    asked = [prompt.for_engine() for prompt in map(encoder.for_engine, samples) for _ in range(GROUP)]
+    how = RequestConfig(max_tokens=race.tokens, temperature=1.0, logprobs=True)
+    seconds = []
+    for _ in range(5):
+        llm.llm_engine.reset_prefix_cache()
+        llm.llm_engine.reset_encoder_cache()
+        began = time.perf_counter()
+        outputs = llm.generate(asked, [sampling_params(how, i) for i in range(len(asked))], use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+    llm.llm_engine.engine_core.shutdown()  # otherwise this process would wait for the engine's
+    return {"start_s": start_s, "seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
+
+
 def main(
     data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
     out: Annotated[Path, typer.Option(help="Result file.")],
@@ -142,10 +191,18 @@ def main(
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
     brief: Annotated[bool, typer.Option(help="Without the engine alone, and without profiles.")] = False,
+    engines: Annotated[bool, typer.Option(help="Bare vLLM in several settings, without a learner.")] = False,
 ) -> None:
     """Measure syncs and rollouts, and where their time goes."""
     options: dict[str, Any] = {"size": size, "photographs": photographs, "whole_model": whole_model}
     race = race_of(data, scratch, steps=rounds, share=share, **options)
+    if engines:
+        rows: dict[str, Any] = {}
+        for name, settings in ENGINES.items():
+            rows[name] = apart(bare, race, *settings)
+            say(f"{name}: " + ", ".join(f"{one:.3f}" for one in rows[name]["seconds"]))
+            write_atomically(out, json.dumps({**circumstances(), **options, "engines": rows}, indent=1) + "\n")
+        return
     logs = out.with_name(f"{out.stem}-logs")
     logs.mkdir(parents=True, exist_ok=True)
     prepare_for_vllm(os.environ)

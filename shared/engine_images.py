@@ -3,9 +3,9 @@
 In: vLLM's renderer, and prompts. Out: `ProcessedImages`. Both programs have an engine: `EngineImages.look` is for the
 server's, `looking` for the learner's own.
 
-Invariants: prompts that nobody asks about are rendered as ever. Digests are made on threads, beside the generation, and
-once for an image: vLLM forgets a processed image once it has sent it to the engine, and knows it by a hash from then
-on. An image that was sent before anybody asked is processed once more, outside of that cache.
+Invariants: the engine gets what it would make of each prompt by itself. Digests are made on threads, beside the
+generation, and once for an image: vLLM forgets a processed image once it has sent it to the engine, and knows it by a
+hash from then on. An image that was sent before anybody asked is processed once more, outside of that cache.
 """
 
 from __future__ import annotations
@@ -42,20 +42,31 @@ class EngineImages:
         return Look(self, prompt)
 
     @contextmanager
-    def looking(self, wanted: Sequence[bool]) -> Iterator[list[Seen]]:
-        """Around one `LLM.generate`: what it makes of those of its prompts that are `wanted`; [] for the others. It
-        takes no prompts that are rendered already, but renders them one by one, in order."""
-        if not any(wanted):
-            yield [[] for _ in wanted]
-            return
-        render, found, left = self.renderer.process_for_engine, list[Seen](), iter(wanted)
+    def looking(self, prompts: Sequence[Prompt], wanted: Sequence[bool]) -> Iterator[list[Seen]]:
+        """Around one `LLM.generate` of `prompts`: what it makes of those that are `wanted`; [] for the others. It
+        takes no prompts that are rendered already, but renders them one by one, in order.
 
-        def process(*args: Any, **kwargs: Any) -> Any:
-            rendered, seen = render(*args, **kwargs), list[Future[ProcessedImage] | None]()
-            if next(left):
-                seen = self.seen(rendered)
-                if None in seen:
-                    seen = self.seen(render(*args, **{**kwargs, "skip_mm_cache": True}))
+        A prompt is not rendered again if one with the same images was, and begins with its tokens. To process and to
+        hash an image takes milliseconds, in which the device waits: `grpo` asks for a prompt several times, the canary
+        for an answer and for its beginnings."""
+        if not any(prompt.images for prompt in prompts):
+            yield [[] for _ in prompts]
+            return
+        render, found = self.renderer.process_for_engine, list[Seen]()
+        known: dict[int, tuple[Prompt, Mapping[str, Any]]] = {}  # by their images, which `prompts` keep alive
+
+        def process(asked: Any, arrival_time: float, **kwargs: Any) -> Any:
+            prompt, looks = prompts[len(found)], wanted[len(found)]
+            whole, before = known.get(id(prompt.images), (prompt, None))
+            rendered = None if before is None else beginning(whole, before, prompt)
+            if rendered is None:
+                rendered = render(asked, arrival_time, **kwargs)
+                if prompt.images:
+                    known[id(prompt.images)] = prompt, rendered
+            rendered = {**rendered, "arrival_time": arrival_time}
+            seen = self.seen(rendered) if looks else []
+            if None in seen:
+                seen = self.seen(render(asked, arrival_time, **{**kwargs, "skip_mm_cache": True}))
             found.append(seen)
             return rendered
 
@@ -103,6 +114,19 @@ class EngineImages:
         if self._dtype == LEVELS:  # vLLM makes the processor leave this to the device
             overrides |= {"do_rescale": True, "do_normalize": True}
         return settings_of(context.get_hf_processor().image_processor, overrides)
+
+
+def beginning(whole: Prompt, rendered: Mapping[str, Any], prompt: Prompt) -> dict[str, Any] | None:
+    """`prompt` as vLLM renders it, cut from `whole`, which has the same images; None if it does not begin like it."""
+    number = len(prompt.token_ids)
+    if whole.token_ids[:number] != prompt.token_ids or whole.pixels != prompt.pixels:
+        return None
+    places = [place for several in rendered.get("mm_placeholders", {}).values() for place in several]
+    token_ids = rendered["prompt_token_ids"]
+    end = len(token_ids) - (len(whole.token_ids) - number)
+    if any(place.offset + place.length > end for place in places):
+        return None  # an image is behind the cut
+    return {**rendered, "prompt_token_ids": token_ids[:end]}
 
 
 class Look:

@@ -162,7 +162,7 @@ class ColocatedEngine:
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), num_new)
         looks = looks or [False] * len(prompts)
-        with self._images.looking(looks) as seen:
+        with self._images.looking(prompts, looks) as seen:
             outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
         for output in outputs:  # only vLLM expands the images
             self._check_length(len(output.prompt_token_ids), num_new)
@@ -178,8 +178,9 @@ class ColocatedEngine:
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
         looks = [i < len(pairs) and bool(prompt.images) for i, (prompt, _) in enumerate(asked)]
-        with self._images.looking(looks) as seen:
-            outputs = iter(self._run([whole for whole, _ in asked], [params for _, params in asked]))
+        wholes = [whole for whole, _ in asked]
+        with self._images.looking(wholes, looks) as seen:
+            outputs = iter(self._run(wholes, [params for _, params in asked]))
         scores = [
             replace(read_scores(next(outputs), len(ids)), pixels=self._images.result(prompt, images))
             for (prompt, ids), images in zip(pairs, seen, strict=False)

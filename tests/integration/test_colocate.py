@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,30 @@ def test_sampling_follows_the_seeds(world: World) -> None:
     assert answers(rollouts) == answers(world.generate(temperature=1.0))
     assert answers(rollouts)[3:] == answers(world.generate(temperature=1.0, first=3))
     assert answers(rollouts) != answers(world.generate())
+
+
+def test_the_engine_gets_what_each_prompt_is_by_itself(world: World) -> None:
+    """Prompts of a group, and the beginnings of an answer, are not rendered again."""
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    images = world.engine._images
+    renderer = images.renderer
+    prompts = []
+    for one in map(world.policy.encoder.for_engine, world.samples[:2]):
+        answered = replace(one, token_ids=[*one.token_ids, *range(20, 40)])
+        prompts += [one, one, answered, replace(one, token_ids=answered.token_ids[:-7]), one]
+
+    def render() -> list[Any]:
+        asked = [parse_model_prompt(renderer.model_config, prompt.for_engine()) for prompt in prompts]
+        return [renderer.render_cmpl([one])[0] for one in asked]
+
+    def told(rendered: list[Any]) -> list[Any]:
+        return [(r["prompt_token_ids"], r["mm_hashes"], r["mm_placeholders"], set(r)) for r in rendered]
+
+    with images.looking(prompts, [True] * len(prompts)) as seen:
+        together = told(render())
+    assert together == told(render())
+    assert all(images.result(prompt, one) for prompt, one in zip(prompts, seen, strict=True))
 
 
 def test_decode_batch_size_bounds_what_is_decoded_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ class Encoder:
     image_processing = None
 
     def for_engine(self, sample: Any) -> Any:
-        return SimpleNamespace(token_ids=[1], for_engine=dict)
+        return SimpleNamespace(token_ids=[1], images=[], for_engine=dict)
 
 
 @pytest.fixture
