@@ -8,7 +8,7 @@ right against wrong boxes, expected calibration error. `all 1.0`: the greedy ans
 
 Seconds are those of the answers to the first 16 test images, for each K on its own, one after the other in one engine:
 on the clock, and of the processors (all threads together). Other programs change the second less, and least with one
-thread: OMP_NUM_THREADS=1.
+thread: OMP_NUM_THREADS=1. `--cost-only` measures these alone: two minutes for both on two quiet cores.
 
 Out: one JSON file. It is written after each part. A rerun goes on: results that are in the file stay, and answers that
 are in `--work` are not made again. Delete both to measure anew.
@@ -61,17 +61,18 @@ def main(
     bccd: Annotated[Path | None, typer.Option(help="A clone of github.com/Shenggan/BCCD_Dataset.")] = None,
     backend: Annotated[str, typer.Option(help="vllm or hf.")] = "vllm",
     only: Annotated[list[str] | None, typer.Option(help=f"{DIGITS} or {BCCD}.")] = None,
+    cost_only: Annotated[bool, typer.Option("--cost-only", help="Only the seconds; no scores.")] = False,
 ) -> None:
     """Measure what is not in the file yet."""
     result = json.loads(out.read_text()) if out.is_file() else {**circumstances(), "backend": backend, "data": {}}
     for name in only or (DIGITS, *([BCCD] if bccd else ())):
         own = result["data"].setdefault(name, {})
-        if "seconds" in own:
+        if "seconds" in own and (cost_only or "scores" in own):
             continue
         data = Measured(name, work / name, backend="hf" if backend == "hf" else "vllm", bccd=bccd)
         with data.answers:
             for part, measure in (("scores", data.scores), ("seconds", data.seconds)):
-                if part not in own:
+                if part not in own and not (cost_only and part == "scores"):
                     own[part] = {**measure(), "load": [round(one, 1) for one in os.getloadavg()]}
                     write_atomically(out, json.dumps(result, indent=1) + "\n")
                     say(f"{name}: {part}: {own[part]}")

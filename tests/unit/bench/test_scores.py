@@ -92,3 +92,8 @@ def test_a_part_that_is_in_the_file_is_not_measured_again(tmp_path: Path, monkey
     for _ in range(2):
         scores.main(out=out, work=tmp_path, only=[scores.DIGITS])
     assert done == ["scores", "seconds", "seconds"]
+    only_cost = tmp_path / "cost.json"
+    scores.main(out=only_cost, work=tmp_path, only=[scores.DIGITS], cost_only=True)
+    assert done[3:] == ["seconds"]
+    scores.main(out=only_cost, work=tmp_path, only=[scores.DIGITS])
+    assert done[4:] == ["scores"]
