@@ -275,16 +275,21 @@ class Dispatcher(Generic[R]):
 
     def _launch(self) -> None:
         """Fill every server, first with its own requests, then with those of the server that has most."""
-        for takes_others in (False, True):
-            for index, server in enumerate(self._servers):
-                while batch := self._take(server, takes_others=takes_others):
-                    self._start(index, batch)
+        for index, server in enumerate(self._servers):
+            while batch := self._take(server, server.waiting):
+                self._start(index, batch)
+        full = [server for server in self._servers if server.waiting]
+        if not full:  # as after most answers: hundreds of servers are not compared with each other then
+            return
+        for index, server in enumerate(self._servers):
+            while server.free > 0 and not server.waiting:
+                batch = self._take(server, max(full, key=lambda other: other.num_waiting).waiting)
+                if batch is None:
+                    break
+                self._start(index, batch)
 
-    def _take(self, server: _Server, *, takes_others: bool) -> Batch | None:
-        """The next batch to send to `server` now."""
-        waiting = server.waiting
-        if takes_others and not waiting:
-            waiting = max(self._servers, key=lambda other: other.num_waiting).waiting
+    def _take(self, server: _Server, waiting: deque[Batch]) -> Batch | None:
+        """The next batch of `waiting` to send to `server` now."""
         size = min(server.free, len(waiting[0])) if waiting else 0
         if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
             return None
