@@ -7,6 +7,7 @@
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner predict-gain --config run.yaml [--samples N] measure what training could gain, and by which method
     rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
+    rollout-learner push --export DIR --repo OWNER/NAME          upload an export to the hub, with a model card
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
     rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE compare detectors: models, or any COCO results
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
-    *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "predict", "calibrate", "evaluate"),
-    *("find-missing", "report", "servers", "schema", "bench"),
+    *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "push", "predict", "calibrate"),
+    *("evaluate", "find-missing", "report", "servers", "schema", "bench"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 # "\b": click keeps these lines, and breaks no name at its hyphen.
@@ -237,6 +238,31 @@ def export(
         code = export(checkpoint, out, dtype.value)
         carry_notes(Path(checkpoint), Path(out))
         return code
+
+    _end(work)
+
+
+@app.command(epilog=OTHERS)
+def push(
+    export: Annotated[Path, typer.Option(help="The folder of an export, or of a checkpoint without an adapter.")],
+    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The repository; it is made if it is not there.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
+    run: Annotated[
+        Path | None, typer.Option(help="The run whose figures the card has; default: the one it was exported from.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="For the card, such as mit; default: the base model's.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card, list the files, upload nothing.")] = False,
+) -> None:
+    """Upload an export to the Hugging Face hub, with a model card made from the run's report.
+
+    The card is README.md in the folder. If there is one, it is uploaded as it is, so it can be edited after --dry-run.
+    """
+
+    def work() -> int:
+        from learner.hub.push import PushOptions, push
+
+        options = PushOptions(export=export, repo=repo, private=private, run=run, license=license, dry_run=dry_run)
+        return push(options)
 
     _end(work)
 

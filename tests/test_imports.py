@@ -39,6 +39,7 @@ FLOORS = (
     "learner.api",
     "learner.detector",
     "learner.missing",
+    "learner.hub",
     "learner.wiring",
     "learner.predict",
     "learner.recipe",

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from learner.config.inference import (
     CALIBRATION_NAME,
@@ -31,9 +32,11 @@ from learner.records import Sample
 from learner.run.best import kept
 from learner.run.files import write_atomically
 from shared.errors import ConfigError, DataError
+from shared.reading import json_of
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
+ORIGIN_NAME = "origin.json"  # in an export: the run and the step that it is of
 _FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuration says it
 
 
@@ -46,7 +49,14 @@ class ModelFiles:
 
     @property
     def has_adapter(self) -> bool:
-        return (self.folder / _ADAPTER).is_file()
+        return (self.folder / ADAPTER).is_file()
+
+
+class Origin(NamedTuple):
+    """The run that wrote weights, and after which optimizer step."""
+
+    run: Path
+    step: int
 
 
 def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
@@ -94,12 +104,27 @@ def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
 
 
 def carry_notes(checkpoint: Path, out: Path) -> None:
-    """Give an exported model what the checkpoint, or its run, says about asking it. Raises OutputError."""
+    """Give an exported model what the checkpoint, or its run, says about asking it, and where it comes from. Raises
+    OutputError."""
     known = (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint)
     if known:
         write_atomically(out / INFERENCE_NAME, find_model(checkpoint).settings.to_json())
     if (checkpoint / CALIBRATION_NAME).is_file():
         write_atomically(out / CALIBRATION_NAME, (checkpoint / CALIBRATION_NAME).read_text())
+    if origin := read_origin(checkpoint):
+        write_atomically(out / ORIGIN_NAME, json.dumps({"run": str(origin.run), "step": origin.step}) + "\n")
+
+
+def read_origin(folder: Path) -> Origin | None:
+    """Where the weights of a run's checkpoint, or of an export of one, come from; None if nothing says it."""
+    checkpoint = folder.resolve()
+    if (named := _CHECKPOINT.fullmatch(checkpoint.name)) and _config_beside(checkpoint):
+        return Origin(checkpoint.parent, int(named[1]))
+    try:
+        found = json_of((folder / ORIGIN_NAME).read_text(encoding="utf-8"))
+        return Origin(Path(str(found["run"])), int(found["step"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 @contextmanager
@@ -123,7 +148,7 @@ def merged(model: ModelFiles) -> Iterator[Path]:
 
 def _folder(path: Path) -> Path:
     """The model in `path`, or the best or newest checkpoint of a run. Raises ConfigError."""
-    if (path / "config.json").is_file() or (path / _ADAPTER).is_file():
+    if (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return path
     if (best := kept(path)) is not None:
         return best

@@ -1,0 +1,238 @@
+"""The model card of an upload: what the model is, what it was measured to do, and how to ask it.
+
+In: the repository's name, the settings of `inference.json`, and the run that trained it, if it is known. Out: the text
+of `README.md`, whose first lines the hub reads. Nothing in it is a path of this machine but the last two parts of the
+training data's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from learner.config.inference import IMAGE, InferenceSettings
+from learner.report.read import EvalPoint, Run
+from learner.report.results import SHOWN, interval
+from learner.report.scores import f1_of, gain_between
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_MAX_METRICS = 8  # of a task without F1
+_MAX_CLASSES = 100
+METHODS = {
+    "sft": "supervised fine-tuning on the labels (`sft`)",
+    "rollout_matching_sft": "rollout matching: the model's own answers, matched to the labels and corrected "
+    "(`rollout_matching_sft`)",
+    "stage2_ab_training": "supervised steps and steps on the model's own answers, mixed (`stage2_ab_training`)",
+    "grpo": "policy gradients (`grpo`)",
+}
+
+
+def model_card(repo: str, settings: InferenceSettings, run: Run | None, step: int | None, license: str | None) -> str:
+    """The whole text. `step`: after which the run's weights are these."""
+    measured = _measured(run, step) if run else ()
+    parts = [
+        f"---\n{_metadata(repo, settings, run, measured, license)}\n---\n",
+        f"# {repo.partition('/')[2]}\n\n{_summary(settings, run, license)}",
+        *([_figures(run, measured)] if run and measured else []),
+        *([_training(run)] if run else []),
+        _asking(repo, settings),
+    ]
+    return "\n".join(parts)
+
+
+def base_of(run: Run | None) -> str | None:
+    """The base model's name on the hub; None if it is a folder, or unknown."""
+    path = run.setting("model", "path") if run else None
+    on_hub = isinstance(path, str) and HUB_ID.fullmatch(path) and not Path(path).exists()
+    return path if on_hub else None
+
+
+def _measured(run: Run, step: int | None) -> tuple[EvalPoint, ...]:
+    """The evaluation before the first step, and that of these weights, as far as there are any with metrics."""
+    points = [point for point in run.evals if point.metrics]
+    return tuple(point for point in points if point.global_step in (0, step))
+
+
+def _metadata(
+    repo: str, settings: InferenceSettings, run: Run | None, measured: Sequence[EvalPoint], license: str | None
+) -> str:
+    detects = settings.task.type == "detection"
+    results = [
+        EvalResult(
+            task_type="object-detection" if detects else "image-text-to-text",
+            dataset_type="custom",
+            dataset_name=_short(_split(run)),
+            metric_type=name,
+            metric_name=name,
+            metric_value=round(measured[-1].metrics[name], 4),
+        )
+        for name in (_names(measured)[:1] if run and measured and measured[-1].global_step > 0 else ())
+    ]
+    data = ModelCardData(
+        base_model=base_of(run),
+        license=license,
+        library_name="transformers",
+        pipeline_tag="image-text-to-text",
+        tags=["rollout-matching", *(["object-detection"] if detects else [])],
+        model_name=repo.partition("/")[2],
+        eval_results=results or None,
+    )
+    return data.to_yaml()
+
+
+def _summary(settings: InferenceSettings, run: Run | None, license: str | None) -> str:
+    base = base_of(run)
+    begins = f"[{base}](https://huggingface.co/{base})" if base else "A vision-language model"
+    text = f"{begins}, trained to {_what(settings)}.\n"
+    if license is None and base:
+        text += "\nThe base model's licence holds for this model too: see its page.\n"
+    return text
+
+
+def _what(settings: InferenceSettings) -> str:
+    if settings.task.type != "detection":
+        return f"do the task `{settings.task.type}`"
+    few = ", ".join(settings.classes[:_MAX_CLASSES])
+    more = len(settings.classes) - _MAX_CLASSES
+    names = f": {few}{f' and {more} more' if more > 0 else ''}" if few else ""
+    shape = "polygons" if settings.task.geometry == "poly" else "boxes"
+    return f"find objects in photographs, as {shape} with names{names}"
+
+
+def _figures(run: Run, measured: Sequence[EvalPoint]) -> str:
+    heads = ["base model" if point.global_step == 0 else f"this model, step {point.global_step}" for point in measured]
+    lines = [f"| metric | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+    for name in _names(measured):
+        cells = [_cell(point, name) for point in measured]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    text = f"## Measured on {_evaluated_on(run)}\n\n" + "\n".join(lines) + "\n"
+    gain = gain_between(measured[0], measured[-1]) if len(measured) > 1 else None
+    if gain is not None and gain.low is not None:
+        text += f"\nF1@0.5 changed by {gain.value:+.3f}, 95% interval over {gain.num_scenes} images {interval(gain)}.\n"
+    if run.test is not None and run.test.metrics and run.test.global_step == measured[-1].global_step:
+        scores = [f"{name} {_cell(run.test, name)}" for name in _names([run.test])]
+        text += f"\nOn held-out test data ({_short(run.setting('data', 'test'))}), scored once: {', '.join(scores)}.\n"
+    return text
+
+
+def _names(points: Sequence[EvalPoint]) -> list[str]:
+    """The metrics that a card shows: those of detection, or the first of another task."""
+    known = dict.fromkeys(name for point in points for name in point.metrics)
+    shown = [name for name in (*SHOWN, "coco/ap", "coco/ap50") if name in known]
+    return shown or [name for name in known if "/" not in name][:_MAX_METRICS]
+
+
+def _cell(point: EvalPoint, name: str) -> str:
+    if name not in point.metrics:
+        return "–"
+    f1 = f1_of(point) if name == "f1@0.5" and point.scenes else None
+    return f"{point.metrics[name]:.3f} {interval(f1) if f1 else ''}".strip()
+
+
+def _evaluated_on(run: Run | None) -> str:
+    """The data of the evaluations, and how many samples it has."""
+    count = f"{run.data.num_evaluation:,} samples of " if run and run.data else ""
+    return f"{count}{_short(_split(run))}"
+
+
+def _split(run: Run | None) -> object:
+    return run.setting("data", "val") or run.setting("data", "test") if run else None
+
+
+def _short(split: object) -> str:
+    """The name of annotations: the last two parts of their path."""
+    path = split.get("path") if isinstance(split, Mapping) else split
+    return "/".join(PurePath(path).parts[-2:]).lstrip("/") if isinstance(path, str) else "data of its owner"
+
+
+def _training(run: Run) -> str:
+    variant = str(run.setting("custom", "trainer_variant"))
+    rows = [
+        ("data", _short(run.setting("data", "train")) + (f", {run.data.num_train:,} samples" if run.data else "")),
+        ("method", METHODS.get(variant, f"`{variant}`")),
+        ("labels", "completed by objects that the model's own answers agree on")
+        if run.setting("labels", "complete")
+        else ("", ""),
+        ("steps in all", str(run.steps[-1].global_step if run.steps else 0)),
+        ("samples a step", str(run.setting("training", "effective_batch_size"))),
+        ("learning rate", str(run.setting("training", "learning_rate"))),
+        ("adapter", f"LoRA, rank {run.setting('model', 'lora', 'r')}, merged")
+        if run.setting("model", "lora")
+        else ("", ""),
+    ]
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows if name and value != "None")
+    return f"## Training\n\n| | |\n| --- | --- |\n{table}"
+
+
+def _asking(repo: str, settings: InferenceSettings) -> str:
+    return f"""\
+## Ask it
+
+The prompt that it was trained with; `{IMAGE}` is where the image is:
+
+```text
+{_prompt(settings)}
+```
+
+With transformers:
+
+```python
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+model = AutoModelForImageTextToText.from_pretrained("{repo}", dtype="auto")
+processor = AutoProcessor.from_pretrained("{repo}"{_pixels(settings)})
+messages = {_messages(settings)}
+inputs = processor.apply_chat_template(
+    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+)
+answer = model.generate(**inputs, max_new_tokens={settings.max_new_tokens}, do_sample=False)
+print(processor.decode(answer[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+```
+
+With vLLM, as a server:
+
+```bash
+vllm serve {repo}
+```
+
+With `rollout-learner predict`, which knows the prompt, reads the answers, and draws{_boxes(settings)}:
+
+```bash
+hf download {repo} --local-dir model
+rollout-learner predict --model model --out found photographs/
+```
+"""
+
+
+def _boxes(settings: InferenceSettings) -> str:
+    if settings.task.coordinates == "tokens":
+        return " the boxes (the coordinates in an answer are tokens, 0 to 999 over the image's width and height)"
+    return " the boxes (the coordinates in an answer are 0 to 999 over the image's width and height)"
+
+
+def _pixels(settings: InferenceSettings) -> str:
+    given = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+    return "".join(f", {name}={value}" for name, value in given.items() if value is not None)
+
+
+def _prompt(settings: InferenceSettings) -> str:
+    turns = [(str(turn["role"]), str(turn["content"])) for turn in settings.messages]
+    return turns[0][1] if len(turns) == 1 else "\n".join(f"{role}: {content}" for role, content in turns)
+
+
+def _messages(settings: InferenceSettings) -> str:
+    """The turns as Python, the image as a file to open."""
+    turns = []
+    for turn in settings.messages:
+        before, image, after = str(turn["content"]).partition(IMAGE)
+        parts = [f'{{"type": "text", "text": {json.dumps(before)}}}'] if before else []
+        parts += ['{"type": "image", "image": Image.open("photograph.jpg")}'] if image else []
+        parts += [f'{{"type": "text", "text": {json.dumps(after)}}}'] if after else []
+        content = "".join(f"        {part},\n" for part in parts)
+        turns.append(f'    {{"role": "{turn["role"]}", "content": [\n{content}    ]}},\n')
+    return "[\n" + "".join(turns) + "]"
