@@ -6,7 +6,7 @@ NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-again test-fast lint format serve learn launch doctor docs bench bench-gpu site check
+.PHONY: help setup demo test test-slow test-again test-fast lint format serve learn launch doctor docs bench bench-gpu site sbom check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -58,5 +58,8 @@ docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages
 
 site: setup  ## build the documentation into site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean
+
+sbom: setup  ## list the installed packages, with versions and licenses, in sbom.json (CycloneDX)
+	@deploy/sbom.sh $(PY) sbom.json
 
 check: lint site test test-slow  ## what CI runs
