@@ -45,18 +45,21 @@ def warned_at(*steps: dict[str, float]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("metrics", "after"),
+    ("metrics", "after", "remedy"),
     [
-        (UNREAD, STEPS_WITHOUT_ANSWERS),
-        ({**UNREAD, "grpo/taught": 2.0}, STEPS_WITHOUT_ANSWERS),
-        (WRONG, STEPS_WITHOUT_ANSWERS),
-        (FIELDS_WRONG, STEPS_WITHOUT_ANSWERS),
-        (UNPAID, STEPS_WITHOUT_SIGNAL),
-        (ALIKE, STEPS_WITHOUT_SIGNAL),
+        (UNREAD, STEPS_WITHOUT_ANSWERS, "max_new_tokens"),
+        ({**UNREAD, "grpo/taught": 2.0}, STEPS_WITHOUT_ANSWERS, "max_new_tokens"),
+        (WRONG, STEPS_WITHOUT_ANSWERS, "iou_threshold"),
+        (FIELDS_WRONG, STEPS_WITHOUT_ANSWERS, "iou_threshold"),
+        (UNPAID, STEPS_WITHOUT_SIGNAL, "reward.weights"),
+        (ALIKE, STEPS_WITHOUT_SIGNAL, "num_generations"),
     ],
 )
-def test_a_row_of_such_steps_is_one_warning(metrics: dict[str, float], after: int) -> None:
+def test_a_row_of_such_steps_is_one_warning(metrics: dict[str, float], after: int, remedy: str) -> None:
     assert warned_at(*[metrics] * 10) == [after]
+    watch = ProgressWatch()
+    (warning,) = [warning for _ in range(after) for warning in watch.after(step(metrics))]
+    assert remedy in warning.remedy
     assert warned_at(*[{}, metrics] * 10) == [2 * after], "Channel-A has no rollouts, and does not count"
     assert warned_at(*[metrics] * (after - 1), PAID, *[metrics] * (after - 1)) == []
     assert warned_at(*[metrics] * after, PAID, *[metrics] * after) == [after, 2 * after + 1], "it got stuck again"

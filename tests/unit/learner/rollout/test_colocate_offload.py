@@ -1,5 +1,7 @@
 """R20: whatever a colocated engine does (start, take weights, roll out), training state is away, and back afterwards.
 
+Also how the engine is set up, what its errors become, and who gets which answer of an engine that ranks share.
+
 The product's engine, backend and sync; a fake stands in for vLLM's `LLM` and for the offload, and each time that vLLM
 would take memory it asks where the training state is. Real ones: tests/gpu/test_colocate_cuda.py.
 """
@@ -14,10 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from learner.config.sections.decoding import DecodingConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.parallel import Ranks
+from learner.records import RolloutCallLog
 from learner.rollout import colocate
+from learner.rollout.backend import MicroStep
 from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.requests import Decodings
 from learner.sync.canary import Canary
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
@@ -63,6 +69,7 @@ class Llm:
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=self.worker)),
         )
         self.fails = self.is_sleeping = False
+        self.error: Exception = RuntimeError("CUDA error")
 
     def get_tokenizer(self) -> None: ...
 
@@ -78,7 +85,7 @@ class Llm:
         self._offload.saw("generate")
         assert self.worker.has_memory
         if self.fails:
-            raise RuntimeError("CUDA error")
+            raise self.error
         return [SimpleNamespace(prompt_token_ids=[1]) for _ in prompts]
 
 
@@ -127,16 +134,10 @@ def offload(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return Recorded()
 
 
-def engine_with(offload: Recorded) -> Engine:
+def engine_with(offload: Recorded, **changes: Any) -> Engine:
     config = RolloutMatchingConfig.model_validate({"decoding": {"max_new_tokens": 8}})
-    return Engine(
-        config,
-        model="m",
-        dtype=torch.float32,
-        ranks=Ranks(),
-        tensor_parallel_size=1,
-        offload=offload,  # type: ignore[arg-type]
-    )
+    settings = {"ranks": Ranks(), "tensor_parallel_size": 1} | changes
+    return Engine(config, model="m", dtype=torch.float32, offload=offload, **settings)  # type: ignore[arg-type]
 
 
 def backend_of(engine: Engine) -> ColocateBackend:
@@ -244,3 +245,121 @@ def test_an_engine_sleeps_otherwise(offload: Recorded, monkeypatch: pytest.Monke
     with engine.awake(after_update=why != "no sync"):
         assert not llm.is_sleeping
     assert llm.is_sleeping
+
+
+# ---- settings, errors, shares --------------------------------------------------------------------------------------
+
+
+def test_an_engine_takes_adapters_if_it_is_to_serve_any(offload: Recorded) -> None:
+    """R08: with the rank that the run has, or the next that vLLM takes."""
+    assert "enable_lora" not in engine_with(offload)._engine_args("m")
+    for lora_rank, taken in ((1, 8), (8, 8), (9, 16), (512, 512)):
+        args = engine_with(offload, lora_rank=lora_rank)._engine_args("m")
+        assert (args["enable_lora"], args["max_lora_rank"], args["max_loras"]) == (True, taken, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
+        (RuntimeError("CUDA error"), "the colocated engine failed"),
+        (ValueError("no such token"), "refuses a request"),
+    ],
+)
+def test_an_engines_error_says_what_to_do(offload: Recorded, error: Exception, words: str) -> None:
+    engine = engine_with(offload)
+    synced(engine)
+    engine._llm.fails, engine._llm.error = True, error
+    with pytest.raises(RolloutError, match=words) as raised:
+        backend_of(engine).generate([sample(0)], global_step=0, micro_step_idx=0, first_req_idx=0)
+    assert str(error)[:20] in str(raised.value)
+    assert ("decode_batch_size" in raised.value.remedy) == (words == "out of memory")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces"), [([], []), ([3], [[3]]), ([4, 6, 1, 9, 30, 2], [[4, 6], [1, 9], [30], [2]])]
+)
+def test_weights_come_in_pieces(sizes: list[int], pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor once and in order; a piece ends with the tensor that fills it."""
+    monkeypatch.setattr(colocate, "_PIECE_BYTES", 10)
+    weights = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    found = list(colocate._in_pieces(iter(weights)))
+    assert [[len(tensor) for _, tensor in piece] for piece in found] == pieces
+    assert [name for piece in found for name, _ in piece] == [name for name, _ in weights]
+
+
+class Shared:
+    """One of four ranks. `others`: how many requests each of them has; None: nothing may be gathered."""
+
+    def __init__(self, rank: int, others: list[int] | None) -> None:
+        self.rank, self._others = rank, others
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        assert self._others is not None, "a collective that other ranks do not come to"
+        asked = [
+            value._replace(samples=[sample(rank)] * number, seeds=[rank] * number, looks=[False] * number)
+            for rank, number in enumerate(self._others)
+        ]
+        asked[self.rank] = value
+        return asked
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "others", "first", "number"),
+    [
+        (0, 1, None, 0, 2),
+        (3, 1, None, 0, 2),
+        (0, 2, [2, 3, 1, 1], 0, 5),
+        (3, 2, [2, 3, 1, 2], 1, 3),
+        (2, 4, [2, 3, 2, 1], 5, 8),
+    ],
+)
+def test_ranks_that_share_an_engine_get_their_own_answers(
+    rank: int,
+    size: int,
+    others: list[int] | None,
+    first: int,
+    number: int,
+    offload: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`first`: place of the rank's first answer among the `number` that its engine makes."""
+    engine = engine_with(offload, tensor_parallel_size=size)
+    synced(engine)
+    backend = backend_of(engine)
+    monkeypatch.setattr(backend, "_ranks", Shared(rank, others))
+    made: list[list[int]] = []
+
+    def generate(prompts: Any, how: Any, seeds: list[int], **_: Any) -> list[Generation]:
+        made.append(seeds)
+        return [
+            Generation(prompt_token_ids=[1], response_token_ids=[i], text="", finish_reason="stop")
+            for i in range(len(seeds))
+        ]
+
+    monkeypatch.setattr(engine, "generate", generate)
+    found = backend.generate([sample(7), sample(8)], global_step=0, micro_step_idx=0, first_req_idx=0)
+    assert [one.sample.sample_id for one in found] == ["s7", "s8"]
+    assert [one.response_token_ids for one in found] == [(first,), (first + 1,)]
+    assert len(made[0]) == number
+    assert [one.seed for one in found] == made[0][first : first + 2]
+
+
+def test_a_window_is_drawn_unless_greedy_answers_are_asked_for(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, asked = engine_with(offload), list[float | None]()
+    calls: list[RolloutCallLog] = []
+    synced(engine)
+    monkeypatch.setattr(colocate, "sampling_params", lambda how, seed: asked.append(how.temperature))
+    backend = backend_of(engine)
+    backend._decoding = Decodings(
+        DecodingConfig(decode_mode="sample", temperature=0.7, max_new_tokens=8), logprobs=False
+    )
+    backend._on_call = calls.append
+    step = MicroStep(samples=(sample(0),), micro_step_idx=0, first_req_idx=0)
+    backend.generate_window([step], global_step=0)
+    backend.generate_window([step], global_step=0, greedy=True)
+    assert asked == [0.7, 0.0]
+    assert all(0 <= seconds < 60 for call in calls for seconds in call.parts.values())
+    assert calls[0].parts.keys() == {"prompts", "engine"}
