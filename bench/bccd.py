@@ -49,11 +49,12 @@ from deploy.bccd.photographs import (
     without_labels,
     write_jsonl,
 )
-from deploy.demo.model import SHAPES, write_model
+from deploy.demo.model import SHAPES
 from deploy.launch import Processes
 from learner.report.read import read_scene
 from learner.report.scores import counts_by_class
 from learner.run.files import write_atomically
+from learner.tiny import write_model
 
 Size = Literal["small", "tiny"]
 Labels = Literal["published", "missing"]

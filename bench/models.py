@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedToken
 
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
-from deploy.demo.model import CHAT_TEMPLATE, EOS, PAD, build_tokenizer
 from deploy.demo.model import Size as VisionSize
 from deploy.demo.model import build as build_vision_model
+from learner.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer
 
 Size = Literal["0.6B", "4B", "tiny"]
 CHECKPOINT = Path("deploy/demo/checkpoint")

@@ -39,9 +39,9 @@ from bench.figures import circumstances
 from bench.models import grown_tokenizer
 from bench.runs import Server, learner_config, read_events, say, serve, served_by, start_learner, steps_of
 from bench.watch import GpuUse, gpu_use
-from deploy.demo.model import CHAT_TEMPLATE
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Processes, supervised
+from learner.tiny import CHAT_TEMPLATE
 from shared.errors import ProjectError
 
 Size = Literal["4B", "tiny"]

@@ -31,7 +31,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from deploy.demo.model import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build, build_tokenizer
+from deploy.demo.model import build
+from learner.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer
 
 
 def build_qwen3_vl(path: Path) -> None:

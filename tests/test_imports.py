@@ -30,6 +30,7 @@ FLOORS = (
     "learner.data",
     "learner.policy",
     "learner.run",
+    "learner.tiny",
     "learner.journal",
     "learner.rollout",
     "learner.sync",

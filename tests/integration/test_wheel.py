@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from shared.config.parse import write_yaml
+from tests.unit.docs.blocks import blocks
 from tests.unit.learner.config.examples import minimal
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -136,6 +137,25 @@ def test_every_program_prints_the_schema_of_its_file(installed: Installed, argv:
     done = installed.run(*argv)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["title"] == title
+
+
+PAGES = sorted({block.page for block in blocks() if block.language == "python" and not block.unchecked})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_the_documentation_runs_without_a_clone(installed: Installed, page: Path) -> None:
+    """The blocks of a page one after the other, as one program."""
+    code = [b.text for b in blocks() if b.page == page and b.language == "python" and not b.unchecked]
+    done = installed.run(sys.executable, "-P", "-c", "\n".join(code))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_notebook_runs_without_a_clone(installed: Installed) -> None:
+    cells = json.loads((ROOT / "docs/notebooks/library.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    done = installed.run(sys.executable, "-P", "-c", "\n".join(code))
+    assert done.returncode == 0, done.stderr
+    assert "found: []" in done.stdout
 
 
 def test_the_report_finds_its_templates(installed: Installed) -> None:

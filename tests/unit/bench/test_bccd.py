@@ -22,10 +22,11 @@ from deploy.bccd.photographs import (
     without_labels,
     write_jsonl,
 )
-from deploy.demo.model import SHAPES, write_model
+from deploy.demo.model import SHAPES
 from deploy.launch import supervised
 from learner.config.load import load_config
 from learner.config.sections.augment import AugmentConfig, stays_upright
+from learner.tiny import write_model
 from shared.config.parse import write_yaml
 from shared.errors import DataError
 

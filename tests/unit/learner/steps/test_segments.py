@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.demo.model import build_tokenizer
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
 from learner.journal.log import PhaseClock
@@ -17,6 +16,7 @@ from learner.rollout.backend import MicroStep
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
+from learner.tiny import build_tokenizer
 from shared.errors import PromptMismatchError
 
 TOKENIZER: Any = build_tokenizer()
