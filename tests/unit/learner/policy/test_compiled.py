@@ -166,6 +166,22 @@ def test_adapters_and_frozen_parts(tiny_vlm: Path) -> None:
         assert_same_learning(eager, policy, image_row(eager, sizes), rel=5e-3)
 
 
+@pytest.mark.usefixtures("_faster_compiler", "as_on_cuda")
+@pytest.mark.parametrize("freeze", [[], ["model.visual"]])
+def test_adapters_compile_no_layer_twice(tiny_vlm: Path, freeze: list[str]) -> None:
+    """What comes before the first layer is frozen, so its input alone would need no gradient."""
+    found = []
+    for lora in (None, LoraConfig(r=4)):
+        options: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": True, "freeze": freeze}
+        policy = policy_of(tiny_vlm, bf16=True, compile=True, lora=lora, **options)
+        before = num_programs()
+        policy.backward(image_row(policy, [(64, 64), (0, 0)]))
+        found.append(num_programs() - before)
+        torch._dynamo.reset()
+        compiled.compiled_function.cache_clear()
+    assert found[0] == found[1]
+
+
 @pytest.mark.usefixtures("_faster_compiler")
 def test_names_and_scores_stay(tiny_text: Path) -> None:
     eager, policy = (policy_of(tiny_text, compile=wanted) for wanted in (False, True))
