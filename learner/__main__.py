@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from learner.run.environment import GLOO_VARIABLE, gloo_interface, prepare_for_vllm
+from learner.run.environment import GLOO_VARIABLE, gloo_interface, keep_compiled, prepare_for_vllm
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import end_with_parent
@@ -699,6 +699,8 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
         prepare_for_vllm(os.environ)
+    if config.model.compile:
+        keep_compiled(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
     return config

@@ -4,6 +4,9 @@
 default torch takes the address of the machine's name, which many systems map to the loopback; ranks on other nodes then
 wait for it until their deadline. NCCL chooses by itself and avoids the loopback.
 
+`keep_compiled` names the folder in which torch keeps what it compiles. Its default is under /tmp, which many machines
+clear, and containers always. A first step compiles for minutes, and for a fifth of that with the folder of a last run.
+
 `prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. The
 user's settings stay, except two that cannot work here:
 - an engine in its own process: it would neither share the device's weights nor run in step with other ranks;
@@ -16,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -31,6 +35,19 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+def keep_compiled(environment: MutableMapping[str, str]) -> None:
+    """Set the variable in `environment`, unless the user has, or cannot write to a folder for caches."""
+    if environment.get(COMPILED_VARIABLE):
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # no home
+        root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+        folder = root / "rollout-learner" / "torch"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            environment[COMPILED_VARIABLE] = str(folder)
+
+
+COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 _INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.run.environment import GLOO_VARIABLE, gloo_interface
+from learner.run.environment import COMPILED_VARIABLE, GLOO_VARIABLE, gloo_interface, keep_compiled
 from tests.namespaces import Node, network
 
 ROOT = Path(__file__).parents[4]
@@ -53,3 +53,21 @@ def test_a_name_that_nobody_knows_is_left_to_torch(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert gloo_interface({"MASTER_ADDR": "nobody", "MASTER_PORT": "1"}) is None
+
+
+def test_what_torch_compiles_is_kept_where_caches_are(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "caches")}
+    keep_compiled(environment)
+    folder = Path(environment[COMPILED_VARIABLE])
+    assert folder.is_dir()
+    assert tmp_path / "caches" in folder.parents
+
+
+def test_a_folder_of_the_user_stays_and_one_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
+    chosen = {"XDG_CACHE_HOME": str(tmp_path), COMPILED_VARIABLE: "/mine"}
+    keep_compiled(chosen)
+    assert chosen[COMPILED_VARIABLE] == "/mine"
+    (tmp_path / "file").touch()
+    impossible = {"XDG_CACHE_HOME": str(tmp_path / "file")}
+    keep_compiled(impossible)
+    assert COMPILED_VARIABLE not in impossible
