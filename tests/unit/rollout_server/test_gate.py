@@ -159,3 +159,20 @@ def test_poisoned_says_why() -> None:
         gate.try_enter()
     with pytest.raises(SyncError, match="full sync"):
         gate.begin_update("a", 2, "adapter")
+
+
+def test_calls_on_weights_that_were_found_to_be_wrong_fail_until_an_update_is_complete() -> None:
+    gate = Gate()
+    gate.open_group("a")
+    gate.check_sound()
+    assert gate.try_enter()
+    gate.poison("the canary differs")
+    with pytest.raises(ServerPoisonedError, match="canary"):
+        gate.check_sound()
+    gate.leave()
+    gate.begin_update("a", 1, "full")
+    assert gate.drained()
+    gate.complete("digest")
+    gate.check_sound()
+    assert gate.try_enter()
+    assert (gate.served.ver, gate.served.weights) == (1, "digest")

@@ -16,7 +16,7 @@ import pytest
 import respx
 
 from learner.rollout import client as client_module
-from learner.rollout.client import ServerClient, Timeouts, _certificates
+from learner.rollout.client import Patience, ServerClient, Timeouts, _certificates
 from shared.errors import (
     DeadlineError,
     MediaError,
@@ -265,7 +265,9 @@ def test_busy_then_answered(respx_mock: respx.MockRouter) -> None:
     busy = error(ServerBusyError("draining"), {"Retry-After": "0.02"})
     route = respx_mock.post(f"{URL}/infer/").mock(side_effect=[busy, busy, answer])
     respx_mock.get(f"{URL}/health/").respond(200)
+    began = time.monotonic()
     assert use(infer, gone_s=60.0)[0].response_token_ids == [7]
+    assert time.monotonic() - began >= 2 * 0.02
     uuids = {json.loads(c.request.content)["infer_requests"][0]["uuid"] for c in route.calls}
     assert route.call_count == 3
     assert uuids == {CALL.infer_requests[0].uuid}
@@ -427,6 +429,24 @@ def test_the_four_timeouts_reach_httpx(
     use(infer, gone_s=240.0, infer_timeout_s=infer_timeout_s)
     timeouts = route.calls.last.request.extensions["timeout"]
     assert timeouts == {"connect": 10.0, "read": read, "write": 240.0, "pool": 240.0}
+
+
+@pytest.mark.parametrize("timeout_s", [0.4, 3.0, 20.0, 3600.0])
+def test_a_server_is_looked_at_several_times_before_it_is_gone(timeout_s: float) -> None:
+    timeouts = Timeouts.of(timeout_s, None)
+    assert timeouts.poll_s <= 5.0
+    assert 4 * timeouts.poll_s <= timeouts.gone_s == timeout_s
+
+
+def test_patience_is_short_where_others_can_answer() -> None:
+    """Alone a server is waited for as long as the configuration says."""
+    timeouts = Timeouts.of(600.0, None)
+    assert timeouts.patience(has_others=False) == Patience(silent_s=600.0, broken_s=600.0, has_others=False)
+    beside = timeouts.patience(has_others=True)
+    assert beside.has_others
+    assert beside.broken_s <= beside.silent_s < 600.0
+    short = Timeouts.of(1.0, 0.5).patience(has_others=True)
+    assert (short.silent_s, short.broken_s) == (0.5, 1.0)
 
 
 def test_a_silent_server_without_infer_timeout_is_given_up_when_health_is_gone(respx_mock: respx.MockRouter) -> None:

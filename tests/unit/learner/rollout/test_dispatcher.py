@@ -289,6 +289,11 @@ def test_requests_of_lost_servers_are_answered_once_by_the_others(
     lives = data.draw(st.dictionaries(st.integers(0, len(sizes) - 1), st.integers(0, 20)))
     plan = distribute(number, server_world_sizes=sizes, decode_batch_size=decode_batch_size, **place)
     left, answered = list(sizes), []
+    splits: list[list[int]] = []
+
+    def moved(requests: Sequence[int], error: ProjectError) -> None:
+        assert not set(requests) & set(answered)
+        splits.append(list(requests))
 
     def lose(server: int, error: ProjectError) -> Sequence[int]:
         assert left[server], "lost twice"
@@ -302,7 +307,7 @@ def test_requests_of_lost_servers_are_answered_once_by_the_others(
         plan,
         send=servers,
         on_answer=lambda request, _: answered.append(request),
-        on_split=lambda requests, error: None,
+        on_split=moved,
         lose=lose,
     )
     try:
@@ -312,6 +317,8 @@ def test_requests_of_lost_servers_are_answered_once_by_the_others(
         assert len(answered) < number
     else:
         assert sorted(answered) == list(range(number))
+        assert len(splits) >= left.count(0), "the record of the call names what a lost server did not answer"
+    assert all(splits)
     assert len(set(answered)) == len(answered)
     for server, start, stop in servers.started:  # nothing begins beyond a span: the seeds of a call are consecutive
         assert any(span.start <= start < stop <= span.stop for span in plan.spans), server

@@ -22,7 +22,7 @@ from learner.rollout import client as client_module
 from learner.rollout.backend import MicroStep, Requests
 from learner.rollout.membership import ServedWeights
 from learner.rollout.requests import infer_request, request_config
-from learner.rollout.servers import ServerBackend
+from learner.rollout.servers import LoopThread, ServerBackend
 from shared.errors import (
     ConfigError,
     DataError,
@@ -507,3 +507,14 @@ def test_a_seed_depends_on_the_run_the_step_and_the_request_only(
             calls = [infer_request(sample(i), seed=asked.seeds[i]).seed for i in range(start, stop)]
             assert calls == wanted[first + start : first + stop]
         first += number
+
+
+def test_a_loop_that_is_closed_ends_what_still_runs() -> None:
+    """A call in flight is cancelled, which is no error of the close."""
+    loop = LoopThread("test-loop")
+    waiting = loop.submit(asyncio.sleep(600))
+    loop.run(asyncio.sleep(0))
+    loop.close(10.0)
+    assert loop.closed
+    assert waiting.cancelled()
+    loop.close(10.0)

@@ -191,7 +191,7 @@ def test_a_sample_grows_no_longer_than_a_row() -> None:
 def test_a_poor_estimate_completes_nothing_and_says_why() -> None:
     completion = completion_of(list(SAMPLES), answers=[[(0, 750, 50, 800)], [(0, 750, 50, 800)]], min_votes="auto")
     result = completion.complete(0, 1)
-    assert (result.added, result.min_votes) == (0, None)
+    assert (result.added, result.samples, result.min_votes) == (0, 0, None)
     assert result.why
     assert result.why in str(result)
     assert completion._samples == list(SAMPLES)
@@ -220,6 +220,19 @@ def test_labels_that_cannot_be_read_name_their_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as error:
         completion.restore(2, tmp_path)
     assert str(path) in str(error.value)
+
+
+def test_a_run_that_goes_on_elsewhere_takes_the_newest_labels_along(tmp_path: Path) -> None:
+    """Under their own step, so that a resume of the new run finds them too."""
+    first = completion_of(list(SAMPLES), answers=[[(0, 750, 50, 800)], [(0, 750, 50, 800)]], folder=tmp_path / "first")
+    first.complete(0, 1)
+    first.complete(4, 2)
+    second = completion_of(list(SAMPLES), answers=[[], []], folder=tmp_path / "second")
+    second.restore(5, tmp_path / "first")
+    assert second._samples == first._samples
+    (copied,) = (tmp_path / "second" / "labels").iterdir()
+    assert copied.name == "step_000004.json"
+    assert json.loads(copied.read_text())["global_step"] == 4
 
 
 @pytest.mark.parametrize("wrong", [{"min_votes": 0}, {"min_votes": 5}, {"refresh": 0}, {"rollouts": 1}])

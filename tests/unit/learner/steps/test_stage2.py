@@ -16,6 +16,7 @@ from learner.config.load import config_of
 from learner.config.schedule import scheduled_channel
 from learner.config.schema import RunConfig
 from learner.records import Rollout
+from learner.steps.stage2 import CallTotals, call_metrics
 from shared.errors import LossError, RolloutError
 from tests.unit.learner import trainer_world
 from tests.unit.learner.trainer_world import Backwards, Seen, make_config, run
@@ -223,3 +224,11 @@ def test_channel_a_of_grpo_learns_each_ground_truth_once(
     first, last = steps_of(tmp_path)
     assert first["metrics"].get("batch_share", 1.0) == 1.0
     assert last["metrics"]["batch_share"] == 0.5  # 2 of the 4 samples that 8 places hold
+
+
+def test_calls_are_counted_since_the_last_step() -> None:
+    ended = CallTotals(number=7, seconds=5.0)
+    assert call_metrics(ended) == {"stage2_ab/calls": 7.0, "stage2_ab/rollout_s": 5.0}
+    since = call_metrics(ended, CallTotals(number=4, seconds=1.5))
+    assert since == {"stage2_ab/calls": 3.0, "stage2_ab/rollout_s": 3.5}
+    assert call_metrics(CallTotals()) == {"stage2_ab/calls": 0.0, "stage2_ab/rollout_s": 0.0}

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from learner.data.batches import Shortfall
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Segment, StepResult
+from learner.steps.groups import TAUGHT
 from learner.steps.totals import StepTotals
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -99,3 +101,13 @@ def test_ranks_that_saw_different_things_get_the_same_sums() -> None:
         alone.add(row(stats), loss)
     assert first.counts == second.counts == alone.reduced(Ranks()).counts
     assert first.weight == 5.0
+
+
+def test_a_short_last_step_makes_as_much_of_an_update_as_it_has_samples() -> None:
+    """Segments that are taught beside the rollouts of a sample are no samples."""
+    totals = StepTotals(counts={"segments": 6.0, TAUGHT: 2.0})
+    assert totals.share_of(None) == 1.0
+    assert totals.share_of(Shortfall(size=4, whole=16)) == 0.25
+    assert totals.share_of(Shortfall(size=4, whole=2)) == 1.0
+    assert StepTotals(counts={"segments": 6.0}).share_of(Shortfall(size=6, whole=8)) == 0.75
+    assert StepTotals().share_of(Shortfall(size=0, whole=8)) == 0.0
