@@ -182,7 +182,7 @@ def runs_of(sets: Sequence[Data], arm: Sequence[str] | None, budget: Sequence[in
     """A seed after the other. The longest first."""
     found = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
-        for name in reversed(WITHOUT_REVIEW):
+        for name in reversed(list(WITHOUT_REVIEW)):
             if arm is None or name in arm:
                 found += [Run(data=data, name=name, arm=WITHOUT_REVIEW[name], seed=seed) for data in reversed(sets)]
         for number in budget if budget is not None else BUDGETS:

@@ -25,9 +25,9 @@ from learner.detector.boxes import Prediction
 from learner.detector.command import quiet
 from learner.detector.detector import Detector
 from learner.detector.evaluation import Found, Result, Scored, evaluate_all, threshold_of
-from learner.detector.inputs import Anything, InputImage, coco_categories, require_one_image
+from learner.detector.inputs import Anything, InputImage, require_one_image
 from learner.detector.pictures import TEMPLATES
-from learner.detector.results_in import box_in_sample, read_results
+from learner.detector.results_in import box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
 from learner.records import Sample
 from learner.run.files import write_atomically
@@ -147,8 +147,8 @@ def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
 
 
 def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]) -> list[Found]:
-    categories = coco_categories([annotations])
-    return [read_results(path, name, samples, categories) for name, path in predictions.items()]
+    classes = classes_of(annotations)
+    return [read_results(path, name, samples, classes) for name, path in predictions.items()]
 
 
 def _by_model(path: Path, name: str, samples: Mapping[str, Sequence[Sample]], asked: Asked) -> dict[str, Found]:

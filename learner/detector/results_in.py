@@ -2,18 +2,24 @@
 
 A result names its image by the annotation file's id, or by the file's name with or without its ending (as Ultralytics
 writes it). If it has a `file_name`, as those of `predict` do, that counts. It names its class by the annotation file's
-category id; by `category` or `category_name`; or, if the annotations have no ids, by its place in the sorted names,
-from 1, or from 0 if a result has 0.
+category id; by `category` or `category_name`; or, if the annotations have no ids, by its place in the names, from 1, or
+from 0 if a result has 0. YOLO's names have an order of their own, that of data.yaml; others are sorted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from learner.config.sections.data import DataConfig
+from learner.data.formats.coco import category_ids
+from learner.data.formats.source import name_and_split
+from learner.data.formats.yolo import yolo_file
+from learner.data.splits import annotations_of
 from learner.detector.evaluation import Found, Scored
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.grammar import NUM_BINS
@@ -35,7 +41,26 @@ class CocoResult(BaseModel):
 _RESULTS = TypeAdapter(list[CocoResult])
 
 
-def read_results(path: Path, name: str, samples: Sequence[Sample], categories: Mapping[str, int]) -> Found:
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """What annotations say about their classes: COCO's ids by name, or YOLO's names in their order."""
+
+    ids: Mapping[str, int] = field(default_factory=dict)
+    names: Sequence[str] = ()
+
+
+def classes_of(annotations: str) -> Classes:
+    """Raises DataError."""
+    found = annotations_of(DataConfig(train=annotations), annotations)
+    if found.format == "coco":
+        return Classes(ids=category_ids(Path(found.path)))
+    if found.format == "yolo":
+        names = yolo_file(Path(name_and_split(found.path)[0])).classes
+        return Classes(names=[names[number] for number in sorted(names)])
+    return Classes()
+
+
+def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Classes) -> Found:
     """Raises DataError if the file is none, or names images or classes that the annotations lack."""
     try:
         rows = _RESULTS.validate_json(path.read_bytes())
@@ -48,7 +73,7 @@ def read_results(path: Path, name: str, samples: Sequence[Sample], categories: M
             remedy="write it with the detector's own COCO export (see docs/howto/predict.md)",
         ) from error
     by_key = _samples_by_key(samples)
-    names = _names(rows, samples, categories)
+    names = _names(rows, samples, classes)
     boxes: dict[str, list[Scored]] = {}
     strangers: list[str] = []
     for row in rows:
@@ -84,11 +109,11 @@ def _samples_by_key(samples: Sequence[Sample]) -> dict[str, Sample]:
     return found
 
 
-def _names(rows: Sequence[CocoResult], samples: Sequence[Sample], categories: Mapping[str, int]) -> dict[int, str]:
-    if categories:
-        return {number: name for name, number in categories.items()}
+def _names(rows: Sequence[CocoResult], samples: Sequence[Sample], classes: Classes) -> dict[int, str]:
+    if classes.ids:
+        return {number: name for name, number in classes.ids.items()}
     first = 0 if any(row.category_id == 0 for row in rows) else 1
-    return dict(enumerate(sorted({obj.desc for sample in samples for obj in sample.objects}), first))
+    return dict(enumerate(classes.names or sorted({obj.desc for sample in samples for obj in sample.objects}), first))
 
 
 def box_in_sample(box: Sequence[float], desc: str, sample: Sample) -> DetectionObject:

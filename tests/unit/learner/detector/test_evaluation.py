@@ -82,18 +82,38 @@ def test_every_two_detectors_are_compared(truth: Path) -> None:
     assert f"{half['pairs']['most']['coco/ap']['estimate']:+.3f}" in page
 
 
-def test_files_as_ultralytics_writes_them(truth: Path) -> None:
-    """Images by the stem of their file, classes by name."""
-    rows = json.loads(truth.read_text())
-    stems = {image["id"]: Path(image["file_name"]).stem for image in rows["images"]}
-    names = {one["id"]: one["name"] for one in rows["categories"]}
+@pytest.mark.parametrize("first", [0, 1], ids=["older versions", "newer versions"])
+def test_files_as_ultralytics_writes_them(truth: Path, first: int) -> None:
+    """Images by the stem of their file; classes by their place in data.yaml, which is not that of the alphabet."""
+    content = json.loads(truth.read_text())
+    stems = {image["id"]: Path(image["file_name"]).stem for image in content["images"]}
+    places = {7: 1, 3: 0}
+    labels: dict[str, list[str]] = {}
+    for row in content["annotations"]:
+        x, y, w, h = row["bbox"]
+        place = [(x + w / 2) / 400, (y + h / 2) / 300, w / 400, h / 300]
+        line = " ".join(map(str, [places[row["category_id"]], *place]))
+        labels.setdefault(stems[row["image_id"]], []).append(line)
+    for stem, lines in labels.items():
+        (truth.parent / f"{stem}.txt").write_text("\n".join(lines))
+    (truth.parent / "data.yaml").write_text("names: [white, red]\ntest: .\n")
     file = truth.parent / "yolo.json"
     given = [
-        {**row, "image_id": stems[row["image_id"]], "category_id": 0, "category": names[row["category_id"]]}
+        {**row, "image_id": stems[row["image_id"]], "category_id": places[row["category_id"]] + first}
         for row in results_of(truth)
     ]
     file.write_text(json.dumps(given))
-    (found,) = evaluated(truth, "--predictions", f"yolo={file}")
+    (found,) = evaluated(truth.parent / "data.yaml:test", "--predictions", f"yolo={file}")
+    assert found["classes"].keys() == {"white", "red"}
+    assert found["ap"]["coco/ap"] == pytest.approx(1.0)
+
+
+def test_classes_by_name(truth: Path) -> None:
+    names = {one["id"]: one["name"] for one in json.loads(truth.read_text())["categories"]}
+    file = truth.parent / "named.json"
+    rows = [{**row, "category_id": 0, "category": names[row["category_id"]]} for row in results_of(truth)]
+    file.write_text(json.dumps(rows))
+    (found,) = evaluated(truth, "--predictions", str(file))
     assert found["ap"]["coco/ap"] == 1.0
 
 
