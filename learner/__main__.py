@@ -516,20 +516,18 @@ def suggest_missing(
     """Ask the model several times about each image. Boxes that answers agree on and nobody labelled, best first."""
 
     def work() -> int:
-        from learner.config.sections.data import DataConfig
         from learner.detector.answers import Asked
         from learner.detector.command import quiet
         from learner.detector.model import find_model
-        from learner.missing.suggest import suggest
+        from learner.missing.suggest import annotations_of, suggest
         from shared.tokens import read_token
 
         quiet()
         token = read_token(os.environ)
         asked = Asked(backend=backend.value, server=server, samples=samples, dtype=dtype.value, token=token)
-        data = DataConfig(train=annotations, image_root=image_root)
-        found = suggest(
-            find_model(model, config=config), data, out, asked, tell=lambda text: print(text, file=sys.stderr)
-        )
+        files = find_model(model, config=config)
+        data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
+        found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
         print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {out}")
         return 0
 

@@ -17,10 +17,12 @@ from typing import Any
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.detector.answers import Answers, Asked
+from learner.detector.calibration import asked_as
+from learner.detector.command import reading
 from learner.detector.inputs import require_one_image
 from learner.detector.model import ModelFiles, require_boxes
 from learner.records import DetectionObject, Rollout, Sample
-from learner.run.additions import addition_of
+from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.completion import OVERLAP, Candidate, candidates
@@ -58,11 +60,24 @@ class Suggestion:
         return self.agreement if self.score is None else self.agreement * self.score
 
 
+def annotations_of(
+    model: ModelFiles, annotations: str, *, image_root: str | None = None, named: bool = False
+) -> DataConfig:
+    """Return how annotations are read: as the model's run reads them if they are its own, or if its configuration is
+    `named`. Boxes of others may extend beyond their images."""
+    data, _ = reading(model, [annotations], named=named)
+    data = data or DataConfig(train=annotations, on_bad_record="clip")
+    own_paths = {"train": annotations, "val": None, "test": None, "max_samples": None}
+    return data.model_copy(update=own_paths | ({"image_root": image_root} if image_root is not None else {}))
+
+
 def suggest(
     model: ModelFiles, data: DataConfig, out: Path, asked: Asked, *, tell: Callable[[str], None] = lambda _: None
 ) -> list[Suggestion]:
-    """Write the suggestions into `out`, and return them. Raises OutputError if it has some, and what the model and the
-    annotations raise."""
+    """Write the suggestions into `out`, and return them. The model is asked with its own prompt, as `predict` asks it.
+
+    Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and what the
+    model and the annotations raise."""
     require_boxes(model)
     if (out / SUGGESTIONS).exists():
         raise OutputError(
@@ -71,6 +86,7 @@ def suggest(
             wanted="a new folder, so that no decision is lost",
             remedy="choose another --out, or review these: rollout-learner find-missing review",
         )
+    writable_annotations(data, data.train)
     answers = Answers(model, asked)
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
     samples = load_samples(data, data.train, task, geometry=model.settings.task.geometry)
@@ -78,7 +94,7 @@ def suggest(
     calibration, pieces = read_calibration(model.folder, samples=asked.samples), pieces_of(task.tokenizer)
     found: list[Suggestion] = []
     with answers:
-        for sample, rollouts in zip(samples, _answers(answers, samples, tell), strict=True):
+        for sample, rollouts in zip(samples, _answers(answers, asked_as(model, samples), tell), strict=True):
             parsed = [task.parse(rollout) for rollout in rollouts]
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # the first is greedy
             scored = scored_objects(parsed, pieces, calibration) if calibration is not None else None

@@ -1,0 +1,109 @@
+"""What `find-missing suggest` asks the model, and how it reads the annotations (R43). The engine is a fake."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from learner.config.sections.data import DataConfig
+from learner.detector.answers import Answers, Asked
+from learner.detector.model import ModelFiles, find_model
+from learner.missing import suggest as module
+from learner.missing.review import write_reviewed
+from learner.missing.suggest import DECISIONS, annotations_of, suggest
+from learner.records import DetectionObject, Rollout, Sample
+from learner.tasks.detection.task import DetectionTask
+from shared.config.parse import write_yaml
+from shared.errors import DataError
+from tests.unit.learner.run.test_additions import coco, read, voc
+
+CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
+EIGHT = DetectionObject("eight", "bbox_2d", (600, 200, 800, 500))
+
+
+class Sure(Answers):
+    """Every answer has an eight at the same place."""
+
+    prompts: list[Any]
+
+    def __enter__(self) -> Sure:
+        type(self).prompts = []
+        return self
+
+    def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:
+        return {place: [[self._answer(one)] * (1 + self.asked.samples)] for place, (one,) in groups.items()}
+
+    def _answer(self, sample: Sample) -> Rollout:
+        self.prompts.append(sample.messages)
+        tokenizer = self.encoder.tokenizer
+        text = DetectionTask(self._model.settings.task, tokenizer).serialize([EIGHT], after=None).text
+        tokens = tuple(tokenizer.encode(text))
+        answered: dict[str, Any] = {"prompt_token_ids": (), "response_token_ids": tokens, "finish_reason": "stop"}
+        return Rollout(sample=sample, ver=0, seed=None, logprobs=(-0.5,) * len(tokens), **answered)
+
+
+@pytest.fixture(autouse=True)
+def sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Answers", Sure)
+
+
+def suggested(model: ModelFiles, data: DataConfig, out: Path) -> int:
+    return len(suggest(model, data, out, Asked(backend="hf", samples=2)))
+
+
+def model_of_a_run(folder: Path, **data: Any) -> ModelFiles:
+    """The shipped model, as if a run with this `data` had written it."""
+    from learner.config.load import load_config
+
+    config = {"model": {"path": str(CHECKPOINT)}, "data": data, "custom": {"trainer_variant": "sft"}}
+    config |= {"training": {"output_dir": str(folder / "run"), "max_steps": 1}, "global_max_length": 4096}
+    write_yaml(folder / "run.yaml", config, "test")
+    return replace(find_model(CHECKPOINT), run=load_config(str(folder / "run.yaml"), world_size=1))
+
+
+def test_the_model_is_asked_with_its_own_prompt(tmp_path: Path) -> None:
+    """As `calibrate` and `predict` ask it. COCO and VOC files have no prompt."""
+    path, _ = coco(tmp_path)
+    model = find_model(CHECKPOINT)
+    assert suggested(model, annotations_of(model, path), tmp_path / "out") == 2
+    assert set(map(str, Sure.prompts)) == {str(tuple(model.settings.messages))}
+
+
+def test_a_box_beyond_the_border_stops_neither_suggestions_nor_what_is_written(tmp_path: Path) -> None:
+    path, out = voc(tmp_path)
+    model, file = find_model(CHECKPOINT), Path(path) / "0.xml"
+    file.write_text(file.read_text().replace("<xmin>10<", "<xmin>-3<"))
+    assert suggested(model, annotations_of(model, path), tmp_path / "found") == 2
+    accepted = {str(i): {"decision": "accept", "name": "cat"} for i in range(2)}
+    (tmp_path / "found" / DECISIONS).write_text(json.dumps(accepted))
+    assert write_reviewed(tmp_path / "found", out) == 2
+    assert [len(one.objects) for one in read(str(out), on_bad_record="clip")] == [2, 1]
+    boxes = [one.findtext("bndbox/xmin") for one in ET.parse(out / "0.xml").iter("object")]
+    assert boxes[0] == "-3", "what was there stays as it was"
+
+
+def test_annotations_of_the_run_are_read_as_the_run_reads_them(tmp_path: Path) -> None:
+    """Their images are elsewhere, and the command need not say so again. All are asked, not `max_samples`."""
+    path, _ = coco(tmp_path / "here")
+    elsewhere = tmp_path / "else" / "where"
+    elsewhere.mkdir(parents=True)
+    (tmp_path / "here" / "images").rename(elsewhere / "images")
+    model = model_of_a_run(tmp_path, train=path, image_root=str(elsewhere), max_samples=1)
+    assert suggested(model, annotations_of(model, path), tmp_path / "out") == 2
+    assert suggested(replace(model, run=None), annotations_of(model, path, image_root=str(elsewhere)), tmp_path / "o")
+    with pytest.raises(DataError):
+        suggested(model, annotations_of(replace(model, run=None), path), tmp_path / "other")
+
+
+def test_annotations_that_cannot_be_written_again_are_refused_before_a_person_reviews_them(tmp_path: Path) -> None:
+    path, _ = coco(tmp_path)
+    model = find_model(CHECKPOINT)
+    data = annotations_of(model, path).model_copy(update={"reader": "my.reader:read"})
+    with pytest.raises(DataError, match="convert"):
+        suggested(model, data, tmp_path / "out")
