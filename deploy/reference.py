@@ -1,6 +1,6 @@
 """The site's reference pages that are made from code: metrics, endpoints, commands, requirement ids.
 
-In: the declared metrics, the server's routes and messages, the programs' commands, the configuration's keys. Out:
+In: the declared metrics, the server's OpenAPI document, the programs' commands, the configuration's keys. Out:
 `pages()`, file name to text. `deploy.docs` writes them.
 """
 
@@ -9,16 +9,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from types import SimpleNamespace
+from typing import Any, cast
 
 import typer
-from fastapi.routing import APIRoute
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from deploy import launch
 from deploy.launch import LaunchConfig
@@ -32,10 +28,9 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
-from rollout_server.openai_api import ChatCall, CompletionCall, OpenAIError
+from rollout_server.openapi import JSON, in_words
 from rollout_server.service import RolloutService
 from rollout_server.updates import SyncTotals
-from shared import wire
 from shared.config.model import dotted, walk_keys
 
 MADE = "<!-- Made by `make docs`, so do not edit it. A test compares the two. -->\n\n"
@@ -101,105 +96,6 @@ def server_metrics() -> Iterator[tuple[str, str, str]]:
 
 # ---- endpoints -----------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """What a route does, takes and answers. `example` and `answer` are real messages."""
-
-    meaning: str
-    body: type[BaseModel] | None = None
-    reply: str
-    example: BaseModel | None = None
-    answer: BaseModel | None = None
-
-
-_PROMPT = wire.RolloutInferRequest(
-    messages=[wire.Message(role="user", content="<image>Detect every digit.")], images=["/data/images/1.png"], uuid="1"
-)
-_RESPONSE = wire.ChatCompletionResponse(
-    id="1",
-    created=1700000000,
-    model="Qwen/Qwen3-VL-4B-Instruct",
-    choices=[wire.Choice(message=wire.ChatMessage(content="[]"), finish_reason="stop", token_ids=[1294])],
-    usage=wire.Usage(prompt_tokens=3, completion_tokens=1, total_tokens=4),
-)
-_OUTPUT = wire.RolloutOutput(
-    response=_RESPONSE,
-    response_token_ids=[1294],
-    prompt_token_ids=[151644, 872, 198],
-    rollout_infos=wire.RolloutInfos(ver=0, seed=7, server_id="4c1f0f0c2a3b", uuid="1"),
-)
-
-ENDPOINTS = {
-    "/health": Endpoint(
-        meaning="Is the server alive? Needs no token.", reply='`{"status": "ok", "server_id": "..."}`; 503 if not'
-    ),
-    "/ready": Endpoint(
-        meaning="Does it answer rollouts now? Not while weights change, and not after a failed sync. Needs no token.",
-        reply='`{"status": "ready", "server_id": "..."}`; 503 with the reason if not',
-    ),
-    "/status": Endpoint(meaning="What it serves, and what it is doing.", reply="[`ServerStatus`](#serverstatus)"),
-    "/get_world_size": Endpoint(
-        meaning="Its number of GPUs: tensor-parallel times data-parallel size.",
-        reply="[`WorldSizeReply`](#worldsizereply)",
-        answer=wire.WorldSizeReply(world_size=1),
-    ),
-    "/metrics": Endpoint(meaning="[Prometheus metrics](metrics.md#a-rollout-server).", reply="text"),
-    "/infer": Endpoint(
-        meaning="Rollouts: one answer per request, in order. A request is seeded with its own `seed`, or, "
-        "if it has none, by the call's and its place ([`RequestConfig`](#requestconfig)). A request whose `uuid` "
-        "was answered before gets the same answer again. With `Accept: application/x-ndjson`, one "
-        "[`AnswerLine`](#answerline) per request, as each ends.",
-        body=wire.InferCall,
-        reply="a list of [`RolloutOutput`](#rolloutoutput)",
-        example=wire.InferCall(
-            infer_requests=[_PROMPT], request_config=wire.RequestConfig(max_tokens=512, temperature=0.7, seed=7)
-        ),
-        answer=_OUTPUT,
-    ),
-    "/score": Endpoint(
-        meaning="Log-probabilities of given answers, by the weights that are served.",
-        body=wire.ScoreCall,
-        reply="[`ScoreReply`](#scorereply)",
-        example=wire.ScoreCall(items=[wire.ScoreItem(request=_PROMPT, response_token_ids=[1294])]),
-        answer=wire.ScoreReply(ver=0, logprobs=[[-0.25]], prompt_token_ids=[[151644, 872, 198]]),
-    ),
-    "/reset_prefix_cache": Endpoint(meaning="Empty the caches of prefixes and images.", reply='`{"status": "reset"}`'),
-    "/init_communicator": Endpoint(
-        meaning="Join the group of a learner for weight syncs. A new learner replaces the old one.",
-        body=wire.InitCommunicatorCall,
-        reply='`{"status": "joined"}`, when all members have joined',
-    ),
-    "/update_weights": Endpoint(
-        meaning="Receive one update. The call stays open until the new weights are checked and served, or have failed.",
-        body=wire.UpdateWeightsCall,
-        reply="[`UpdateWeightsReply`](#updateweightsreply)",
-    ),
-    "/expect_scores": Endpoint(
-        meaning="The learner's own log-probabilities of the canary of an update. The server compares, and decides.",
-        body=wire.ExpectScoresCall,
-        reply='`{"status": "noted"}`',
-    ),
-    "/close_communicator": Endpoint(
-        meaning="Leave the learner's group.", body=wire.CloseCommunicatorCall, reply='`{"status": "closed"}`'
-    ),
-    "/v1/models": Endpoint(meaning="The served model, in OpenAI's form.", reply="as OpenAI's"),
-    "/v1/chat/completions": Endpoint(
-        meaning="OpenAI's chat completions, by vLLM's own OpenAI layer. With `stream`, server-sent events.",
-        body=ChatCall,
-        reply="as OpenAI's; an error is an [`OpenAIError`](#openaierror)",
-        example=ChatCall(messages=[wire.Message(role="user", content="Name three digits.")], max_tokens=8),
-    ),
-    "/v1/completions": Endpoint(
-        meaning="OpenAI's completions. The prompt is text or token ids.",
-        body=CompletionCall,
-        reply="as OpenAI's; an error is an [`OpenAIError`](#openaierror)",
-        example=CompletionCall(prompt="seven, eight,", max_tokens=8),
-    ),
-    "/openapi.json": Endpoint(meaning="The description of this API (OpenAPI 3.1).", reply="JSON"),
-    "/docs": Endpoint(meaning="The same as a page, which loads nothing from elsewhere.", reply="HTML"),
-}
-
 ENDPOINTS_INTRO = """\
 # Every endpoint
 
@@ -213,143 +109,103 @@ curl -H "Authorization: Bearer $ROLLOUT_SERVER_TOKEN" http://127.0.0.1:8000/stat
 An error is an [`ErrorBody`](#errorbody) with an HTTP status. 503 comes with `Retry-After`: try again.
 [Every error](../troubleshooting/errors.md) has its cause and its way out. Unknown fields are refused.
 
-A running server describes itself at `/openapi.json`, and at `/docs` as a page. What other programs may ask, `/v1/`
-included, is in [Clients](../clients.md).
+A running server describes itself at `/openapi.json`, and at `/docs` as a page; this page is made from it. What
+`/metrics/` counts is in [Every metric](metrics.md#a-rollout-server). What other programs may ask, `/v1/` included, is
+in [Clients](../clients.md). Where a program sends a field, null stands for one that was left out.
 """
 
-_REPLIES: tuple[type[BaseModel], ...] = (
-    wire.RolloutOutput,
-    wire.AnswerLine,
-    wire.ScoreReply,
-    wire.UpdateWeightsReply,
-    wire.WorldSizeReply,
-    wire.ServerStatus,
-    wire.ErrorBody,
-    OpenAIError,
-)
 
-
-def routes() -> dict[str, str]:
-    """Method by path, as the server serves them."""
+def api() -> dict[str, Any]:
+    """What a server answers at `/openapi.json`."""
     engine = cast(Engine, SimpleNamespace(weights=""))  # nothing is asked of it
-    app = create_app(RolloutService(engine, ServerConfig(model="any")), token=None)
-    return {
-        route.path: next(iter((route.methods or set()) - {"HEAD"}))
-        for route in app.routes
-        if isinstance(route, APIRoute) and not route.path.endswith("/")
-    }
+    return create_app(RolloutService(engine, ServerConfig(model="any")), token=None).openapi()
 
 
 def endpoints_page() -> str:
-    methods = routes()
-    if unlike := methods.keys() ^ ENDPOINTS.keys():
-        raise KeyError(f"describe in ENDPOINTS what the server serves: {sorted(unlike)}")
+    described = api()
+    models = described["components"]["schemas"]
+    operations = [
+        (path, method.upper(), operation)
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    ]
     rows = [
-        (
-            f"[`{path}/`](#{re.sub(r'[^a-z0-9_-]', '', path)})",
-            method,
-            ENDPOINTS[path].meaning.partition(". ")[0].rstrip("."),
-        )
-        for path, method in methods.items()
+        (f"[`{path}`](#{re.sub(r'[^a-z0-9_-]', '', path)})", method, operation["summary"])
+        for path, method, operation in operations
     ]
     parts = [ENDPOINTS_INTRO, table(("endpoint", "method", ""), rows)]
-    parts += [_endpoint(path, method) for path, method in methods.items()]
-    bodies = [endpoint.body for endpoint in ENDPOINTS.values() if endpoint.body]
-    parts += ["## Messages\n", *(_message(model) for model in _with_parts([*bodies, *_REPLIES]))]
+    parts += [_endpoint(path, method, operation) for path, method, operation in operations]
+    parts += ["## Messages\n", *(_message(name, schema) for name, schema in models.items())]
     return "\n".join(parts)
 
 
-def _endpoint(path: str, method: str) -> str:
-    endpoint = ENDPOINTS[path]
-    body = f"Body: [`{endpoint.body.__name__}`](#{endpoint.body.__name__.lower()}). " if endpoint.body else ""
-    text = f"## `{path[1:]}`\n\n`{method} {path}/`. {endpoint.meaning}\n\n{body}Answer: {endpoint.reply}.\n"
-    if endpoint.example:
-        sent = _lines(endpoint.example.model_dump(mode="json", exclude_unset=True))
-        address = f"http://127.0.0.1:8000{path}/ -H 'Content-Type: application/json'"
-        text += f"\n```bash\ncurl {address} -d '{sent}'\n```\n"
+def _endpoint(path: str, method: str, operation: Mapping[str, Any]) -> str:
+    says = f"{operation['summary']} {operation.get('description', '')}".strip()
+    body = operation.get("requestBody", {"content": {}})["content"].get(JSON)
+    success = operation["responses"]["200"]
+    answer = success["content"].get(JSON, {})
+    takes = f"Body: {_type(body['schema'])}. " if body else ""
+    text = f"## `{path.strip('/')}`\n\n`{method} {path}`. {_linked(says)}\n\n{takes}Answer: {_answer(success)}.\n"
+    if body and "example" in body:
+        address = f"http://127.0.0.1:8000{path} -H 'Content-Type: application/json'"
+        text += f"\n```bash\ncurl {address} -d '{_lines(body['example'])}'\n```\n"
     elif method == "GET":
-        text += f"\n```bash\ncurl http://127.0.0.1:8000{path}/\n```\n"
-    if endpoint.answer:
-        answer = _lines(endpoint.answer.model_dump(mode="json"))
-        text += f"\n```json\n{f'[{answer}]' if 'a list of' in endpoint.reply else answer}\n```\n"
+        text += f"\n```bash\ncurl http://127.0.0.1:8000{path}\n```\n"
+    if (example := answer.get("example")) is not None and not _is_short(example):
+        text += f"\n```json\n{f'[{_lines(example[0])}]' if isinstance(example, list) else _lines(example)}\n```\n"
     return text
 
 
-def _lines(fields: dict[str, Any]) -> str:
+def _answer(success: Mapping[str, Any]) -> str:
+    """The forms of a success, and what it means."""
+    forms = []
+    for kind, body in success["content"].items():
+        if _is_short(body.get("example")):
+            forms.append(f"`{json.dumps(body['example'])}`")
+        elif "$ref" in body.get("schema", {}).get("items", body.get("schema", {})):
+            forms.append(_type(body["schema"]) if kind == JSON else f"{_type(body['schema'])} per line (`{kind}`)")
+        else:
+            forms.append(f"`{kind}`")
+    means = success["description"]
+    return " or ".join(forms) + ("" if means == "done" else f": {_linked(means)}")
+
+
+def _is_short(example: Any) -> bool:
+    return isinstance(example, dict) and "status" in example
+
+
+def _linked(text: str) -> str:
+    """`text`, in which names of messages are links."""
+    return re.sub(r"`([A-Z]\w+)`", lambda found: _link(found[1]), text)
+
+
+def _link(name: str) -> str:
+    return f"[`{name}`](#{name.lower()})"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    return in_words(schema, _link, lambda value: f"`{json.dumps(value)}`")
+
+
+def _lines(fields: Mapping[str, Any]) -> str:
     """JSON with one line per field of the outermost object."""
     lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
     return f"{{\n  {lines}\n}}"
 
 
-def _with_parts(models: Sequence[type[BaseModel]]) -> list[type[BaseModel]]:
-    """The models and those of their fields, each once, by module and in the order of its source."""
-    found: set[type[BaseModel]] = set()
-    todo = list(models)
-    while todo:
-        model = todo.pop()
-        if model not in found:
-            found.add(model)
-            todo += [part for field in model.model_fields.values() for part in _models_in(field.annotation)]
-    return sorted(found, key=lambda model: (model.__module__ != wire.__name__, inspect.getsourcelines(model)[1]))
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models_in(inner)
-
-
-def _message(model: type[BaseModel]) -> str:
-    comments = _comments(model)
-    rows = []
-    for name, field in model.model_fields.items():
-        default = "**required**" if field.is_required() else _shown_default(field)
-        rows.append((f"`{name}`", _type(field.annotation), default, comments.get(name) or field.description or ""))
-    doc = f"{inspect.getdoc(model)}\n\n" if model.__doc__ else ""
-    return f"### `{model.__name__}`\n\n{doc}{table(('field', 'type', 'default', ''), rows)}"
-
-
-def _shown_default(field: FieldInfo) -> str:
-    if field.default_factory:
-        return "a random one"
-    default = field.default.model_dump() if isinstance(field.default, BaseModel) else field.default
-    return "its fields' defaults" if isinstance(field.default, BaseModel) else f"`{json.dumps(default)}`"
-
-
-def _comments(model: type[BaseModel]) -> dict[str, str]:
-    """The comment of each field: behind it, or above it."""
-    found: dict[str, str] = {}
-    above: list[str] = []
-    for line in map(str.strip, inspect.getsource(model).splitlines()):
-        if line.startswith("#"):
-            above.append(line.lstrip("# "))
-            continue
-        if field := re.match(r"(\w+): ", line):
-            behind = re.search(r"  # (.*)$", line)
-            found[field[1]] = " ".join([*above, *([behind[1]] if behind else [])])
-        above = []
-    return found
-
-
-_WORDS = {str: "string", int: "integer", float: "number", bool: "true or false", NoneType: "null", Any: "anything"}
-
-
-def _type(annotation: Any) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type(args[0])
-    if origin is Literal:
-        return " or ".join(f"`{json.dumps(value)}`" for value in args)
-    if origin in (Union, UnionType):
-        return " or ".join(map(_type, args))
-    if origin is list:
-        return f"list of {_type(args[0])}"
-    if origin is dict:
-        return "mapping"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"[`{annotation.__name__}`](#{annotation.__name__.lower()})"
-    return _WORDS[annotation]
+def _message(name: str, schema: Mapping[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = [
+        (
+            f"`{field}`",
+            _type(about),
+            f"`{json.dumps(about['default'])}`" if "default" in about else "**required**" if field in required else "",
+            about.get("description", ""),
+        )
+        for field, about in schema["properties"].items()
+    ]
+    says = f"{schema['description']}\n\n" if "description" in schema else ""
+    return f"### `{name}`\n\n{says}{table(('field', 'type', 'default', ''), rows)}"
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -36,17 +36,26 @@ from shared.errors import ProjectError, RequestError
 from shared.wire import (
     NDJSON,
     AnswerLine,
+    ChatCompletionResponse,
+    ChatMessage,
+    Choice,
     CloseCommunicatorCall,
     ErrorBody,
     ExpectScoresCall,
     InferCall,
     InitCommunicatorCall,
+    Message,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutInfos,
     RolloutOutput,
     ScoreCall,
+    ScoreItem,
     ScoreReply,
     ServerStatus,
     UpdateWeightsCall,
     UpdateWeightsReply,
+    Usage,
     WorldSizeReply,
 )
 
@@ -59,6 +68,23 @@ _OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or re
 EVENTS = "text/event-stream"
 _STATUS: dict[str, Any] = {JSON: dict[str, str]}
 
+# The examples of the API's description.
+_PROMPT = RolloutInferRequest(
+    messages=[Message(role="user", content="<image>Detect every digit.")], images=["/data/images/1.png"], uuid="1"
+)
+_OUTPUT = RolloutOutput(
+    response=ChatCompletionResponse(
+        id="1",
+        created=1700000000,
+        model="Qwen/Qwen3-VL-4B-Instruct",
+        choices=[Choice(message=ChatMessage(content="[]"), finish_reason="stop", token_ids=[1294])],
+        usage=Usage(prompt_tokens=3, completion_tokens=1, total_tokens=4),
+    ),
+    response_token_ids=[1294],
+    prompt_token_ids=[151644, 872, 198],
+    rollout_infos=RolloutInfos(ver=0, seed=7, server_id="4c1f0f0c2a3b", uuid="1"),
+)
+
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
     """`token`: the bearer token that every call but the probes must bring; None: no token."""
@@ -67,7 +93,11 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     prefix = service.config.url_prefix
     router = APIRouter(prefix=prefix)
     routes = _routes(service) + (_openai_routes(service) if service.config.openai_api else [])
-    for route in (*routes, *_documentation(routes, service.config, token is not None)):
+    # FastAPI's own document knows no bodies, because the routes read them themselves.
+    app.openapi = functools.cache(  # type: ignore[method-assign]
+        lambda: document(routes, prefix=prefix, with_token=token is not None, open_paths=_OPEN)
+    )
+    for route in (*routes, *_documentation(app, service.config)):
         for spelling in (route.path + "/", route.path):
             router.add_api_route(spelling, _with_errors(route.handler), methods=[route.method], response_model=None)
     app.include_router(router)
@@ -131,26 +161,93 @@ def _routes(service: RolloutService) -> list[Route]:
         await service.updates.close_group(await read_body(request, CloseCommunicatorCall))
         return JSONResponse({"status": "closed"})
 
-    def get(path: str, handler: Handler, says: str, **replies: Any) -> Route:
-        return Route(method="GET", path=path, handler=handler, says=says, replies=replies or _STATUS)
+    def get(path: str, handler: Handler, says: str, replies: Any = None, **described: Any) -> Route:
+        return Route(method="GET", path=path, handler=handler, says=says, replies=replies or _STATUS, **described)
 
-    def post(path: str, handler: Handler, says: str, call: type[BaseModel] | None, replies: Any = None) -> Route:
-        return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies or _STATUS)
+    def post(
+        path: str, handler: Handler, says: str, call: type[BaseModel] | None, replies: Any = None, **described: Any
+    ) -> Route:
+        replies = replies or _STATUS
+        return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies, **described)
 
+    alive, ready_now = ({"status": word, "server_id": "4c1f0f0c2a3b"} for word in ("ok", "ready"))
     outputs = {JSON: list[RolloutOutput], NDJSON: AnswerLine}
     return [
-        get("/health", health, "Is the engine alive?"),
-        get("/ready", ready, "Would a rollout be answered now?"),
-        get("/status", status, "The model, its weights' version, the gate.", **{JSON: ServerStatus}),
-        get("/get_world_size", world_size, "Number of devices that receive weights.", **{JSON: WorldSizeReply}),
-        get("/metrics", metrics, "Counters in Prometheus' text format.", **{"text/plain": None}),
-        post("/infer", infer, "Roll out: answers to requests.", InferCall, outputs),
-        post("/score", score, "Log-probabilities of given answers.", ScoreCall, {JSON: ScoreReply}),
-        post("/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes and images.", None),
-        post("/init_communicator", init_communicator, "Join a learner's group.", InitCommunicatorCall),
-        post("/update_weights", update_weights, "Take new weights.", UpdateWeightsCall, {JSON: UpdateWeightsReply}),
-        post("/expect_scores", expect_scores, "What the canary must score.", ExpectScoresCall),
-        post("/close_communicator", close_communicator, "Leave the group.", CloseCommunicatorCall),
+        get("/health", health, "Is the server alive? Needs no token.", answer=alive, when="alive; 503 if not"),
+        get(
+            "/ready",
+            ready,
+            "Does it answer rollouts now? Not while weights change, and not after a failed sync. Needs no token.",
+            answer=ready_now,
+            when="ready; 503 with the reason if not",
+        ),
+        get("/status", status, "What it serves, and what it is doing.", {JSON: ServerStatus}),
+        get(
+            "/get_world_size",
+            world_size,
+            "Its number of GPUs: tensor-parallel times data-parallel size.",
+            {JSON: WorldSizeReply},
+            answer=WorldSizeReply(world_size=1),
+        ),
+        get("/metrics", metrics, "Counters in Prometheus' text format.", {"text/plain": None}),
+        post(
+            "/infer",
+            infer,
+            "Rollouts: one answer per request, in order. A request is seeded with its own `seed`, or, if it has none, "
+            "by the call's and its place (`RequestConfig`). A request whose `uuid` was answered before gets the same "
+            f"answer again. With `Accept: {NDJSON}`, one `AnswerLine` per request, as each ends.",
+            InferCall,
+            outputs,
+            example=InferCall(
+                infer_requests=[_PROMPT], request_config=RequestConfig(max_tokens=512, temperature=0.7, seed=7)
+            ),
+            answer=[_OUTPUT],
+        ),
+        post(
+            "/score",
+            score,
+            "Log-probabilities of given answers, by the weights that are served.",
+            ScoreCall,
+            {JSON: ScoreReply},
+            example=ScoreCall(items=[ScoreItem(request=_PROMPT, response_token_ids=[1294])]),
+            answer=ScoreReply(ver=0, logprobs=[[-0.25]], prompt_token_ids=[[151644, 872, 198]]),
+        ),
+        post(
+            "/reset_prefix_cache",
+            reset_prefix_cache,
+            "Empty the caches of prefixes and images.",
+            None,
+            answer={"status": "reset"},
+        ),
+        post(
+            "/init_communicator",
+            init_communicator,
+            "Join the group of a learner for weight syncs. A new learner replaces the old one.",
+            InitCommunicatorCall,
+            answer={"status": "joined"},
+            when="all members have joined",
+        ),
+        post(
+            "/update_weights",
+            update_weights,
+            "Receive one update. The call stays open until the new weights are checked and served, or have failed.",
+            UpdateWeightsCall,
+            {JSON: UpdateWeightsReply},
+        ),
+        post(
+            "/expect_scores",
+            expect_scores,
+            "The learner's own log-probabilities of the canary of an update. The server compares, and decides.",
+            ExpectScoresCall,
+            answer={"status": "noted"},
+        ),
+        post(
+            "/close_communicator",
+            close_communicator,
+            "Leave the learner's group.",
+            CloseCommunicatorCall,
+            answer={"status": "closed"},
+        ),
     ]
 
 
@@ -173,15 +270,35 @@ def _openai_routes(service: RolloutService) -> list[Route]:
 
     replies: dict[str, Any] = {JSON: dict[str, Any], EVENTS: None}
 
-    def route(method: str, path: str, handler: Handler, says: str, call: type[BaseModel] | None = None) -> Route:
-        handler = _with_errors(handler, _openai_error)
-        own = replies if call else {JSON: dict[str, Any]}
-        return Route(method=method, path=path, handler=handler, says=says, call=call, replies=own, error=OpenAIError)
+    def route(method: str, path: str, handler: Handler, says: str, example: OpenAICall | None = None) -> Route:
+        return Route(
+            method=method,
+            path=path,
+            handler=_with_errors(handler, _openai_error),
+            says=says,
+            call=type(example) if example else None,
+            replies=replies if example else {JSON: dict[str, Any]},
+            error=OpenAIError,
+            example=example,
+            when="as OpenAI's; an error is an `OpenAIError`",
+        )
 
     return [
         route("GET", "/v1/models", models, "The served model, in OpenAI's form."),
-        route("POST", "/v1/chat/completions", completions(ChatCall), "OpenAI's chat completions.", ChatCall),
-        route("POST", "/v1/completions", completions(CompletionCall), "OpenAI's completions.", CompletionCall),
+        route(
+            "POST",
+            "/v1/chat/completions",
+            completions(ChatCall),
+            "OpenAI's chat completions, by vLLM's own OpenAI layer. With `stream`, server-sent events.",
+            ChatCall(messages=[Message(role="user", content="Name three digits.")], max_tokens=8),
+        ),
+        route(
+            "POST",
+            "/v1/completions",
+            completions(CompletionCall),
+            "OpenAI's completions. The prompt is text or token ids.",
+            CompletionCall(prompt="seven, eight,", max_tokens=8),
+        ),
     ]
 
 
@@ -204,16 +321,12 @@ async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]
             yield b"data: " + bytes(_openai_error(_as_project_error("/v1/", error)).body) + b"\n\n"
 
 
-def _documentation(routes: Sequence[Route], config: ServerConfig, with_token: bool) -> list[Route]:
-    @functools.cache
-    def api() -> dict[str, Any]:
-        return document(routes, prefix=config.url_prefix, with_token=with_token, open_paths=_OPEN)
-
+def _documentation(app: FastAPI, config: ServerConfig) -> list[Route]:
     async def openapi(request: Request) -> Response:
-        return JSONResponse(api())
+        return JSONResponse(app.openapi())
 
     async def docs(request: Request) -> Response:
-        return HTMLResponse(page(api()))
+        return HTMLResponse(page(app.openapi()))
 
     served = {"/openapi.json": (openapi, config.serve_openapi), "/docs": (docs, config.serve_docs)}
     return [

@@ -109,9 +109,9 @@ class CompletionCall(OpenAICall):
 
 class OpenAIErrorDetail(WireModel):
     message: str
-    type: str  # a class of `shared.errors`
+    type: str = Field(description="a class of `shared.errors`")
     param: str | None = None
-    code: int  # the HTTP status
+    code: int = Field(description="the HTTP status")
 
 
 class OpenAIError(WireModel):

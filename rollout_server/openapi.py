@@ -1,17 +1,21 @@
 """The API described by its own models: an OpenAPI document, and a page of it that needs no script.
 
 In: the routes that the app serves. Out: `/openapi.json`, and `/docs` as HTML. The page loads nothing from anywhere (the
-usual viewers come from a content delivery network), so it also works on a machine without internet.
+usual viewers come from a content delivery network), so it also works on a machine without internet. The site's page of
+endpoints (`deploy/reference.py`) is made from the same document.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
+from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,7 +27,8 @@ _PLACE = "#/components/schemas/{model}"
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """One endpoint. `replies`: the type of a success by media type; None: not JSON."""
+    """One endpoint. The first sentence of `says` is its summary. `replies`: the type of a success by media type; None:
+    not JSON. `example`: a call that works. `answer`: an example of its JSON answer. `when`: what a success means."""
 
     method: str
     path: str
@@ -32,6 +37,9 @@ class Route:
     call: type[BaseModel] | None = None
     replies: Mapping[str, Any]
     error: type[BaseModel] = ErrorBody
+    example: BaseModel | None = None
+    answer: Any = None
+    when: str = "done"
 
 
 def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> dict[str, Any]:
@@ -39,14 +47,7 @@ def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_pat
     schemas, definitions = _schemas(routes)
     paths: dict[str, Any] = {}
     for route in routes:
-        operation: dict[str, Any] = {"summary": route.says, "operationId": route.path.strip("/").replace("/", "_")}
-        if route.call is not None:
-            operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[_key(route, "call")]}}}
-        success = {
-            kind: {"schema": schemas[_key(route, kind)]} if reply else {} for kind, reply in route.replies.items()
-        }
-        failure = {"description": "refused or failed", "content": {JSON: {"schema": schemas[_key(route, "error")]}}}
-        operation["responses"] = {"200": {"description": "done", "content": success}, "default": failure}
+        operation = _operation(route, schemas)
         if with_token and route.path not in open_paths:
             operation["security"] = [{"token": []}]
         paths.setdefault(prefix + _spelled(route.path), {})[route.method.lower()] = operation
@@ -55,6 +56,24 @@ def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_pat
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     info = {"title": "rollout server", "version": "1", "description": "Every path also answers without its last slash."}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+
+
+def _operation(route: Route, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    summary, *rest = re.split(r"(?<=[.?]) ", route.says, maxsplit=1)
+    operation: dict[str, Any] = {"summary": summary, "operationId": route.path.strip("/").replace("/", "_")}
+    if rest:
+        operation["description"] = rest[0]
+    if route.call is not None:
+        body = {"schema": schemas[_key(route, "call")]}
+        if route.example is not None:
+            body["example"] = route.example.model_dump(mode="json", exclude_unset=True)
+        operation["requestBody"] = {"required": True, "content": {JSON: body}}
+    success = {kind: {"schema": schemas[_key(route, kind)]} if reply else {} for kind, reply in route.replies.items()}
+    if route.answer is not None:
+        success[JSON]["example"] = to_jsonable_python(route.answer)
+    failure = {"description": "refused or failed", "content": {JSON: {"schema": schemas[_key(route, "error")]}}}
+    operation["responses"] = {"200": {"description": route.when, "content": success}, "default": failure}
+    return operation
 
 
 def _spelled(path: str) -> str:
@@ -98,7 +117,8 @@ def page(api: Mapping[str, Any]) -> str:
 
 def _operations(path: str, methods: Mapping[str, Any]) -> Iterator[str]:
     for method, operation in methods.items():
-        yield f"<h2>{method.upper()} <code>{escape(path)}</code></h2><p>{escape(operation['summary'])}</p><ul>"
+        says = f"{operation['summary']} {operation.get('description', '')}"
+        yield f"<h2>{method.upper()} <code>{escape(path)}</code></h2><p>{escape(says)}</p><ul>"
         if "requestBody" in operation:
             yield f"<li>takes {_type(operation['requestBody']['content'][JSON]['schema'])}</li>"
         for status, reply in operation["responses"].items():
@@ -119,16 +139,24 @@ def _model(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """In words, with links to models."""
+    return in_words(
+        schema, lambda name: f'<a href="#{escape(name)}">{escape(name)}</a>', lambda value: escape(repr(value))
+    )
+
+
+def in_words(schema: Mapping[str, Any], link: Callable[[str], str], shown: Callable[[Any], str]) -> str:
+    """A type in words. `link` writes the name of a model, `shown` a value."""
+    inner = functools.partial(in_words, link=link, shown=shown)
     if "$ref" in schema:
-        name = escape(schema["$ref"].rpartition("/")[2])
-        return f'<a href="#{name}">{name}</a>'
+        return link(schema["$ref"].rpartition("/")[2])
     if "anyOf" in schema:
-        return " or ".join(_type(option) for option in schema["anyOf"])
+        return " or ".join(dict.fromkeys(map(inner, schema["anyOf"])))
     if "const" in schema or "enum" in schema:
-        return " or ".join(escape(repr(value)) for value in schema.get("enum", [schema.get("const")]))
+        return " or ".join(shown(value) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return f"a list of {_type(schema.get('items', {}))}" if schema.get("maxItems") != 0 else "an empty list"
-    limits = {"minimum": "&ge;", "maximum": "&le;", "exclusiveMinimum": "&gt;", "exclusiveMaximum": "&lt;"}
-    bounds = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
-    return " ".join([escape(str(schema.get("type", "anything"))), *bounds])
+        return f"a list of {inner(schema.get('items', {}))}" if schema.get("maxItems") != 0 else "an empty list"
+    bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join([str(schema.get("type", "anything")), *bounds])
+
+
+_BOUNDS = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<"}

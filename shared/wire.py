@@ -210,8 +210,8 @@ class ChatMessage(WireModel):
 
 class TokenLogprob(WireModel):
     token: str
-    bytes: list[int]  # of `token`
-    logprob: float  # natural logarithm
+    bytes: list[int] = Field(description="of `token`")
+    logprob: float = Field(description="natural logarithm")
     top_logprobs: list[Any] = []
 
 
@@ -230,12 +230,14 @@ class WeightVersionSpan(WireModel):
 class Choice(WireModel):
     index: int = 0
     message: ChatMessage
-    finish_reason: str  # "stop", "length"
+    finish_reason: str = Field(description='"stop", "length"')
     token_ids: list[int]
-    logprobs: ChoiceLogprobs | None = None  # of `token_ids`; only if asked for
-    stop_token_id: int | None = None  # that ended the answer; `token_ids` are without it
-    stop_logprob: float | None = None  # of that token; only if asked for
-    weight_versions: list[WeightVersionSpan] = []  # of `token_ids`: always one, `rollout_infos.ver`
+    logprobs: ChoiceLogprobs | None = Field(default=None, description="of `token_ids`; only if asked for")
+    stop_token_id: int | None = Field(default=None, description="that ended the answer; `token_ids` are without it")
+    stop_logprob: float | None = Field(default=None, description="of that token; only if asked for")
+    weight_versions: list[WeightVersionSpan] = Field(
+        default=[], description="of `token_ids`: always one, `rollout_infos.ver`"
+    )
 
 
 class Usage(WireModel):
@@ -247,7 +249,7 @@ class Usage(WireModel):
 class ChatCompletionResponse(WireModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
-    created: int  # seconds since the epoch
+    created: int = Field(description="seconds since the epoch")
     model: str
     choices: list[Choice]
     usage: Usage
@@ -256,17 +258,19 @@ class ChatCompletionResponse(WireModel):
 class ProcessedImage(WireModel):
     """What an image processor makes of one image, see `pixels.py`."""
 
-    digest: str  # of all values
-    grid: list[int]  # patches in time, height, width
-    values: list[float]  # some of them
+    digest: str = Field(description="of all values")
+    grid: list[int] = Field(description="patches in time, height, width")
+    values: list[float] = Field(description="some of them")
 
 
 class ProcessedImages(WireModel):
     """What the vision tower is fed of one request, before the device."""
 
     images: list[ProcessedImage]
-    dtype: Literal["uint8", "bfloat16", "float16", "float32"]  # of the values; uint8: not normalized yet
-    settings: dict[str, str]  # of the processor, and versions of the libraries that it uses
+    dtype: Literal["uint8", "bfloat16", "float16", "float32"] = Field(
+        description="of the values; uint8: not normalized yet"
+    )
+    settings: dict[str, str] = Field(description="of the processor, and versions of the libraries that it uses")
 
 
 class RolloutInfos(WireModel):
@@ -274,21 +278,26 @@ class RolloutInfos(WireModel):
     `seed` is that of the first choice."""
 
     ver: int
-    incarnation: str = ""  # of the learner that sent the weights; "": the checkpoint that the server was started with
-    weights: str = ""  # a digest of what they came in, the same on all servers of a sync
+    incarnation: str = Field(
+        default="",
+        description='of the learner that sent the weights; "": the checkpoint that the server was started with',
+    )
+    weights: str = Field(default="", description="a digest of what they came in, the same on all servers of a sync")
     seed: int | None
     server_id: str
     uuid: str
-    pixels: ProcessedImages | None = None  # only if asked for, and if there are images
+    pixels: ProcessedImages | None = Field(default=None, description="only if asked for, and if there are images")
 
 
 class RolloutOutput(WireModel):
     """The answers to one request. Token ids are stop-trimmed; `prompt_token_ids` are those that the engine consumed."""
 
-    response: ChatCompletionResponse  # one choice per answer
-    response_token_ids: list[int]  # of the first choice
+    response: ChatCompletionResponse = Field(description="one choice per answer")
+    response_token_ids: list[int] = Field(description="of the first choice")
     prompt_token_ids: list[int]
-    rollout_logprobs: list[list[float]] = []  # of each choice's token ids, natural logarithms; only if asked for
+    rollout_logprobs: list[list[float]] = Field(
+        default=[], description="of each choice's token ids, natural logarithms; only if asked for"
+    )
     rollout_infos: RolloutInfos
 
 
@@ -323,7 +332,9 @@ class ScoreReply(WireModel):
     logprobs: list[list[float]]
     cached_logprobs: list[list[float]] = []
     prompt_token_ids: list[list[int]]
-    pixels: list[ProcessedImages | None] = []  # of each item, None without images; only if asked for
+    pixels: list[ProcessedImages | None] = Field(
+        default=[], description="of each item, None without images; only if asked for"
+    )
 
 
 class InitCommunicatorCall(WireModel):
@@ -333,20 +344,25 @@ class InitCommunicatorCall(WireModel):
     have joined.
     """
 
-    incarnation: Name  # a random id of this group; a new one replaces the old group
-    # 32 random bytes as hex, of this group alone: what its ranks know each other by, and what seals its buckets.
-    secret: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    incarnation: Name = Field(description="a random id of this group; a new one replaces the old group")
+    secret: str = Field(
+        pattern=r"^[0-9a-f]{64}$",
+        repr=False,
+        description="32 random bytes as hex: what the group's ranks know each other by, and what seals its buckets",
+    )
     group_port: int = Field(ge=1, le=65535)
-    first_rank: int = Field(default=0, ge=0, lt=MAX_RANKS)  # of this server's workers
-    world_size: int = Field(ge=2, le=MAX_RANKS)  # of the group, learner included
+    first_rank: int = Field(default=0, ge=0, lt=MAX_RANKS, description="of this server's workers")
+    world_size: int = Field(ge=2, le=MAX_RANKS, description="of the group, learner included")
     backend: Literal["nccl", "tcp"]
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
-    allow_shared_gpu: bool = False  # ranks on one GPU are connected by sockets, not refused
+    allow_shared_gpu: bool = Field(default=False, description="ranks on one GPU are connected by sockets, not refused")
 
 
 class TensorSpec(WireModel):
-    name: Name  # as in the checkpoint (Hugging Face name); an adapter's: `{module}.lora_A.weight`, `.lora_B.weight`
-    dtype: Name  # "bfloat16", "float32", ...
+    name: Name = Field(
+        description="as in the checkpoint (Hugging Face name); an adapter's: `{module}.lora_A.weight`, `.lora_B.weight`"
+    )
+    dtype: Name = Field(description='"bfloat16", "float32", ...')
     shape: Items[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=16)
 
 
@@ -354,7 +370,7 @@ class Bucket(WireModel):
     """Tensors that travel as one contiguous byte string, in order, with a seal behind them (`sync/buckets.py`)."""
 
     tensors: Items[TensorSpec]
-    num_bytes: int = Field(ge=0, lt=2**40)  # without the seal
+    num_bytes: int = Field(ge=0, lt=2**40, description="without the seal")
 
 
 BUCKETS = TypeAdapter(Items[Bucket])
@@ -362,13 +378,19 @@ BUCKETS = TypeAdapter(Items[Bucket])
 
 class UpdateWeightsCall(WireModel):
     incarnation: Name
-    ver: int = Field(ge=0, lt=2**63)  # the version served once this call returned
-    mode: Literal["full", "adapter"] = "full"  # `adapter`: on the base weights that the last full update brought
+    ver: int = Field(ge=0, lt=2**63, description="the version served once this call returned")
+    mode: Literal["full", "adapter"] = Field(
+        default="full", description="`adapter`: on the base weights that the last full update brought"
+    )
     buckets: Items[Bucket]
-    # To be scored with the new weights. The call ends, and they are served, only after `/expect_scores/` has brought
-    # the learner's own log-probabilities of it, and the server's are within the tolerance.
-    canary: Items[ScoreItem] = []
-    base_of_adapter: bool = False  # the weights below an adapter that comes next: no canary, and not served alone
+    canary: Items[ScoreItem] = Field(
+        default=[],
+        description="to be scored with the new weights. They are served only after `/expect_scores/` has brought the "
+        "learner's own log-probabilities, and if the server's are within the tolerance",
+    )
+    base_of_adapter: bool = Field(
+        default=False, description="the weights below an adapter that comes next: no canary, and not served alone"
+    )
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
 
@@ -379,8 +401,8 @@ class ExpectScoresCall(WireModel):
 
     incarnation: Name
     ver: int = Field(ge=0, lt=2**63)
-    logprobs: Items[Items[FiniteFloat]] = Field(min_length=1)  # as `ScoreReply.logprobs`
-    tolerance: FiniteFloat = Field(gt=0)  # mean |gap| over all tokens of all items, nats
+    logprobs: Items[Items[FiniteFloat]] = Field(min_length=1, description="as `ScoreReply.logprobs`")
+    tolerance: FiniteFloat = Field(gt=0, description="mean |gap| over all tokens of all items, nats")
 
 
 class UpdateWeightsReply(WireModel):
@@ -388,9 +410,9 @@ class UpdateWeightsReply(WireModel):
     num_bytes: int
     num_tensors: int
     seconds: float
-    drain_s: float  # waiting for calls in flight
-    transfer_s: float  # caches, receive, digest, load, coverage, canary
-    scores: ScoreReply  # of the canary
+    drain_s: float = Field(description="waiting for calls in flight")
+    transfer_s: float = Field(description="caches, receive, digest, load, coverage, canary")
+    scores: ScoreReply = Field(description="of the canary")
 
 
 class CloseCommunicatorCall(WireModel):
@@ -401,26 +423,33 @@ class CloseCommunicatorCall(WireModel):
 
 
 class WorldSizeReply(WireModel):
-    world_size: int = Field(ge=1)  # tensor-parallel size x data-parallel size
+    world_size: int = Field(ge=1, description="tensor-parallel size x data-parallel size")
 
 
 class ServerStatus(WireModel):
     protocol: int = PROTOCOL_VERSION
     server_id: str
     model: str
-    dtype: str = ""  # of the served weights, as in `TensorSpec`; "": not told, and weights travel as they are trained
-    architecture: dict[str, str] = {}  # sizes of the model, see `architecture.py`; {}: not told
+    dtype: str = Field(
+        default="",
+        description='of the served weights, as in `TensorSpec`; "": not told, and weights travel as they are trained',
+    )
+    architecture: dict[str, str] = Field(
+        default={}, description="sizes of the model, see `architecture.py`; {}: not told"
+    )
     vocab_size: int
     max_model_len: int
     gate: Literal["serving", "draining", "updating", "poisoned"]
     poisoned_because: str = ""
     ver: int
-    weights: str = ""  # as in `RolloutInfos`
-    incarnation: str = ""  # that has opened the group
-    world_size: int = Field(ge=1)  # tensor-parallel size x data-parallel size
-    group_host: str = ""  # where its workers meet a learner; "": not told, and it gets a group of its own
-    gpus: list[str] = []  # its workers', by their UUIDs; []: none
-    max_lora_rank: int = 0  # of an adapter that the server takes; 0: it takes none
+    weights: str = Field(default="", description="as in `RolloutInfos`")
+    incarnation: str = Field(default="", description="that has opened the group")
+    world_size: int = Field(ge=1, description="tensor-parallel size x data-parallel size")
+    group_host: str = Field(
+        default="", description='where its workers meet a learner; "": not told, and it gets a group of its own'
+    )
+    gpus: list[str] = Field(default=[], description="its workers', by their UUIDs; []: none")
+    max_lora_rank: int = Field(default=0, description="of an adapter that the server takes; 0: it takes none")
     in_flight: int
     waiting: int
-    versions: dict[str, str]  # python, torch, vllm, transformers, cuda, nccl
+    versions: dict[str, str] = Field(description="python, torch, vllm, transformers, cuda, nccl")

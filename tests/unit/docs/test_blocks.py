@@ -21,13 +21,16 @@ from pydantic import BaseModel
 from deploy import launch
 from deploy.launch_file import LaunchConfig, load_launch_config
 from deploy.places.plan import read_plan
-from deploy.reference import ENDPOINTS
+from deploy.reference import api
 from learner import __main__ as learner_command
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
 from rollout_server import __main__ as server_command
+from rollout_server import openai_api
 from rollout_server.config import ServerConfig, load_server_config
+from rollout_server.openapi import JSON
+from shared import wire
 from shared.config.model import dotted, walk_keys
 from shared.config.parse import load_yaml, write_yaml
 from tests.unit.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands
@@ -264,10 +267,13 @@ def parse_pip(arguments: Sequence[str]) -> None:
 def parse_curl(arguments: Sequence[str]) -> None:
     (url,) = (word for word in arguments if word.startswith("http"))
     path = re.sub(r"^https?://[^/]+", "", url).rstrip("/")
-    assert path in ENDPOINTS, f"no such endpoint: {url}"
-    body = ENDPOINTS[path].body
+    if path in ("/openapi.json", "/docs"):  # they describe the others
+        return
+    paths = {spelled.rstrip("/"): methods for spelled, methods in api()["paths"].items()}
+    assert path in paths, f"no such endpoint: {url}"
     if "-d" in arguments:
-        assert body is not None
+        name = paths[path]["post"]["requestBody"]["content"][JSON]["schema"]["$ref"].rpartition("/")[2]
+        body = getattr(wire, name, None) or getattr(openai_api, name)
         body.model_validate_json(arguments[arguments.index("-d") + 1])
 
 

@@ -13,11 +13,12 @@ from mkdocs.exceptions import PluginError
 from PIL import Image
 
 from deploy.memory_table import MODELS
-from deploy.reference import ENDPOINTS, routes
+from deploy.reference import api
 from deploy.requirements import REQUIREMENTS
 from deploy.site import fetched_from_elsewhere, notebook_page, on_page_markdown, on_post_page, whole_names
 from learner.__main__ import main
 from learner.steps import ahead, shares
+from rollout_server.openapi import JSON
 from rollout_server.service import RolloutService
 from shared.config.parse import write_yaml
 from shared.errors import error_classes
@@ -49,21 +50,28 @@ def test_every_cited_requirement_is_explained() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path, endpoint in ENDPOINTS.items() if endpoint.example or not endpoint.body]
+    ("path", "method"),
+    [
+        (path, method)
+        for path, methods in api()["paths"].items()
+        for method, operation in methods.items()
+        if "example" in str(operation.get("requestBody", "example"))
+    ],
 )
-def test_endpoints_answer_the_examples(path: str) -> None:
+def test_endpoints_answer_the_examples(path: str, method: str) -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
-        endpoint = ENDPOINTS[path]
-        body = endpoint.example.model_dump(mode="json", exclude_unset=True) if endpoint.example else None
+        operation = api()["paths"][path][method]
+        body = operation["requestBody"]["content"][JSON]["example"] if "requestBody" in operation else None
         if body and "request_config" in body:
             body["request_config"]["max_tokens"] = 8  # the fake engine's context is short
-        reply = await http.request(routes()[path], f"{path}/", json=body)
+        reply = await http.request(method, path, json=body)
         assert reply.status_code == 200, reply.text
-        if promised := re.match(r"`(\{.*\})`", endpoint.reply):
-            assert json.loads(promised[1]).keys() == reply.json().keys()
-        if path == "/infer":
+        promised = operation["responses"]["200"]["content"].get(JSON, {}).get("example")
+        if isinstance(promised, dict):
+            assert promised.keys() == reply.json().keys()
+        if path == "/infer/":
             RolloutOutput.model_validate(reply.json()[0])
-        if path == "/score":
+        if path == "/score/":
             ScoreReply.model_validate(reply.json())
 
     serve(check)
