@@ -52,7 +52,7 @@ class Augmenter:
         self._samples, self._config, self._seed, self._too_long = samples, config, seed, too_long
         self._partners: dict[str, list[int]] = {}  # by prompt: samples that may share a mosaic
         for i, sample in enumerate(samples):
-            _check(sample)
+            require_augmentable(sample)
             self._partners.setdefault(repr(sample.messages), []).append(i)
         self._told = False
 
@@ -147,7 +147,8 @@ def augmented(
     return seen
 
 
-def _check(sample: Sample) -> None:
+def require_augmentable(sample: Sample) -> None:
+    """Raises DataError for a sample that has not one image of known size."""
     if len(sample.images) != 1 or min(sample.width, sample.height) < 2:
         raise DataError(
             f"data.augment: sample {sample.sample_id!r} can't be augmented",

@@ -7,7 +7,7 @@ long a sample is) is checked before the first step. Imports neither torch nor tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -83,7 +83,21 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
         mistakes.append(
             Mistake(path=key, found=f"{more} more records that cannot be used", wanted="none", remedy=remedy)
         )
+    if key == "data.train" and config.data.augment is not None:
+        mistakes += _not_augmentable(found.samples)
     return CheckedSplit(num_samples=len(found.samples), dropped=found.bad.summary(), mistakes=mistakes, split=found)
+
+
+def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
+    """The first one, if there is one."""
+    from learner.data.augment import require_augmentable  # here, because it loads numpy
+
+    try:
+        for sample in samples:
+            require_augmentable(sample)
+    except DataError as error:
+        return [Mistake.of(error, "data.augment")]
+    return []
 
 
 def load_unchecked(config: RunConfig, path: str) -> list[Sample]:

@@ -29,11 +29,11 @@ ROW = {
 TWO_IMAGES = [{"role": "user", "content": "<image><image>Detect."}]
 
 
-def write(folder: Path, *rows: Any) -> str:
+def write(folder: Path, *rows: Any, **changes: Any) -> str:
     draw(folder, "1.png")
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "run.yaml"
-    path.write_text(dump_yaml(changed(minimal(), {"data.train": str(folder / "train.jsonl")})))
+    path.write_text(dump_yaml(changed(minimal(), {"data.train": str(folder / "train.jsonl"), **changes})))
     return str(path)
 
 
@@ -62,6 +62,18 @@ def test_a_broken_row_is_told_with_file_and_line(
     assert err.startswith("data.train: found ")
     assert "train.jsonl, line 2: " in err
     assert reason in err
+
+
+def test_several_images_are_not_augmented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """R16: known before a model is loaded."""
+    objects = [{"desc": "cat", "image": 2, "bbox_2d": [10, 50, 20, 90]}]
+    two = {**ROW, "images": ["1.png", "1.png"], "messages": TWO_IMAGES, "objects": objects}
+    plain = {"custom.trainer_variant": "sft"}
+    assert main(["--config", write(tmp_path, two, **plain), "--check"]) == 0
+    assert main(["--config", write(tmp_path, two, **{**plain, "data.augment": {}}), "--check"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("data.augment: found sample 'a' can't be augmented: 2 images")
+    assert said.count("\n") == 1
 
 
 def test_every_split_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -456,9 +456,14 @@ def test_a_saved_data_set_becomes_samples(tmp_path: Path, embedded: bool) -> Non
     assert corners.objects == ()  # [0, 50, 20, 50] as corners has no area
 
 
-def test_a_parquet_folder_with_the_columns_of_the_jsonl(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_a_parquet_folder_with_the_columns_of_the_jsonl(tmp_path: Path, several: bool) -> None:
     datasets = pytest.importorskip("datasets")
-    file = jsonl(tmp_path, FINE, {**THIN_OUT, "poly": [0, 0, 50, 0, 50, 50]})
+    draw(tmp_path, "2.png", size=(50, 80))
+    objects = (
+        [on(2, 0, 0, 99, 50), on(1, 0, 0, 9, 9)] if several else [FINE, {**THIN_OUT, "poly": [0, 0, 50, 0, 50, 50]}]
+    )
+    file = jsonl(tmp_path, *objects, **{**SEVERAL, "sizes": [[50, 80], [200, 100]]} if several else {})
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     (tmp_path / "set").mkdir()
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "train-00000.parquet")
