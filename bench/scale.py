@@ -311,8 +311,8 @@ def learn(config: Path, num_ranks: int, notes: Path, log: Path) -> None:
         lines.write(json.dumps({**line, "collectives": told.number, "collective_bytes": told.num_bytes}) + "\n")
         return 0.0, 0.0
 
-    def timeouts(cls: Any, timeout_s: float, infer_timeout_s: float | None) -> Timeouts:
-        return replace(timeouts_of(timeout_s, infer_timeout_s), connect_s=timeout_s)
+    def timeouts(cls: Any, timeout_s: float, infer_timeout_s: float | None, **settings: int) -> Timeouts:
+        return replace(timeouts_of(timeout_s, infer_timeout_s, **settings), connect_s=timeout_s)
 
     timeouts_of = Timeouts.of
     Timeouts.of = classmethod(timeouts)  # type: ignore[assignment, method-assign]

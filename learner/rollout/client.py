@@ -62,6 +62,8 @@ log = logging.getLogger("learner.rollout")
 
 HEALTH_TIMEOUT_S = 5.0  # one look at /health/
 LAST_LOOK_S = 3.0  # the same, at a server that is already late
+POLL_S = 5.0  # between two looks at one server
+MAX_LOOKS_PER_S = 32.0  # at all servers together: a look takes a millisecond of CPU
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
 RETRY_AFTER_S = 1.0  # until a busy server is asked again, if it does not say when
@@ -152,11 +154,12 @@ class Timeouts:
     pool_s: float
     infer_s: float | None
     gone_s: float  # a server is gone when `/health/` was silent for so long
-    poll_s: float = 5.0  # between two looks at `/health/`
+    poll_s: float = POLL_S  # between two looks at `/health/`
 
     @classmethod
-    def of(cls, timeout_s: float, infer_timeout_s: float | None) -> Timeouts:
-        """From the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts as null."""
+    def of(cls, timeout_s: float, infer_timeout_s: float | None, *, num_servers: int = 1) -> Timeouts:
+        """From the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts as null.
+        `num_servers`: of the run. From 160 on, each is looked at less often."""
         return cls(
             connect_s=min(10.0, timeout_s),
             read_s=timeout_s,
@@ -164,7 +167,7 @@ class Timeouts:
             pool_s=timeout_s,
             infer_s=infer_timeout_s if infer_timeout_s is not None and infer_timeout_s > 0 else None,
             gone_s=timeout_s,
-            poll_s=min(5.0, timeout_s / 4),
+            poll_s=min(max(POLL_S, num_servers / MAX_LOOKS_PER_S), timeout_s / 4),
         )
 
     def patience(self, *, has_others: bool) -> Patience:

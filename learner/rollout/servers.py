@@ -168,7 +168,7 @@ class ServerBackend(StreamingBackend):
             )
         self.config = config
         self.chunk = 0  # requests that this rank may have in flight; set by `connect`
-        self.timeouts = Timeouts.of(server.timeout_s, server.infer_timeout_s)
+        self.timeouts = Timeouts.of(server.timeout_s, server.infer_timeout_s, num_servers=len(entries))
         self.loop = LoopThread("rollout-client")
         self.membership = Membership(
             members=tuple(Member(base_url=e.base_url.rstrip("/"), group_port=e.group_port) for e in entries),

@@ -69,6 +69,14 @@ def answer(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=[output(r, 0) for r in json.loads(request.content)["infer_requests"]])
 
 
+@pytest.mark.parametrize(("servers", "poll_s"), [(1, 5.0), (160, 5.0), (320, 10.0), (512, 16.0), (5120, 60.0)])
+def test_hundreds_of_servers_are_looked_at_less_often(servers: int, poll_s: float) -> None:
+    """32 looks a second, a quarter of `timeout_s` at most; who is silent is noticed as soon as before."""
+    few, many = (Timeouts.of(240.0, None, num_servers=number) for number in (1, servers))
+    assert many.poll_s == poll_s
+    assert many.patience(has_others=True) == few.patience(has_others=True)
+
+
 def test_clients_share_the_certificates_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 512 servers, reading them for each client took 8 seconds of every rank."""
     made: list[ssl.SSLContext] = []

@@ -518,3 +518,8 @@ def test_a_loop_that_is_closed_ends_what_still_runs() -> None:
     assert loop.closed
     assert waiting.cancelled()
     loop.close(10.0)
+
+
+def test_each_of_hundreds_of_servers_is_looked_at_less_often(build: Build) -> None:
+    urls = [f"http://server-{i}.test" for i in range(320)]
+    assert build(urls, connect=False, timeout_s=240.0).timeouts.poll_s == 10.0
