@@ -1,6 +1,6 @@
 """All CUDA tests on the GPUs that are there, one is enough: `python -m tests.gpu --out FILE`.
 
-Lanes of tests run beside each other, on all GPUs. Afterwards those run that look at the memory of the whole GPU. Out:
+First those run that look at the memory of the whole GPU. Then lanes of tests run beside each other, on all GPUs. Out:
 FILE, with the machine, the versions, each test's outcome and seconds, and the most memory that was in use; and the
 lanes' logs in `STEM-logs` beside it. Exit code 1 if a test failed, or a lane did not end in time.
 """
@@ -49,15 +49,15 @@ def lanes() -> list[list[list[str]]]:
     found = sorted(path.name for path in Path(__file__).parent.glob("test_*.py"))
     own = [list(lane) for lane in LANES]
     rest = [name for name in found if name not in ALONE and not any(name in lane for lane in own)]
-    return [[*own, rest], [list(ALONE)]]
+    return [[list(ALONE)], [*own, rest]]
 
 
 def read_cases(report: Path, files: Sequence[str]) -> Iterator[Case]:
-    """The tests of a lane. A lane that ended without a report has failed."""
-    if not report.is_file():
-        yield Case(" ".join(files), "", "failed", 0.0, "no report: the lane did not end in time, or did not start")
-        return
-    for case in ElementTree.parse(report).iter("testcase"):
+    """The tests of a lane. A lane that ended without a report, or without a test, has failed."""
+    found = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
+    if not found:
+        yield Case(" ".join(files), "", "failed", 0.0, "no test ran: the lane did not end in time, or did not start")
+    for case in found:
         outcome, why = "passed", ""
         for child in case:
             if child.tag in ("failure", "error", "skipped"):

@@ -34,3 +34,11 @@ def test_a_lane_without_a_report_has_failed(tmp_path: Path) -> None:
     (case,) = read_cases(tmp_path / "none.xml", ["test_a.py", "test_b.py"])
     assert isinstance(case, Case)
     assert (case.outcome, case.file) == ("failed", "test_a.py test_b.py")
+
+
+def test_a_lane_that_ran_no_test_has_failed(tmp_path: Path) -> None:
+    """pytest writes such a report when it is interrupted while it collects."""
+    report = tmp_path / "a.xml"
+    report.write_text('<testsuites><testsuite tests="0" time="11.8"></testsuite></testsuites>')
+    (case,) = read_cases(report, ["test_a.py"])
+    assert (case.outcome, case.file) == ("failed", "test_a.py")
