@@ -94,6 +94,29 @@ def one_step_with_a_reference(model: Path, out: Path, ranks: Ranks) -> None:
     save_file(grads | updated, out / f"{ranks.rank}-reference.safetensors")
 
 
+def one_step_of_groups(model: Path, out: Path, ranks: Ranks) -> None:
+    """Two groups, reinforced. On two ranks each has one, in a row that holds its prompt and its image once (R47)."""
+    policy = policy_of(model, grpo=GrpoConfig())
+    policy.broadcast(ranks)
+    optimizer = Optimizer(policy.trainable, TrainingConfig(output_dir=str(out), learning_rate=1e-3), total_steps=1)
+    groups = []
+    for number, lengths in enumerate([(9, 20, 4), (6, 11)]):
+        prompt = policy.encoder.encode(sample([image(64, 64, seed=number)]))
+        made = [replace(segment(prompt, n, seed=n), sample_id=f"group {number}") for n in lengths]
+        groups.append([reinforce(one, len(one)) for one in made])
+    if ranks.world_size == 1:
+        rows = [row(one) for group in groups for one in group]
+    else:
+        rows = [replace(row(*groups[ranks.rank]), share_prompts=True)]
+    results = [policy.backward(one) for one in rows]
+    policy.reduce_gradients(ranks, weight_sum=sum(ranks.all_gather_object(sum(r.weight_sum for r in results))))
+    grads = gradients(policy)
+    optimizer.update(0)
+    updated = {f"updated.{name}": p.detach().clone() for name, p in policy.trainable}
+    tokens = torch.tensor(sum(one.num_tokens for one in rows))
+    save_file({"tokens": tokens} | grads | updated, out / f"{ranks.rank}-groups.safetensors")
+
+
 def stay_away(ranks: Ranks) -> None:
     """Rank 1 comes to one collective fewer than rank 0, which must be told so."""
     ranks.barrier()
@@ -108,6 +131,7 @@ def rank_main(model: Path, out: Path) -> None:
     for packed, reinforced in itertools.product((False, True), repeat=2):
         one_step(model, out, ranks, packed=packed, reinforced=reinforced)
     one_step_with_a_reference(model, out, ranks)
+    one_step_of_groups(model, out, ranks)
     if ranks.world_size > 1:
         stay_away(ranks)
 
@@ -160,6 +184,19 @@ def test_a_rank_without_reinforced_rows_reduces_the_same_parameters(runs: dict[i
     assert alone
     assert not any("visual" in name for name in alone)
     both = [load_file(runs[2].out / f"{rank}-reference.safetensors") for rank in range(2)]
+    for found in both:
+        assert found.keys() == alone.keys()
+        for name, tensor in alone.items():
+            if not name.startswith("updated."):
+                torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-3)
+            assert torch.equal(found[name], both[0][name]), f"ranks differ in {name}"
+
+
+def test_shared_prompts_on_two_ranks_do_not_change_the_step(runs: dict[int, Run]) -> None:
+    """R47: a group's prompt once in a row, each rank with a group of its own."""
+    alone = load_file(runs[1].out / "0-groups.safetensors")
+    both = [load_file(runs[2].out / f"{rank}-groups.safetensors") for rank in range(2)]
+    assert sum(int(found.pop("tokens")) for found in both) < int(alone.pop("tokens"))
     for found in both:
         assert found.keys() == alone.keys()
         for name, tensor in alone.items():

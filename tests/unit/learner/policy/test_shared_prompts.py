@@ -18,6 +18,7 @@ from learner.policy.attention import SegmentLayout, segment_attention
 from learner.policy.load import Policy
 from learner.policy.packed import pack_inputs
 from learner.records import PackedRow, PolicyTokens, Segment
+from learner.steps.buffered import copy_row
 from tests.unit.learner.policy.rows import CPU, gradients, image, policy_of, sample, segment
 
 SIZES = [(64, 64), (128, 128), (96, 160)]
@@ -92,6 +93,35 @@ def test_the_same_with_adapters_and_checkpointing(tiny_vlm: Path, lora: LoraConf
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     check_equal(policy, group(policy, [(128, 128)], [20, 1, 7], "a") + group(policy, [], [5, 9], "b"))
+
+
+def test_a_row_that_is_learned_again(tiny_vlm: Path) -> None:
+    """With a rollout buffer later updates learn copies of a row, and compare with the first pass's probabilities."""
+    found: list[tuple[float, dict[str, torch.Tensor], PackedRow]] = []
+    for shared in (False, True):
+        policy = policy_of(tiny_vlm, grpo=GrpoConfig())
+        segments = group(policy, [(64, 64)], [20, 9, 7], "a") + group(policy, [], [5, 9], "b")
+        kept = PackedRow(segments=tuple(segments), capacity=4096, share_prompts=shared)
+        policy.backward(copy_row(kept))
+        with torch.no_grad():
+            torch.manual_seed(7)
+            for _, parameter in policy.trainable:
+                parameter += 0.02 * torch.randn_like(parameter)
+        policy.model.zero_grad()
+        result = policy.backward(copy_row(kept))
+        found.append((result.loss_sum, gradients(policy), kept))
+    (loss, grads, alone), (shared_loss, shared_grads, together) = found
+    assert copy_row(together).num_tokens == together.num_tokens < alone.num_tokens
+    for one, other in zip(alone.segments, together.segments, strict=True):
+        if one.policy is not None and other.policy is not None:
+            supervised = one.labels != -100
+            first = other.policy.first_logprobs[supervised]
+            np.testing.assert_allclose(first, one.policy.first_logprobs[supervised], atol=1e-4)
+            assert np.isfinite(first).all()
+    assert shared_loss == pytest.approx(loss, rel=1e-5)
+    total = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    for name, grad in grads.items():
+        assert (shared_grads[name] - grad).norm() <= 1e-5 * (grad.norm() + 0.1 * total), name
 
 
 def test_other_families(tiny_qwen2_5_vl: Path, tiny_text: Path) -> None:
