@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -56,6 +58,36 @@ def test_a_fence_without_a_sync_ages_nothing() -> None:
         with made.fence(DEADLINE_S):
             pass
     assert made.complete(step=0) == {0: 0, 1: 0}
+    made.close()
+
+
+@pytest.mark.parametrize(("counts", "age"), [(True, 1), (False, 0)])
+def test_only_syncs_that_count_make_packs_older(counts: bool, age: int) -> None:
+    server = FakeServer()
+    made = producer(server)
+    until_complete(made, 2)
+    with made.fence(DEADLINE_S, counts=counts) as fence:
+        fence.synced(server.move_weights(), updates=1)
+    for share in (0, 1):
+        made.take(share, step=1)
+    made.want([2, 3])
+    wait_until(lambda: 2 in made.complete(step=1))
+    assert made.complete(step=1)[2] == age
+    made.close()
+
+
+@pytest.mark.parametrize("what", ["the call ends", "the run stops"])
+def test_a_fence_waits_no_longer_than_it_must(what: str) -> None:
+    held = Held()
+    made = producer(FakeServer(before=held))
+    held.until_entered()
+    began = time.monotonic()
+    threading.Timer(0.05, held.release.set if what == "the call ends" else made.stop).start()
+    stopped = nullcontext() if what == "the call ends" else pytest.raises(PipelineStoppedError)
+    with stopped, made.fence(DEADLINE_S):
+        pass
+    assert time.monotonic() - began < DEADLINE_S / 4
+    held.release.set()
     made.close()
 
 
