@@ -2,7 +2,7 @@
 
 A page that would fetch anything from elsewhere ends the build: the site works without network and from disk, so
 scripts, styles, fonts and pictures must be its own. The notebook becomes a page, with the outputs that are saved in it.
-Short names in code never break.
+Short names in code never break. On a phone, a table of three columns or more with sentences in it becomes a list.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from mkdocs.structure.files import File
 
 _FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)")
 _NAME = re.compile(r"<code>([^<\s]{1,32})</code>")
+
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+_CELL = re.compile(r"<td\b([^>]*)>(.*?)</td>", re.DOTALL)
+_MIN_COLUMNS, _MIN_TEXT = 3, 40  # characters of the longest cell
 
 _REASON = re.compile(r"^(```\w+) data-unchecked=\"[^\"]*\"$", re.MULTILINE)
 _BLOCK = re.compile(r"<pre.*?</pre>", re.DOTALL)
@@ -58,13 +64,36 @@ def on_post_page(output: str, *, page: Any, config: Any) -> str:
         raise PluginError(f"{page.file.src_path} fetches {', '.join(fetched)}; put a copy into docs/assets")
     if "```" in _BLOCK.sub("", output):
         raise PluginError(f"{page.file.src_path} has a block that is shown as text; correct its first line")
-    return whole_names(output)
+    return whole_names(stacked_tables(output))
 
 
 def whole_names(html: str) -> str:
     """Marks inline code of one short word for the style: browsers break it behind hyphens and slashes, and a key in two
     pieces is not read as one. A longer one must break, or a phone cannot show it."""
     return _NAME.sub(r'<code class="name">\1</code>', html)
+
+
+def stacked_tables(html: str) -> str:
+    """Gives each cell of tables with text the name of its column: the style shows them below each other where there is
+    no room. Tables of two columns and of numbers stay as they are."""
+    return _TABLE.sub(_stacked, html)
+
+
+def _stacked(table: re.Match[str]) -> str:
+    heads = [_text(cell) for cell in _HEAD.findall(table[0])]
+    if len(heads) < _MIN_COLUMNS or max(len(_text(cell[1])) for cell in _CELL.findall(table[0])) < _MIN_TEXT:
+        return table[0]
+    names = cycle(heads)
+
+    def named(cell: re.Match[str]) -> str:
+        name = next(names)
+        return f'<td data-label="{name}"{cell[1]}>{cell[2]}</td>' if name else cell[0]
+
+    return _CELL.sub(named, table[0]).replace("<table>", "<table data-stacked>", 1)
+
+
+def _text(cell: str) -> str:
+    return re.sub(r"<[^>]*>", "", cell).replace('"', "&quot;").strip()
 
 
 def fetched_from_elsewhere(html: str) -> list[str]:

@@ -15,7 +15,14 @@ from PIL import Image
 from deploy.memory_table import MODELS
 from deploy.reference import api
 from deploy.requirements import REQUIREMENTS
-from deploy.site import fetched_from_elsewhere, notebook_page, on_page_markdown, on_post_page, whole_names
+from deploy.site import (
+    fetched_from_elsewhere,
+    notebook_page,
+    on_page_markdown,
+    on_post_page,
+    stacked_tables,
+    whole_names,
+)
 from learner.__main__ import main
 from learner.steps import ahead, shares
 from rollout_server.openapi import JSON
@@ -182,6 +189,16 @@ def test_short_names_are_marked_so_that_they_do_not_break() -> None:
     assert whole_names(html) == html.replace("<code>--val", '<code class="name">--val')
     path = f"<code>bench/results/{'x' * 30}.json</code>"
     assert whole_names(path) == path, "a phone has no room for it"
+
+
+def test_tables_with_sentences_are_lists_on_a_phone() -> None:
+    text = "a sentence that is far too long for a third of a phone"
+    heads = "<thead><tr><th>key</th><th>type</th><th><code>what</code></th></tr></thead>"
+    table = f"<table>{heads}<tbody><tr><td>a</td><td>b</td><td>{text}</td></tr></tbody></table>"
+    named = f'<td data-label="key">a</td><td data-label="type">b</td><td data-label="what">{text}</td>'
+    assert stacked_tables(table) == f"<table data-stacked>{heads}<tbody><tr>{named}</tr></tbody></table>"
+    for same in (table.replace(text, "0.5"), table.replace("<th>type</th>", "").replace("<td>b</td>", "")):
+        assert stacked_tables(same) == same
 
 
 def test_blocks_that_tests_leave_out_are_blocks_on_the_site() -> None:
