@@ -25,7 +25,7 @@ from PIL import Image
 from learner.detector.answers import Answers, Asked
 from learner.detector.boxes import Prediction, ScoredBox, Tile, in_pixels, merge, tiles_of
 from learner.detector.inputs import InputImage
-from learner.detector.model import ModelFiles, find_model, require_boxes, require_classes
+from learner.detector.model import ModelFiles, find_model, require_boxes, require_classes, require_one_image_prompt
 from learner.records import Rollout, Sample
 from learner.tasks.detection.scores import Calibration, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
@@ -65,6 +65,7 @@ class Detector:
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path)
         require_boxes(self.model)
+        require_one_image_prompt(self.model)
         require_classes(self.model, classes)
         self.asked = asked or Asked(**options)
         self.classes, self.conf, self.tile = frozenset(classes), conf, tile

@@ -31,7 +31,8 @@ from learner.detector.inputs import Anything
 from learner.records import Sample
 from learner.run.best import kept
 from learner.run.files import write_atomically
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, RequestError
+from shared.generation import render_messages
 from shared.reading import json_of
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -88,6 +89,19 @@ def require_boxes(model: ModelFiles) -> None:
             wanted="task.type: detection",
             remedy="ask the model by rollout-server, or by its checkpoint with transformers",
         )
+
+
+def require_one_image_prompt(model: ModelFiles) -> None:
+    """Raises ConfigError if the prompt is for several images, as that of a model of pages or views is."""
+    try:
+        render_messages(model.settings.messages, 1)
+    except RequestError as error:
+        raise ConfigError(
+            "the model's prompt is not for one photograph",
+            found=error.found,
+            wanted="one <image>, because each photograph is looked at alone",
+            remedy="give a --prompt with one <image>; a run itself evaluates records of several images",
+        ) from error
 
 
 def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:

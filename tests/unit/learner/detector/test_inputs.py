@@ -9,8 +9,12 @@ import pytest
 from PIL import Image
 
 from learner.__main__ import main
+from learner.config.inference import InferenceSettings, prompt_messages
+from learner.config.sections.task import TaskConfig
+from learner.detector import Detector
 from learner.detector.inputs import find_inputs
-from shared.errors import DataError
+from learner.detector.model import ModelFiles, require_one_image_prompt
+from shared.errors import ConfigError, DataError
 
 
 @pytest.fixture
@@ -105,3 +109,13 @@ def test_commands_that_look_at_photographs_one_by_one_say_so(
     said = capsys.readouterr().err
     assert "evaluate looks at photographs one by one; found sample pair with 2 images" in said
     assert "Traceback" not in said
+
+
+def test_a_model_of_pages_is_not_asked_about_one_photograph(tmp_path: Path) -> None:
+    """Known before the model is loaded."""
+    turn = {"role": "user", "content": "<image><image>Detect every digit."}
+    pages = ModelFiles(folder=tmp_path, settings=InferenceSettings(task=TaskConfig(), messages=[turn]))
+    with pytest.raises(ConfigError, match="not for one photograph"):
+        Detector(pages)
+    one = pages.settings.model_copy(update={"messages": prompt_messages("Detect.")})
+    require_one_image_prompt(ModelFiles(folder=tmp_path, settings=one))
