@@ -557,9 +557,10 @@ def write_missing(
     """Write the annotations with the accepted objects, in the format that they came in."""
 
     def work() -> int:
-        from learner.missing.review import write_reviewed
+        from learner.missing.review import to_train_on, write_reviewed
 
         print(f"wrote {out}: {write_reviewed(folder, out)} new objects")
+        print(f'for the next run: data.train="{to_train_on(folder, out)}"')
         return 0
 
     _end(work)

@@ -21,6 +21,7 @@ from fastapi import FastAPI, HTTPException, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
+from learner.data.formats.parts import part_of
 from learner.data.splits import load_samples
 from learner.missing.suggest import DECISIONS, read_folder
 from learner.records import Sample
@@ -125,6 +126,12 @@ def serve(folder: Path, *, port: int) -> int:
 class _Anything:
     def validate(self, sample: Sample) -> None:
         return
+
+
+def to_train_on(folder: Path, out: Path) -> str:
+    """`data.train` for what `write` made: all annotations are in it, so the part that was learned is named again."""
+    train = read_folder(folder)[0].train
+    return f"{out}{train.removeprefix(part_of(train)[0])}"
 
 
 def write_reviewed(folder: Path, out: Path) -> int:

@@ -16,7 +16,7 @@ from fastapi import Response
 from fastapi.testclient import TestClient
 
 from learner.config.sections.data import DataConfig
-from learner.missing.review import make_app, read_decisions, write_reviewed
+from learner.missing.review import make_app, read_decisions, to_train_on, write_reviewed
 from learner.missing.suggest import DECISIONS, SUGGESTIONS, of_sample
 from learner.records import DetectionObject
 from learner.tasks.detection.completion import candidates
@@ -83,6 +83,26 @@ def test_what_is_accepted_is_written_in_the_format_that_came_in(name: str, tmp_p
     assert {obj.desc for sample in after for obj in sample.objects} == {"cat"}
     with pytest.raises(OutputError):
         write_reviewed(folder, out)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_trained_on_next_are_the_same_photographs(name: str, tmp_path: Path) -> None:
+    """`write` copies the validation part, too."""
+    folder, out = folder_of(tmp_path, name)
+    content = json.loads((folder / SUGGESTIONS).read_text())
+    whole = content["data"]["train"]
+    content["data"]["train"] = part = next(part for i in range(1, 100) if one_in(part := f"{whole}[:{i}%]"))
+    (folder / SUGGESTIONS).write_text(json.dumps(content))
+    write_reviewed(folder, out)
+    after = to_train_on(folder, out)
+    assert [Path(one.images[0]).name for one in read(after)] == [Path(one.images[0]).name for one in read(part)]
+
+
+def one_in(path: str) -> bool:
+    try:
+        return len(read(path)) == 1
+    except DataError:
+        return False
 
 
 def test_photographs_are_those_of_the_suggestions_only(tmp_path: Path) -> None:
