@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -194,6 +195,11 @@ def check_prompt_prefix(
 
 
 def _has_vision(path: str) -> bool:
+    """Whether the model takes images. The folder of an adapter has no configuration of a model, but has the processor
+    of its base."""
+    folder = Path(path)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
     return hasattr(AutoConfig.from_pretrained(path), "vision_config")
 
 
