@@ -40,6 +40,12 @@ class CheckpointWeights:
     def __init__(self, model: PreTrainedModel, *, merge: bool = True) -> None:
         self._model, self._merge = model, merge
         self._own = _own_state(model)
+        # Looked up once: finding a layer by its name takes as long as launching its merge.
+        self._adapted = {
+            f"{name}{_BASE}weight": layer
+            for name, layer in model.named_modules(remove_duplicate=False)
+            if isinstance(layer, LoraLayer)
+        }
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
         # If false, the checkpoint splits or fuses tensors. Conversion then needs all of them at once.
@@ -74,10 +80,8 @@ class CheckpointWeights:
         return [spec_of(name, tensor) for name, tensor in stored.items()]
 
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self._merge and _is_adapted(name):
-            layer = self._model.get_submodule(name.removesuffix(f"{_BASE}weight"))
-            assert isinstance(layer, LoraLayer)
-            return _cast(merged_weight(layer), dtype)
+        if self._merge and name in self._adapted:
+            return _cast(merged_weight(self._adapted[name]), dtype)
         return whole(_cast(tensor, dtype))  # a part is cast before it is gathered
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -87,10 +91,6 @@ class CheckpointWeights:
             )
             for name, tensor in self._own.items()
         }
-
-
-def _is_adapted(name: str) -> bool:
-    return name.endswith(f"{_BASE}weight")
 
 
 Checksums = dict[str, torch.Tensor]  # by the checkpoint's name of a tensor; see `checksum`
@@ -236,9 +236,9 @@ def merged_weight(layer: LoraLayer) -> torch.Tensor:
 def _merged_plain(layer: LoraLayer) -> torch.Tensor | None:
     """One plain LoRA on a linear layer, in peft's own order of operations and so bit for bit as peft merges it, in a
     tenth of the time. None for any other layer: peft merges that one."""
-    if type(layer) is not Linear or len(layer.active_adapters) != 1:
+    if type(layer) is not Linear or len(active := layer.active_adapters) != 1:
         return None
-    name, base = layer.active_adapters[0], layer.get_base_layer().weight
+    name, base = active[0], layer.get_base_layer().weight
     if name not in layer.lora_A or name in layer.lora_variant or layer.lora_bias[name] or layer.fan_in_fan_out:
         return None
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
