@@ -7,26 +7,29 @@ log-probabilities, except for differences between kernels. What merging and roun
 sync makes it, and the others report the last gap.
 
 On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
-of 4B; launching every kernel from Python takes several times as long. Two cases cannot be captured: a vision tower
-reads its inputs on the host, and a sharded model's layers are at other addresses in every pass.
+of 4B; launching every kernel from Python takes several times as long. With images the layers are captured one by one
+(`layer_graphs.py`). A sharded model's layers are at other addresses in every pass, so nothing is captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from learner.policy.layer_graphs import CudaRecorder, LayerGraphs
 from learner.policy.load import Policy
+from learner.policy.packed import PackedInputs
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
-Within = Callable[[], AbstractContextManager[Checksums | None]]  # around a forward pass
+Modules = Set[torch.nn.Module]
+Within = Callable[[Modules], AbstractContextManager[Checksums]]  # around a pass that does not call these modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +90,11 @@ class _Sent:
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
         replaced = list(replaced_modules(model, dtype, merged=merged))  # to find them takes longer than a pass
-        within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
+
+        def within(without: Modules) -> AbstractContextManager[Checksums]:
+            called = [(name, module) for name, module in replaced if module not in without]
+            return as_sent(model, dtype, merged=merged, replaced=called, checksums=checksums)
+
         self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
 
     @cached_property
@@ -95,14 +102,24 @@ class _Sent:
         return unreplaced(self._policy.model, self._dtype, merged=self.merged)
 
 
+def _as_trained(_: Modules) -> AbstractContextManager[Checksums]:
+    return nullcontext({})
+
+
 class RepeatedLogprobs:
     """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
-    of the weights that it replaced."""
+    of the weights that it replaced. `layers`: how layers are captured; None: on CUDA, where the pass has images."""
 
-    def __init__(self, policy: Policy, answers: Answers, within: Within = nullcontext) -> None:
+    def __init__(
+        self, policy: Policy, answers: Answers, within: Within = _as_trained, *, layers: LayerGraphs | None = None
+    ) -> None:
         self._policy, self._answers, self._within = policy, answers, within
-        can = policy.device.type == "cuda" and all(prompt.vision is None for prompt, _ in answers)
-        self.is_captured = can and len(answers) > 0 and not policy.is_sharded
+        can = policy.device.type == "cuda" and len(answers) > 0 and not policy.is_sharded
+        self.is_captured = can and all(prompt.vision is None for prompt, _ in answers)
+        if layers is None and can and not self.is_captured:
+            layers = LayerGraphs(policy.model, CudaRecorder(policy.device))
+        self._layers = layers
+        self._number = 0  # of calls at these addresses
         self._addresses: tuple[int, ...] = ()
         self.checksums: Checksums = {}
         if self.is_captured:
@@ -111,30 +128,60 @@ class RepeatedLogprobs:
     def __call__(self) -> list[list[float]]:
         """Natural log-probabilities per answer, under the weights as they are now."""
         if not self.is_captured:
-            with self._within() as checksums:
-                logprobs = self._policy.logprobs(self._answers)
-            self.checksums = checksums or {}
-            return logprobs
+            logprobs = self._by_layers(self._layers) if self._layers is not None else self._pass()
+            return self._policy.split(logprobs, self._answers)
         if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
             self._capture()
         self._graph.replay()
         return self._policy.split(self._logprobs, self._answers)
 
+    def _by_layers(self, layers: LayerGraphs) -> torch.Tensor:
+        """The first pass warms up and looks whether layers can be captured, the second one captures them."""
+        if self._number and self._addresses != self._addresses_now():  # weights that move are not worth capturing
+            self._layers = None
+            return self._pass()
+        self._number += 1
+        if self._number == 1:
+            self._addresses = self._addresses_now()
+            with layers.watching():
+                return self._pass()
+        if not layers.can_capture:
+            self._layers = None
+            return self._pass()
+        if self._number == 2:
+            with layers.capturing():
+                return self._pass()
+        captured = self.checksums  # replays write anew what a layer's graph has computed
+        with layers.replaying():
+            logprobs = self._pass(without=layers.inside)
+        self.checksums = captured | self.checksums
+        return logprobs
+
+    def _pass(self, without: Modules = frozenset()) -> torch.Tensor:
+        """Log-probabilities of all answers, one after the other `[N]`, on the device."""
+        with self._within(without) as checksums:
+            logprobs = self._policy.answer_logprobs(self._inputs)
+        self.checksums = checksums
+        return logprobs
+
+    @cached_property
+    def _inputs(self) -> PackedInputs:
+        """Kept, because graphs read their memory."""
+        return self._policy.answer_inputs(self._answers)
+
     @torch.no_grad()
     def _capture(self) -> None:
         policy = self._policy
-        inputs = policy.answer_inputs(self._answers)
-        with self._within() as checksums:
-            policy.logprobs(self._answers)  # warm up: the set-up of a first pass must not be captured
+        with self._within(frozenset()) as checksums:
+            policy.answer_logprobs(self._inputs)  # warm up: the set-up of a first pass must not be captured
             torch.cuda.synchronize(policy.device)
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(policy.device):  # the default stream is on the first current device
                 stream = torch.cuda.Stream()
                 # thread_local: other threads may broadcast meanwhile
                 with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                    self._logprobs = policy.answer_logprobs(inputs)
-        self.checksums = checksums or {}  # the graph's own memory: a replay writes it anew
-        self._inputs = inputs  # keeps the memory that the graph reads
+                    self._logprobs = policy.answer_logprobs(self._inputs)
+        self.checksums = checksums  # the graph's own memory: a replay writes it anew
         self._addresses = self._addresses_now()
 
     def _addresses_now(self) -> tuple[int, ...]:
