@@ -25,7 +25,12 @@ ONE_RANK = Ranks()
 
 def scorer_of(learner_logprobs: Callable[[], Logprobs]) -> Scorer:
     """Scores of weights that nothing merges or rounds."""
-    return lambda dtype, merged: CanaryScores(logprobs=[list(one) for one in learner_logprobs()], merge_gap=0.0)
+
+    def score(dtype: torch.dtype | None, merged: bool) -> CanaryScores:
+        found = [list(one) for one in learner_logprobs()]
+        return CanaryScores(read=lambda: found, merge_gap=0.0)
+
+    return score
 
 
 CPU = torch.device("cpu")

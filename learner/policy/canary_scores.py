@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -29,17 +29,24 @@ from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 Modules = Set[torch.nn.Module]
+Read = Callable[[], list[list[float]]]
 Within = Callable[[Modules], AbstractContextManager[Checksums]]  # around a pass that does not call these modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryScores:
     """Natural log-probabilities per answer under the weights that travel. `merge_gap`: their mean absolute difference
-    from the log-probabilities under the weights as trained, nats per token."""
+    from the log-probabilities under the weights as trained, nats per token.
 
-    logprobs: list[list[float]]
+    Reading the log-probabilities waits for the device. So whoever can sends weights first."""
+
+    read: Read
     merge_gap: float
     checksums: Checksums = field(default_factory=dict)  # of the weights that were used, as far as they are known
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        return self.read()
 
 
 MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
@@ -62,15 +69,15 @@ class CanaryScorer:
             )
         way = self._sent[dtype, merged]
         if way.scorer is None:
-            return CanaryScores(logprobs=self._trained(), merge_gap=0.0, checksums=self._checksums(way))
-        sent = way.scorer()
+            return CanaryScores(read=self._trained.begin(), merge_gap=0.0, checksums=self._checksums(way))
+        sent = way.scorer.begin()
         if self._trained.is_captured or way.number % MERGE_GAP_EVERY == 0:
-            trained = self._trained()
-            gaps = np.abs(np.concatenate(sent) - np.concatenate(trained)) if sent else np.zeros(1)
+            found, trained = sent(), self._trained()
+            gaps = np.abs(np.concatenate(found) - np.concatenate(trained)) if found else np.zeros(1)
             way.merge_gap = float(gaps.mean())
         way.number += 1
         checksums = self._checksums(way) | way.scorer.checksums
-        return CanaryScores(logprobs=sent, merge_gap=way.merge_gap, checksums=checksums)
+        return CanaryScores(read=sent, merge_gap=way.merge_gap, checksums=checksums)
 
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
@@ -127,13 +134,18 @@ class RepeatedLogprobs:
 
     def __call__(self) -> list[list[float]]:
         """Natural log-probabilities per answer, under the weights as they are now."""
+        return self.begin()()
+
+    def begin(self) -> Read:
+        """Start the pass. What it returns waits for the device, and gives what a call gives."""
         if not self.is_captured:
             logprobs = self._by_layers(self._layers) if self._layers is not None else self._pass()
-            return self._policy.split(logprobs, self._answers)
-        if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
-            self._capture()
-        self._graph.replay()
-        return self._policy.split(self._logprobs, self._answers)
+        else:
+            if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
+                self._capture()
+            self._graph.replay()
+            logprobs = self._logprobs.clone()  # the next replay overwrites it
+        return cache(partial(self._policy.split, logprobs, self._answers))
 
     def _by_layers(self, layers: LayerGraphs) -> torch.Tensor:
         """The first pass warms up and looks whether layers can be captured, the second one captures them."""

@@ -27,7 +27,7 @@ from learner.rollout.colocate import ColocatedEngine
 from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode
-from shared.canary import CanaryGap, Logprobs
+from shared.canary import CanaryGap
 from shared.errors import DigestError, ProjectError, SyncError
 from shared.sync.digest import digest
 from shared.wire import ScoreReply
@@ -100,7 +100,7 @@ class EngineDelivery:
         given = self._load(source, self._engine.load if mode == "full" else self._engine.load_adapter)
         learner = self._learner[mode]
         with self._part("canary"):
-            gaps = self._ranks.all_succeed(lambda: self._gap(learner.logprobs, ver))
+            gaps = self._ranks.all_succeed(lambda: self._gap(learner, ver))
         return Delivered(
             mode=mode,
             num_bytes=given.num_bytes,
@@ -144,7 +144,7 @@ class EngineDelivery:
         yield
         self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - began
 
-    def _gap(self, learner: Logprobs, ver: int) -> CanaryGap:
+    def _gap(self, learner: CanaryScores, ver: int) -> CanaryGap:
         scores = self._engine.score(self._prompts, [item.response_token_ids for item in self._canary.items])
         for item, score in zip(self._canary.items, scores, strict=True):
             if item.prompt.vision is not None and score.pixels is not None:
@@ -155,7 +155,7 @@ class EngineDelivery:
             cached_logprobs=[score.cached_logprobs for score in scores if score.cached_logprobs],
             prompt_token_ids=[score.prompt_token_ids for score in scores],
         )
-        return self._canary.compare(learner, reply, NAME, self._engine.dtype)
+        return self._canary.compare(learner.logprobs, reply, NAME, self._engine.dtype)
 
 
 class _Counted:

@@ -67,7 +67,7 @@ SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the 
 log = logging.getLogger("learner.sync")
 
 
-NO_SCORES = CanaryScores(logprobs=[], merge_gap=0.0)
+NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 
 
 class ServerDelivery:

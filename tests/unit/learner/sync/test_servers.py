@@ -142,7 +142,7 @@ def test_a_tensor_that_is_not_the_scored_one_is_never_served(
     def scorer(dtype: torch.dtype | None, merged: bool) -> CanaryScores:
         scores = [logprobs(fresh, item.response_token_ids) for item in canary_items()]
         checksums = {name: checksum(tensor) for name, tensor in fresh.items()}
-        return CanaryScores(logprobs=scores, merge_gap=0.0, checksums=checksums)
+        return CanaryScores(read=lambda: scores, merge_gap=0.0, checksums=checksums)
 
     sync = build(scorer=scorer)
     weights.tensors["positions"] = stale
