@@ -682,9 +682,15 @@ def _train(config_path: str, overrides: Sequence[str]) -> int:
 def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
     # Every stage is evaluated.
     config = _rank_config(config_path, (*overrides, "training.eval_on_start=true"))
-    from learner.recipe.command import recipe
+    from learner.recipe.command import AGAIN, recipe
 
-    return recipe(config, minutes, environment=os.environ)
+    code = recipe(config, minutes, environment=os.environ)
+    if code == AGAIN:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            sys.stdout.flush()
+            os.execv(sys.executable, [sys.executable, "-m", "learner", *sys.argv[1:]])
+        print("the next stage needs new processes: give the same command again (torchrun --max-restarts 3 does it)")
+    return code
 
 
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:

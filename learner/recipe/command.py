@@ -3,11 +3,15 @@
 Every rank runs it, alone or under torchrun. Rank 0 decides and writes, and all ranks follow. The state on disk decides
 what comes next, so a command that is given again goes on: a stage that has ended is not run again, one that was killed
 goes on from its newest checkpoint.
+
+vLLM's allocator on CUDA serves one engine in the life of a process. So a stage with a colocated engine is the last of
+its process, and `AGAIN` asks for the same command in a new one.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -37,12 +41,14 @@ from shared.config.parse import write_yaml
 from shared.errors import ConfigError
 
 SFT_SHARE = 0.6  # of the time, at most, as long as grpo may follow
+AGAIN = os.EX_TEMPFAIL  # the exit code of a recipe that goes on in a new process
 LEAST_SHARE = 0.1  # of the time: with less, grpo is not begun
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
 
 def recipe(config: RunConfig, minutes: float, *, environment: Mapping[str, str]) -> int:
-    """Follow the recipe to its end. Returns the exit code, that of a signal if one stopped it.
+    """Follow the recipe to its end. Returns the exit code, that of a signal if one stopped it; `AGAIN`: the same call
+    in a new process goes on.
 
     Raises ConfigError, CheckpointError, OutputError, and whatever a stage's run raises.
     """
@@ -84,6 +90,7 @@ class Recipe:
         self.config, self.record, self.ranks, self.environment = config, record, ranks, environment
         self.root = Path(config.training.output_dir)
         self._began_s = time.monotonic()  # the stage that runs, or the command
+        self._had_engine = False
 
     def follow(self) -> int:
         """The stages, and the report."""
@@ -142,6 +149,10 @@ class Recipe:
 
     def _run(self, name: str, values: Mapping[str, Any], why: str, earlier_s: float) -> int:
         """One stage as an ordinary run. Its result goes into the record, and `best` may point to another checkpoint."""
+        if self._had_engine:
+            return AGAIN
+        engine = self.config.rollout_matching
+        self._had_engine = engine.rollout_backend == "vllm" and engine.vllm.mode == "colocate"
         path = self.root / f"{name}.yaml"
         self.ranks.all_succeed(lambda: self._write_stage(path, values))
         config = load_config(path, world_size=self.ranks.world_size, env=self.environment)

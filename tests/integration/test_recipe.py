@@ -1,5 +1,5 @@
 """`rollout-learner recipe` with real processes, rollouts and the shipped checkpoint (R49): killed, then ended by two
-ranks; with an engine in the process, one after the other."""
+ranks; with an engine in the process, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_killed_recipe_is_ended_by_two_ranks(tmp_path: Path) -> None:
     assert found.headroom["headroom_places"].low > 0.03
 
 
-def test_engines_follow_each_other_in_one_process(tmp_path: Path) -> None:
-    """R04: each stage has an engine of its own, with its own weights."""
+def test_each_stage_with_an_engine_has_a_process(tmp_path: Path) -> None:
+    """R04: each stage has an engine of its own, with its own weights. On CUDA a process can have one in its life."""
     config = write_config(tmp_path, COLOCATED)
     (one,) = launch(
         "learner",

@@ -20,7 +20,7 @@ from learner.config.schema import RunConfig
 from learner.policy.load import Policy
 from learner.recipe import command, record
 from learner.recipe import stages as stages_module
-from learner.recipe.command import recipe
+from learner.recipe.command import AGAIN, recipe
 from learner.recipe.record import read_record
 from learner.run.best import kept
 from learner.trainer import Trainer
@@ -105,6 +105,20 @@ def test_grpo_follows_where_places_are_left_to_gain(
     for text in ("recall@0.5 +0.150", "recall@0.5 +0.050", "nothing completed"):
         assert text in said
         assert text in page, "the report says what each stage gained"
+
+
+def test_a_stage_with_an_engine_of_its_own_is_the_last_of_its_process(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
+) -> None:
+    """vLLM refuses a second engine in a process on CUDA, after the first one has gone too."""
+    scores(GAINS)
+    values = config_for(tiny_text, tmp_path).model_dump()
+    values["custom"]["extra"]["rollout_matching"]["vllm"]["mode"] = "colocate"
+    values["custom"]["extra"]["rollout_matching"]["vllm"]["tensor_parallel_size"] = 1
+    assert recipe(config_of(values), MINUTES, environment={}) == AGAIN
+    assert stages(tmp_path) == BOTH[:1]
+    assert recipe(config_of(values), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH
 
 
 def test_an_adapter_is_trained_on_by_grpo(tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]) -> None:
