@@ -53,6 +53,8 @@ from shared.wire import (
     ScoreItem,
     ScoreReply,
     ServerStatus,
+    StageWeightsCall,
+    StageWeightsReply,
     UpdateWeightsCall,
     UpdateWeightsReply,
     Usage,
@@ -149,6 +151,10 @@ def _routes(service: RolloutService) -> list[Route]:
         await _while_connected(request, service.updates.open_group(await read_body(request, InitCommunicatorCall)))
         return JSONResponse({"status": "joined"})
 
+    async def stage_weights(request: Request) -> Response:
+        call = await read_body(request, StageWeightsCall)
+        return _json(await _while_connected(request, service.updates.stage(call)))
+
     async def update_weights(request: Request) -> Response:
         call = await read_body(request, UpdateWeightsCall)
         return _json(await _while_connected(request, service.updates.update(call)))
@@ -226,6 +232,14 @@ def _routes(service: RolloutService) -> list[Route]:
             InitCommunicatorCall,
             answer={"status": "joined"},
             when="all members have joined",
+        ),
+        post(
+            "/stage_weights",
+            stage_weights,
+            "Receive the weights of an update beside the model, which goes on to serve, and check their bytes. "
+            "`/update_weights/` with `staged: true` serves them. If this fails, the old weights are served on.",
+            StageWeightsCall,
+            {JSON: StageWeightsReply},
         ),
         post(
             "/update_weights",

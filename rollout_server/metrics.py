@@ -46,6 +46,15 @@ class Metrics:
             lambda: totals.num_strangers,
         )
         self._read("rollout_sync_last_seconds", "Time of the last sync", lambda: totals.last_seconds)
+        self._read(
+            "rollout_sync_pause_seconds",
+            "Time in which syncs let no call in though none was in flight",
+            lambda: totals.pause_seconds,
+        )
+        self._read("rollout_sync_last_pause_seconds", "The same of the last sync", lambda: totals.last_pause_seconds)
+        self._read(
+            "rollout_staged_bytes", "Weights that each worker keeps beside the model", lambda: totals.staged_bytes
+        )
         states = Gauge("rollout_gate_state", "1 for the present state", ["state"], registry=self._registry)
         for state in _STATES:
             states.labels(state).set_function(functools.partial(lambda name: float(gate.state == name), state))

@@ -1,13 +1,17 @@
 """Weight updates as the server runs them: one call is one update (R09, R10).
 
-In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/`, `/close_communicator/`. Out: replies; an
-update's comes once the workers have loaded and checked everything and the canary's scores are those that the learner
-expects.
+In: the bodies of `/init_communicator/`, `/stage_weights/`, `/update_weights/`, `/expect_scores/` and
+`/close_communicator/`. Out: replies; an update's comes once the workers have loaded and checked everything and the
+canary's scores are those that the learner expects.
+
+The weights of an update may be staged before: they are received and checked beside the model while the gate is open,
+and the update only loads them.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends whatever the old one had under way;
 - a call lasts `max_sync_timeout_s` at most, whatever the learner asks for;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
+- staging that fails closes the group too, and the old weights serve on: nothing has touched them;
 - nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
 - caches are empty, and nothing else runs, when the canary is scored;
@@ -20,9 +24,9 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
@@ -41,17 +45,21 @@ from shared.sync.buckets import num_bucket_bytes
 from shared.waits import Deadline, time_limit
 from shared.wire import (
     BUCKETS,
+    Bucket,
     CloseCommunicatorCall,
     ExpectScoresCall,
     InitCommunicatorCall,
     ScoreReply,
+    StageWeightsCall,
+    StageWeightsReply,
     UpdateWeightsCall,
     UpdateWeightsReply,
 )
 
-SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
+SyncCall = TypeVar("SyncCall", InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall)
 _SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
-_JOIN_SLICE_S, _JOIN_PAUSE_S = 0.0, 0.02  # the engine generates during a join, so workers only take a look
+# The engine generates while a group is joined and while weights are staged, so workers only take a look.
+_LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
 @dataclass
@@ -63,7 +71,31 @@ class SyncTotals:
     num_bytes: int = 0
     seconds: float = 0.0
     last_seconds: float = 0.0
+    pause_seconds: float = 0.0  # in which no call was let in though none was in flight
+    last_pause_seconds: float = 0.0
+    staged_bytes: int = 0  # that each worker keeps beside the model now
     num_strangers: int = 0  # connections to the group's port that did not know its secret
+
+    def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
+        """Add a completed update."""
+        self.completed += 1
+        self.num_bytes += reply.num_bytes
+        self.seconds += reply.seconds
+        self.last_seconds = reply.seconds
+        self.pause_seconds += reply.pause_s
+        self.last_pause_seconds = reply.pause_s
+        return reply
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Weights that wait beside the model."""
+
+    incarnation: str
+    ver: int
+    mode: Literal["full", "adapter"]
+    num_bytes: int
+    seconds: float  # that they took to arrive
 
 
 class WeightUpdates:
@@ -74,6 +106,7 @@ class WeightUpdates:
         self._config = config
         self._lock = asyncio.Lock()
         self._under_way: asyncio.Task[Any] | None = None
+        self._staged: Staged | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
         self._full_weights = engine.weights  # the digest of the last full update
@@ -88,30 +121,54 @@ class WeightUpdates:
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
+            self._staged, self.totals.staged_bytes = None, 0  # the workers leave the old group first
             try:
                 await self._engine.on_workers("sync_join", call.model_dump_json(), self._config.group_host)
                 while not _all_done(await self._look_at_join()):
-                    await asyncio.sleep(_JOIN_PAUSE_S)
+                    await asyncio.sleep(_BETWEEN_LOOKS_S)
             except BaseException:
                 await self._leave("the group could not be joined")
                 raise
             self._gate.open_group(call.incarnation)
 
-    async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
-        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
-        CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
-        _check_verdict(call)
-        _check_sizes(call)
+    async def stage(self, call: StageWeightsCall) -> StageWeightsReply:
+        """Receive and check new weights while the old ones serve. Raises StagingError if they do not fit, SyncError,
+        CommunicatorError, DigestError or DeadlineError. The group is left then, and the old weights serve on."""
+        _check_sizes(call.buckets)
         call = self._bounded(call)
-        self._gate.check_update(call.incarnation, call.ver, call.mode)
-        if call.mode == "adapter" and not self._config.enable_lora:
-            raise SyncError(
-                "this server takes no adapters",
-                found="enable_lora: false",
-                wanted="enable_lora: true in the server's configuration, or full syncs",
-                remedy="set it and restart the server, or set sync.mode: full",
-            ).as_status(409)
+        self._check_allowed(call)
         async with self._alone():
+            self._check_allowed(call)
+            self._check_serves()
+            start, self._staged = time.monotonic(), None
+            rest = call.model_copy(update={"buckets": []})
+            try:
+                buckets = BUCKETS.dump_json(call.buckets).decode()
+                await self._engine.on_workers("sync_stage", rest.model_dump_json(), buckets)
+                while not _all_done(replies := await self._engine.on_workers("sync_poll", _LOOK_S)):
+                    await asyncio.sleep(_BETWEEN_LOOKS_S)
+            except BaseException as error:
+                await self._leave(str(error) or type(error).__name__)
+                raise
+            num_bytes, seconds = _num_bytes(call), time.monotonic() - start
+            self._staged = Staged(
+                incarnation=call.incarnation, ver=call.ver, mode=call.mode, num_bytes=num_bytes, seconds=seconds
+            )
+            self.totals.staged_bytes = num_bytes
+        return StageWeightsReply(ver=call.ver, num_bytes=num_bytes, num_tensors=replies[0].num_tensors, seconds=seconds)
+
+    async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
+        """Receive, check and serve new weights, or serve those that were staged. Raises SyncError, CommunicatorError,
+        DigestError, CoverageError, CanaryError or DeadlineError. The gate is poisoned then, unless it refused the
+        update to begin with."""
+        _check_verdict(call)
+        _check_sizes(call.buckets)
+        call = self._bounded(call)
+        self._check_allowed(call)
+        async with self._alone():
+            staged, self._staged = self._staged, None
+            if call.staged:
+                staged = _check_staged(call, staged)
             start = time.monotonic()
             # What was served before was not checked by any canary.
             clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
@@ -135,20 +192,18 @@ class WeightUpdates:
             finally:
                 self._expected = None
             end = time.monotonic()
-        reply = UpdateWeightsReply(
-            ver=call.ver,
-            num_bytes=sum(bucket.num_bytes for bucket in call.buckets),
-            num_tensors=loaded.num_tensors,
-            seconds=end - start,
-            drain_s=drained - start,
-            transfer_s=end - drained,
-            scores=scores,
+        return self.totals.count(
+            UpdateWeightsReply(
+                ver=call.ver,
+                num_bytes=staged.num_bytes if call.staged and staged else _num_bytes(call),
+                num_tensors=loaded.num_tensors,
+                seconds=end - start,
+                drain_s=drained - start,
+                transfer_s=staged.seconds if call.staged and staged else end - drained,
+                pause_s=end - drained,
+                scores=scores,
+            )
         )
-        self.totals.completed += 1
-        self.totals.num_bytes += reply.num_bytes
-        self.totals.seconds += reply.seconds
-        self.totals.last_seconds = reply.seconds
-        return reply
 
     async def expect(self, call: ExpectScoresCall) -> None:
         """Note what an update's canary must score. Raises CommunicatorError if the group is not this learner's."""
@@ -171,7 +226,7 @@ class WeightUpdates:
                 await self._leave("the learner closed the group")
 
     async def _look_at_join(self) -> list[WorkerReply]:
-        replies = await self._engine.on_workers("sync_poll_join", _JOIN_SLICE_S)
+        replies = await self._engine.on_workers("sync_poll_join", _LOOK_S)
         self.totals.num_strangers = sum(reply.num_strangers for reply in replies)
         return replies
 
@@ -184,6 +239,27 @@ class WeightUpdates:
                 wanted=f"{num_workers} ranks between the first one and the learner's",
                 remedy="let the learner ask /get_world_size/ again: restart it",
             ).as_status(400)
+
+    def _check_allowed(self, call: StageWeightsCall | UpdateWeightsCall) -> None:
+        """Raises SyncError if this learner may not send these weights now."""
+        self._gate.check_update(call.incarnation, call.ver, call.mode)
+        if call.mode == "adapter" and not self._config.enable_lora:
+            raise SyncError(
+                "this server takes no adapters",
+                found="enable_lora: false",
+                wanted="enable_lora: true in the server's configuration, or full syncs",
+                remedy="set it and restart the server, or set sync.mode: full",
+            ).as_status(409)
+
+    def _check_serves(self) -> None:
+        """Raises SyncError if there is nothing that could go on meanwhile."""
+        if self._gate.state != "serving":
+            raise SyncError(
+                "weights are staged only while others are served",
+                found=f"a server that is {self._gate.state}",
+                wanted="a server that serves",
+                remedy="send them by /update_weights/ alone",
+            ).as_status(409)
 
     def _bounded(self, call: SyncCall) -> SyncCall:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, self._config.max_sync_timeout_s)})
@@ -212,6 +288,7 @@ class WeightUpdates:
         return expected
 
     async def _leave(self, because: str) -> None:
+        self._staged, self.totals.staged_bytes = None, 0
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
 
@@ -236,7 +313,7 @@ class WeightUpdates:
 async def update_weights(
     engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
 ) -> tuple[WorkerReply, ScoreReply]:
-    """Receive, load and score: a worker's last reply, and the canary's scores.
+    """Receive, load and score: a worker's last reply, and the canary's scores. Staged weights were received before.
 
     The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
     engine raise.
@@ -252,8 +329,9 @@ async def update_weights(
     """
     rest = call.model_copy(update={"buckets": [], "canary": []})
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
+    start = ("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
     calls: list[Coroutine[Any, Any, Any]] = [
-        engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
+        engine.on_workers(*(("sync_load", call.mode) if call.staged else start)),
         engine.reset_caches(),
         *([engine.on_workers("sync_clear_cache")] if clear_cache else []),
     ]
@@ -298,14 +376,36 @@ def _check_verdict(call: UpdateWeightsCall) -> None:
         found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"
     elif not call.canary and not call.base_of_adapter:
         found, wanted = "canary: no items", "at least one, to compare with the learner's scores"
+    elif call.staged and (call.buckets or call.base_of_adapter):
+        found = f"staged: true, {len(call.buckets)} buckets, base_of_adapter: {call.base_of_adapter}"
+        wanted = "a canary and no buckets: /stage_weights/ has brought them"
     if found:
         remedy = "send a canary with every update but that of the weights below an adapter"
         raise RequestError("this update cannot be judged", found=found, wanted=wanted, remedy=remedy)
 
 
-def _check_sizes(call: UpdateWeightsCall) -> None:
+def _check_staged(call: UpdateWeightsCall, staged: Staged | None) -> Staged:
+    """Raises SyncError if it is not these weights that were staged."""
+    found = (
+        "nothing" if staged is None else f"version {staged.ver}, {staged.mode}, of incarnation {staged.incarnation!r}"
+    )
+    if staged is None or (call.incarnation, call.ver, call.mode) != (staged.incarnation, staged.ver, staged.mode):
+        raise SyncError(
+            "the weights of this update were not staged",
+            found=found,
+            wanted=f"version {call.ver}, {call.mode}, of incarnation {call.incarnation!r}",
+            remedy="send the update with its buckets and without staged, or /stage_weights/ before it",
+        ).as_status(409)
+    return staged
+
+
+def _num_bytes(call: StageWeightsCall | UpdateWeightsCall) -> int:
+    return sum(bucket.num_bytes for bucket in call.buckets)
+
+
+def _check_sizes(buckets: Sequence[Bucket]) -> None:
     """Raises SyncError if a bucket is said to have another size than its tensors."""
-    for i, bucket in enumerate(call.buckets):
+    for i, bucket in enumerate(buckets):
         wanted = num_bucket_bytes(bucket.tensors)
         if bucket.num_bytes != wanted:
             raise SyncError(

@@ -2,7 +2,8 @@
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
 workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, and the next.
-The next buckets are on their way while one is checked and loaded.
+The next buckets are on their way while one is checked and loaded. Staged weights are received into a `Staging` while
+the model serves, and `Loading` puts them into the model later.
 
 Invariants:
 - no method blocks longer than the slice it is given plus one load, so a lost peer never hangs the engine;
@@ -24,6 +25,7 @@ import torch
 
 from rollout_server.engine import WorkerReply
 from rollout_server.processes import end_with_server, sleep_when_idle
+from rollout_server.staging import Staging
 from shared.errors import CommunicatorError, DeadlineError, DigestError, ProjectError, SyncError
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
 from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, unpack
@@ -33,7 +35,7 @@ from shared.sync.group import Communicator, start_join
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.sync.meeting import num_strangers
 from shared.waits import Deadline
-from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, UpdateWeightsCall
+from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
 
 P = ParamSpec("P")
 BUCKETS_AHEAD = 2  # buckets that travel while another one is loaded
@@ -72,7 +74,8 @@ class SyncWorker:
     rank: int
 
     _sync_joining: Operation[Communicator] | None = None
-    _sync_receiving: Receiving | None = None
+    _sync_receiving: Receiving | Loading | None = None
+    _sync_staging: Staging | None = None
     _sync_memory: CopyMemory | None = None
 
     @_answering
@@ -104,6 +107,31 @@ class SyncWorker:
         call = UpdateWeightsCall.model_validate_json(update).model_copy(update={"buckets": _read(buckets)})
         load = self._load(call.mode)
         self._sync_receiving = Receiving(call, self._joined().result(), load)
+        return WorkerReply(done=False, runs_meanwhile=load.runs_meanwhile)
+
+    @_answering
+    def sync_stage(self, stage: str, buckets: str) -> WorkerReply:
+        """Begin to receive this `StageWeightsCall` beside the model, which goes on to serve. Raises StagingError."""
+        self._end_receiving()
+        call = StageWeightsCall.model_validate_json(stage).model_copy(update={"buckets": _read(buckets)})
+        staging = self._sync_staging
+        if staging is None or not staging.begin(call.buckets, call.place):
+            del staging
+            self._drop_staged()  # its memory counts as free for the next one
+            # As vLLM measured it, or nothing: on CPU, and where `kv_cache_memory_bytes` was given.
+            activations = getattr(self, "peak_activation_memory", None)
+            self._sync_staging = staging = Staging(call.buckets, call.place, self.device, activation_bytes=activations)
+        self._sync_receiving = Receiving(call, self._joined().result(), staging, staging.buffer)
+        return WorkerReply(done=False, runs_meanwhile=True)
+
+    @_answering
+    def sync_load(self, mode: str) -> WorkerReply:
+        """Begin to load what was staged, in place of receiving it."""
+        receiving, staging = self._sync_receiving, self._sync_staging
+        if not isinstance(receiving, Receiving) or staging is None or not staging.is_whole:
+            raise SyncError("no staged weights are kept", wanted="/stage_weights/ before an update of staged weights")
+        load = self._load(mode)
+        self._sync_receiving = Loading(staging, load, receiving.advance(0.0).weights)
         return WorkerReply(done=False, runs_meanwhile=load.runs_meanwhile)
 
     @_answering
@@ -149,8 +177,16 @@ class SyncWorker:
         if receiving is not None:
             receiving.close()
 
+    def _drop_staged(self) -> None:
+        """Give the memory of staged weights back. A broadcast that was broken off may still write into a buffer, and
+        keeps it until its thread ends."""
+        staging, self._sync_staging = self._sync_staging, None
+        if staging is not None:
+            staging.release()
+
     def _leave(self, because: str) -> None:
         self._end_receiving()
+        self._drop_staged()
         operation, self._sync_joining = self._sync_joining, None
         if operation is not None:
             operation.cancel(CommunicatorError(because))
@@ -192,11 +228,46 @@ class Load(Protocol):
     def close(self) -> None: ...
 
 
-class Receiving:
-    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread."""
+class Loading:
+    """Staged weights into the model. `weights`: their digest. The model is first touched by `advance`."""
 
-    def __init__(self, update: UpdateWeightsCall, communicator: Communicator, load: Load) -> None:
-        self._update = update
+    def __init__(self, staging: Staging, load: Load, weights: str) -> None:
+        self._load, self._weights = load, weights
+        self._left = deque(staging.kept())
+        self._opened = False
+        self._reply: WorkerReply | None = None
+
+    def advance(self, slice_s: float) -> WorkerReply:
+        """Go on for about `slice_s` plus one bucket, and then the end. Raises CoverageError and what loaders raise."""
+        until = time.monotonic() + slice_s
+        if not self._opened:
+            self._load.open()
+            self._opened = True
+        while self._left:
+            self._load.add(self._left.popleft())
+            if self._left and time.monotonic() > until:
+                return WorkerReply(done=False)
+        if self._reply is None:
+            self._reply = WorkerReply(num_tensors=self._load.finish(), weights=self._weights)
+        return self._reply
+
+    def close(self) -> None:
+        """Make the model whole again. May be called again, at any time."""
+        self._load.close()
+
+
+class Receiving:
+    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread. `buffer_of`:
+    where bucket i is received; None: anywhere."""
+
+    def __init__(
+        self,
+        update: UpdateWeightsCall | StageWeightsCall,
+        communicator: Communicator,
+        load: Load,
+        buffer_of: Callable[[int], torch.Tensor | None] = lambda index: None,
+    ) -> None:
+        self._update, self._buffer_of = update, buffer_of
         self._communicator = communicator
         self._load = load
         self._deadline = Deadline(update.timeout_s)
@@ -250,7 +321,9 @@ class Receiving:
                     remedy="raise the learner's sync timeout",
                 )
             size = buckets[self._num_asked].num_bytes + SEAL_BYTES
-            buffer = torch.empty(size, dtype=torch.uint8, device=self._communicator.device)
+            buffer = self._buffer_of(self._num_asked)
+            if buffer is None:
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._communicator.device)
             self._incoming.append((buffer, self._communicator.start_broadcast(buffer, src, left_s)))
             self._num_asked += 1
 

@@ -374,6 +374,29 @@ class Bucket(WireModel):
 
 
 BUCKETS = TypeAdapter(Items[Bucket])
+Place = Literal["device", "host"]
+
+
+class StageWeightsCall(WireModel):
+    """Receive and check the weights of update `ver` beside the model, while the old ones serve on. An
+    `UpdateWeightsCall` of the same version, with `staged`, serves them. Until the group is left, the server keeps as
+    much memory as the buckets have."""
+
+    incarnation: Name
+    ver: int = Field(ge=0, lt=2**63)
+    mode: Literal["full", "adapter"] = "full"
+    place: Place = Field(
+        default="device", description="where they wait: on the workers' devices, or in the host's memory"
+    )
+    buckets: Items[Bucket]
+    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
+
+
+class StageWeightsReply(WireModel):
+    ver: int
+    num_bytes: int
+    num_tensors: int
+    seconds: float = Field(description="receive and digest, while rollouts went on")
 
 
 class UpdateWeightsCall(WireModel):
@@ -390,6 +413,9 @@ class UpdateWeightsCall(WireModel):
     )
     base_of_adapter: bool = Field(
         default=False, description="the weights below an adapter that comes next: no canary, and not served alone"
+    )
+    staged: bool = Field(
+        default=False, description="`/stage_weights/` has brought the buckets of this version, and none come now"
     )
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
@@ -411,7 +437,10 @@ class UpdateWeightsReply(WireModel):
     num_tensors: int
     seconds: float
     drain_s: float = Field(description="waiting for calls in flight")
-    transfer_s: float = Field(description="caches, receive, digest, load, coverage, canary")
+    transfer_s: float = Field(
+        description="caches, receive, digest, load, coverage, canary; of staged weights: receive and digest"
+    )
+    pause_s: float = Field(default=0.0, description="no call was in flight, and none was let in")
     scores: ScoreReply = Field(description="of the canary")
 
 

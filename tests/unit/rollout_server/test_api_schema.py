@@ -24,6 +24,7 @@ from shared.wire import (
     InferCall,
     InitCommunicatorCall,
     ScoreCall,
+    StageWeightsCall,
     UpdateWeightsCall,
 )
 from tests.unit.rollout_server.test_fuzz import GETS, RIGHT, check, send
@@ -34,6 +35,7 @@ CALLS: dict[str, type[BaseModel]] = {
     "/infer/": InferCall,
     "/score/": ScoreCall,
     "/init_communicator/": InitCommunicatorCall,
+    "/stage_weights/": StageWeightsCall,
     "/update_weights/": UpdateWeightsCall,
     "/expect_scores/": ExpectScoresCall,
     "/close_communicator/": CloseCommunicatorCall,

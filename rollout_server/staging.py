@@ -1,0 +1,133 @@
+"""New weights that wait beside the model until they are served (R10).
+
+In: an update's buckets, as they arrive, each after its seal was checked. Out: the same tensors, for `Loading` to put
+into the model later. `Staging` is a `worker.Load` that only keeps what it is given: the model is not touched.
+
+Invariants: buffers are allocated once, before the first byte is received, and used again by updates of the same
+buckets; what does not fit beside the model, its KV cache and its activations is refused with the figures; nothing is
+loaded that did not arrive whole.
+
+With place `device` the bytes are received where they wait, so serving them is one copy on the device. With `host` they
+wait in page-locked memory, and only the buckets under way are on the device. Without a GPU both are the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from shared.errors import StagingError
+from shared.sync.buckets import SEAL_BYTES, unpack
+from shared.wire import Bucket, Place
+
+SPARE_BYTES = 256 << 20  # for what else allocates: NCCL, digests, the copies of a load
+_GB = 1e9
+
+
+class Staging:
+    """`activation_bytes`: what the engine's largest batch needs of the device beside weights and KV cache; None:
+    unknown, and all that torch holds is left to it. Raises StagingError if the buckets do not fit."""
+
+    runs_meanwhile = True
+
+    def __init__(
+        self, buckets: Sequence[Bucket], place: Place, device: torch.device, *, activation_bytes: int | None = None
+    ) -> None:
+        self.place, self.sizes = place, [bucket.num_bytes + SEAL_BYTES for bucket in buckets]
+        self.is_whole = False
+        self._device = device
+        self._on_device = place == "device" or device.type == "cpu"
+        self._buckets: Sequence[Bucket] = buckets
+        self._num_kept = self._num_tensors = 0
+        _check_fits(sum(self.sizes), device if self._on_device else torch.device("cpu"), activation_bytes)
+        self._buffers = self._allocate()
+
+    def begin(self, buckets: Sequence[Bucket], place: Place) -> bool:
+        """Make room for another update, in the same memory; False if it needs other buffers."""
+        self.is_whole, self._num_kept, self._num_tensors = False, 0, 0
+        self._buckets = buckets
+        return place == self.place and self.sizes == [bucket.num_bytes + SEAL_BYTES for bucket in buckets]
+
+    def buffer(self, index: int) -> torch.Tensor | None:
+        """Where bucket `index` is received: uint8 `[bytes]`; None: anywhere, because it is kept elsewhere."""
+        return self._buffers[index] if self._on_device else None
+
+    def kept(self) -> Iterable[Iterable[tuple[str, torch.Tensor]]]:
+        """The tensors of each bucket, as checkpoint names and views. Of whole weights only."""
+        assert self.is_whole, "loaded before everything had arrived"
+        return (unpack(buffer, bucket.tensors) for buffer, bucket in zip(self._buffers, self._buckets, strict=True))
+
+    # ---- as a load -------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """The model goes on to serve."""
+
+    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Keep the next bucket's tensors, which are views of its buffer."""
+        arrived = [tensor for _, tensor in tensors]
+        if not self._on_device and arrived:
+            bucket = self._buckets[self._num_kept]
+            places = [place for _, place in unpack(self._buffers[self._num_kept], bucket.tensors)]
+            torch._foreach_copy_(places, arrived, non_blocking=True)  # in this stream's order, as all that reads them
+        self._num_kept += 1
+        self._num_tensors += len(arrived)
+
+    def finish(self) -> int:
+        """The number of tensors that are kept."""
+        assert self._num_kept == len(self._buckets), "finished before everything had arrived"
+        self.is_whole = True
+        return self._num_tensors
+
+    def close(self) -> None:
+        """Nothing of the model is half done at any time."""
+
+    def release(self) -> None:
+        """Give the memory back. Not to be used again."""
+        self.is_whole, self._buffers = False, []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _allocate(self) -> list[torch.Tensor]:
+        where = {"device": self._device} if self._on_device else {"device": "cpu", "pin_memory": True}
+        try:
+            return [torch.empty(size, dtype=torch.uint8, **where) for size in self.sizes]
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; so is what CUDA says of page-locked memory
+            found = f"{sum(self.sizes) / _GB:.2f} GB could not be allocated: {str(error).splitlines()[0][:200]}"
+            raise _refused(found, "as much memory in one piece per bucket", self._on_device) from error
+
+
+def _check_fits(num_bytes: int, device: torch.device, activation_bytes: int | None) -> None:
+    room, where = _room(device, activation_bytes)
+    if num_bytes > room:
+        found = f"{num_bytes / _GB:.2f} GB of weights, and room for {max(0, room) / _GB:.2f} GB {where}"
+        raise _refused(found, "room for a second copy of the weights", device.type == "cuda")
+
+
+def _room(device: torch.device, activation_bytes: int | None) -> tuple[int, str]:
+    """Bytes that may be taken, and where."""
+    if device.type != "cuda":
+        return _available_bytes() - SPARE_BYTES, "in the host's memory"
+    free = torch.cuda.mem_get_info(device)[0] - SPARE_BYTES
+    if activation_bytes is None:
+        return free, f"on {device}"
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    room = min(free, free + unused - activation_bytes)
+    return room, f"on {device}, beside {activation_bytes / _GB:.2f} GB for activations"
+
+
+def _available_bytes() -> int:
+    """Of the host's memory, as the kernel estimates it."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+def _refused(found: str, wanted: str, on_gpu: bool) -> StagingError:
+    smaller = "lower the server's gpu_memory_utilization, or set sync.staging: host" if on_gpu else "free memory"
+    return StagingError(
+        "the new weights do not fit beside those that are served",
+        found=found,
+        wanted=wanted,
+        remedy=f"{smaller}, or set sync.staging: none (the server then pauses while weights arrive)",
+    )
