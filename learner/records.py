@@ -328,6 +328,8 @@ class SyncReceipt:
     canary_gap: float  # mean |learner logprob - served logprob|, nats
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
+    pause_s: float = 0.0  # in which a server generated nothing and let no call in, the longest one; 0: not measured
+    staged_s: float = 0.0  # before it, while rollouts went on and the weights arrived; 0: they were not staged
     fallback: str = ""  # if adapter syncs ended with this sync, why; else empty
     parts: Mapping[str, float] = field(default_factory=dict)  # the host's seconds in each, if they were measured
 

@@ -245,8 +245,15 @@ class Trainer:
         """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
         if self.sync is None or self._synced_at == self.state.global_step:
             return None
+        self._stage_if_stale()
         with self.source.fence() as fence:
             return self._sync_behind(self.sync, fence)
+
+    def _stage_if_stale(self) -> None:
+        """Before a fence with a sync: what can travel while rollouts go on does. Collective."""
+        if self.sync is not None and self._synced_at != self.state.global_step:
+            with self.clock.phase("sync"):
+                self.sync.stage()
 
     def _sync_behind(self, sync: Sync, fence: Fence) -> SyncReceipt:
         with self.clock.phase("sync"):
@@ -262,6 +269,7 @@ class Trainer:
         if self.labels is None or not self.labels.is_due(step):
             return
         self.stop.check()
+        self._stage_if_stale()
         with self.source.fence() as fence:  # no rollout is in flight whose sample would have other labels now
             if self.sync is not None and self._synced_at != step:
                 self._sync_behind(self.sync, fence)
@@ -342,6 +350,7 @@ class Trainer:
         assert self.backend is not None
         self.stop.check()
         step = self.state.global_step
+        self._stage_if_stale()
         with self.source.fence() as fence:  # also around the rollouts: the servers hold no more of them than one call's
             if self.sync is not None and self._synced_at != step:
                 self._sync_behind(self.sync, fence)

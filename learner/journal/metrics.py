@@ -157,6 +157,17 @@ SYNC = (
     Metric("canary_gap", "nats per token", "mean difference between the learner's and the server's log-probabilities"),
     Metric("canary_gap_max", "nats", "largest difference at one token"),
     Metric("merge_gap", "nats per token", "effect of merging and rounding: weights as trained against weights as sent"),
+    Metric(
+        "pause_s",
+        "s",
+        "a server's longest time without rollouts, from the end of the last call in flight until it served again; 0: "
+        "not measured, as in colocated runs",
+    ),
+    Metric(
+        "staged_s",
+        "s",
+        "before `seconds`: the weights arrived at the servers while rollouts went on; 0: they were not staged",
+    ),
     Metric("fallback", "", "why adapter syncs ended with this sync; else empty"),
     Metric(
         "parts",

@@ -9,7 +9,8 @@ number of ranks. A sample's seed follows from its share and its place in it, so 
 Weights are synced before the next step whenever the producers can use them: after an executed Channel-B step, and where
 those are so rare that no rollout with the served weights could be learned within `max_update_lag` updates. With
 `version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no pack older.
-Before a sync each rank stops calling, and waits for its call in flight.
+Before a sync each rank stops calling, and waits for its call in flight. With `sync.staging` the weights travel before
+that, while the producers go on.
 
 Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A. `max_starved_steps` such steps
 in a row end the run.

@@ -7,6 +7,9 @@ tolerance. The server judges that too, by the learner's scores, and serves nothi
 and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
 below an adapter are an update of their own version, which also heals a poisoned server.
 
+With `sync.staging` an update has two parts. `stage` sends the buckets, and the servers serve on; the learner scores its
+canary. `deliver` of the same weights then only makes them served.
+
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. A failure that
 is no single server's is repeated once.
 """
@@ -20,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -55,11 +59,12 @@ from shared.errors import (
     NotFiniteError,
     ProjectError,
     ServerUnreachableError,
+    StagingError,
     SyncError,
 )
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
-from shared.wire import Bucket, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
+from shared.wire import Bucket, ServerStatus, StageWeightsCall, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # for servers to hear that a failed sync is over
@@ -68,6 +73,20 @@ log = logging.getLogger("learner.sync")
 
 
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Weights that wait at all servers."""
+
+    source: WeightSource
+    mode: Mode
+    ver: int
+    num_bytes: int
+    num_tensors: int
+    learner: CanaryScores
+    seals: Sequence[torch.Tensor]
+    seconds: float  # that they took
 
 
 class ServerDelivery:
@@ -95,6 +114,8 @@ class ServerDelivery:
         self._statuses: dict[str, ServerStatus] = {}  # by URL, when they were joined
         self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
+        self._staged: Staged | None = None
+        self._staging = config.sync.staging
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
         self._asked: list[Post] = []  # calls of the try under way
@@ -218,8 +239,55 @@ class ServerDelivery:
         self._update(source, "full", ver + 1, items=())
         return ver + 1
 
+    @property
+    def stages(self) -> bool:
+        return self._config.sync.staging != "none"
+
+    def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
+        begin, self._staged = time.monotonic(), None
+        place = self._staging
+        if place == "none":  # it did not fit
+            return
+        call = StageWeightsCall(
+            incarnation=self._groups.incarnation,
+            ver=ver,
+            mode=mode,
+            place=place,
+            buckets=self._plan(source),
+            timeout_s=self._config.server.timeout_s,
+        )
+        posts = [(link, link.post(link.client.stage_weights(call, link.patience))) for link in self._groups.links]
+        try:
+            under_way, sums, seals = self._send(source, call, posts)
+            learner = self._canary.scorer(self._dtype, mode == "full")
+            check_sent(call.buckets, sums, learner.checksums)
+            await_all(under_way, posts)
+        except StagingError:
+            self._staging = "none"  # it would not fit the next time either
+            cancel(posts)
+            raise
+        except BaseException:
+            cancel(posts)
+            raise
+        num_bytes, num_tensors = _size(call.buckets)
+        self._staged = Staged(
+            source=source,
+            mode=mode,
+            ver=ver,
+            num_bytes=num_bytes,
+            num_tensors=num_tensors,
+            learner=learner,
+            seals=seals,
+            seconds=time.monotonic() - begin,
+        )
+
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
-        replies, learner, weights = self._update(source, mode, ver, items=self._canary.items)
+        staged, self._staged = self._staged, None
+        if staged is not None and (staged.source, staged.mode, staged.ver) == (source, mode, ver):
+            replies, learner, weights = self._switch(staged)
+        else:
+            staged = None
+            replies, learner, weights = self._update(source, mode, ver, items=self._canary.items)
         reply = next(iter(replies.values()))
         delivered = Delivered(
             mode=mode,
@@ -227,6 +295,8 @@ class ServerDelivery:
             num_tensors=reply.num_tensors,
             gap=worst_gap([self._gap(learner, reply, base_url) for base_url, reply in replies.items()]),
             merge_gap=learner.merge_gap,
+            pause_s=max(reply.pause_s for reply in replies.values()),
+            staged_s=staged.seconds if staged else 0.0,
         )
         served = ServedWeights(ver=ver, incarnation=self._groups.incarnation, weights=weights)
         membership = self._backend.membership.sized((url, status.world_size) for url, status in self._statuses.items())
@@ -239,6 +309,7 @@ class ServerDelivery:
         assert served.ver == ver, "another version was delivered"
 
     def leave(self, *, abort: bool) -> None:
+        self._staged = None
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
         goodbyes = groups.leave(abort=abort, gone=out | self._unreachable().keys())
@@ -286,8 +357,37 @@ class ServerDelivery:
             raise
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
-            _check_reply(call, reply, base_url)
+            _check_reply((ver, *_size(call.buckets)), reply, base_url)
         return replies, learner, self._digest(mode, seals)
+
+    def _switch(self, staged: Staged) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
+        """As `_update`, of weights that wait at the servers already."""
+        items, incarnation = self._canary.items, self._groups.incarnation
+        call = UpdateWeightsCall(
+            incarnation=incarnation,
+            ver=staged.ver,
+            mode=staged.mode,
+            buckets=[],
+            canary=score_items(items),
+            staged=True,
+            timeout_s=self._config.server.timeout_s,
+        )
+        expected = self._canary.expected(incarnation, staged.ver, staged.learner.logprobs, self._dtype)
+        links = self._groups.links
+        # The scores first: the servers hold rollouts back from the update on.
+        posts: list[Post] = [(link, link.post(link.client.expect_scores(expected))) for link in links]
+        updates = [(link, link.post(link.client.update_weights(call, link.patience))) for link in links]
+        posts += updates
+        try:
+            await_all([], posts)
+        except BaseException:
+            self._accused = accused(posts)
+            cancel(posts)
+            raise
+        replies = {link.base_url: post.result() for link, post in updates}
+        for base_url, reply in replies.items():
+            _check_reply((staged.ver, staged.num_bytes, staged.num_tensors), reply, base_url)
+        return replies, staged.learner, self._digest(staged.mode, staged.seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
         """The digest as the server makes it: of the seals; an adapter's together with that of the weights below it."""
@@ -298,7 +398,7 @@ class ServerDelivery:
         return digest
 
     def _send(
-        self, source: WeightSource, call: UpdateWeightsCall, posts: Posts
+        self, source: WeightSource, call: StageWeightsCall | UpdateWeightsCall, posts: Posts
     ) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
         """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""
         plan = [bucket.tensors for bucket in call.buckets]
@@ -345,8 +445,12 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
         )
 
 
-def _check_reply(call: UpdateWeightsCall, reply: UpdateWeightsReply, base_url: str) -> None:
-    wanted = (call.ver, sum(b.num_bytes for b in call.buckets), sum(len(b.tensors) for b in call.buckets))
+def _size(buckets: Sequence[Bucket]) -> tuple[int, int]:
+    """Bytes and tensors."""
+    return sum(bucket.num_bytes for bucket in buckets), sum(len(bucket.tensors) for bucket in buckets)
+
+
+def _check_reply(wanted: tuple[int, int, int], reply: UpdateWeightsReply, base_url: str) -> None:
     found = (reply.ver, reply.num_bytes, reply.num_tensors)
     if found != wanted:
         raise SyncError(

@@ -117,9 +117,10 @@ def start_sync(
 ) -> Iterator[Callable[..., Sync]]:
     made: list[Sync] = []
 
-    def make(backend: ServerBackend, weights: Any = policy, judge: Policy = policy) -> Sync:
-        canary = canary_of(policy, samples)
-        made.append(server_sync(backend, weights, canary, canary_logprobs(judge, canary)))
+    def make(backend: ServerBackend, weights: Any = policy, judge: Policy = policy, **sync: Any) -> Sync:
+        canary, vllm = canary_of(policy, samples), backend.config.vllm
+        config = vllm.model_copy(update={"sync": vllm.sync.model_copy(update=sync)})
+        made.append(server_sync(backend, weights, canary, canary_logprobs(judge, canary), config=config))
         return made[-1]
 
     yield make
@@ -210,6 +211,30 @@ def test_syncs_change_what_is_served_and_are_checked(
         assert receipt.canary_gap_max < EXACT_TOLERANCE
         assert receipt.num_tensors == len(policy.weight_specs())
     assert {rollout.ver for rollout in generate(backend, samples)} == {second.ver}
+
+
+def test_staged_weights_are_served_after_the_sync_and_not_before(
+    connect: Callable[..., ServerBackend],
+    start_sync: Callable[..., Sync],
+    policy: Policy,
+    samples: list[Sample],
+) -> None:
+    """R09, R10: rollouts made between the two parts are the old weights'."""
+    backend = connect()
+    sync = start_sync(backend, staging="device")
+    first = sync.sync()
+    old = [r.response_token_ids for r in generate(backend, samples, greedy=True)]
+    perturb(policy, 0.06)
+    sync.stage()
+    between = generate(backend, samples, greedy=True)
+    assert ([r.response_token_ids for r in between], {r.ver for r in between}) == (old, {first.ver})
+    second = sync.sync()
+    assert (second.ver, second.num_bytes, second.num_tensors) == (first.ver + 1, first.num_bytes, first.num_tensors)
+    assert second.canary_gap_max < EXACT_TOLERANCE
+    assert 0 < second.pause_s <= second.seconds
+    assert second.staged_s > 0
+    after = generate(backend, samples, greedy=True)
+    assert ([r.response_token_ids for r in after] != old, {r.ver for r in after}) == (True, {second.ver})
 
 
 def test_the_canary_tells_a_model_that_is_not_the_learner_s(

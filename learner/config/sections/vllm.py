@@ -31,6 +31,13 @@ class SyncConfig(Section):
     bucket_bytes: int = key(
         "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
+    staging: Literal["none", "device", "host"] = key(
+        "`mode: server`: where new weights wait until they are served. `device`: beside the served ones, and rollouts "
+        "go on while they arrive; a second copy of the weights has to fit. `host`: in the servers' page-locked memory, "
+        "with a longer pause than `device`. `none`: the servers pause while weights arrive",
+        "none",
+        req="R09",
+    )
     canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
@@ -98,4 +105,16 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found=found, wanted="plain LoRA: vLLM does not apply DoRA", remedy=remedy)
 
 
-RULES: tuple[Rule, ...] = (adapter_sync,)
+def staging_needs_servers(config: RunConfig) -> Iterator[Mistake]:
+    """Nothing travels to a colocated engine, so nothing can be staged."""
+    vllm = config.rollout_matching.vllm
+    if config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "colocate" and vllm.sync.staging != "none":
+        yield Mistake(
+            path=f"{ROLLOUT}.vllm.sync.staging",
+            found=f"{vllm.sync.staging} with vllm.mode: colocate",
+            wanted="none: a colocated engine loads the policy's weights in place",
+            remedy="remove the key, or set vllm.mode: server",
+        )
+
+
+RULES: tuple[Rule, ...] = (adapter_sync, staging_needs_servers)

@@ -162,6 +162,33 @@ def test_both_channels_of_a_run_ahead(
     assert all(step["metrics"][B_STEP_SKIPPED] == 0 for step in steps)
 
 
+def test_weights_travel_before_the_producers_stop(
+    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R10: `Sync.stage` runs outside the fence, before each sync; the switch runs inside it."""
+    log: list[str] = []
+    fence, sync = Stage2Ahead.fence, trainer_world.FakeSync.sync
+
+    @contextmanager
+    def fence_told(self: Stage2Ahead) -> Iterator[Any]:
+        with fence(self) as held:
+            log.append("closed")
+            yield held
+        log.append("open")
+
+    def sync_told(self: trainer_world.FakeSync) -> SyncReceipt:
+        log.append("sync")
+        return sync(self)
+
+    monkeypatch.setattr(Stage2Ahead, "fence", fence_told)
+    monkeypatch.setattr(trainer_world.FakeSync, "sync", sync_told)
+    monkeypatch.setattr(trainer_world.FakeSync, "stage", lambda self: log.append("stage"))
+    run(ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=5, eval_steps=3), monkeypatch)
+    assert log.count("sync") == log.count("stage") == 3
+    around = [log[i - 2 : i + 2] for i, what in enumerate(log) if what == "sync"]
+    assert around == [["stage", "closed", "sync", "open"]] * 3
+
+
 def _assert_fresh(rank: Seen, *, window: int) -> None:
     ver, versions = 0, iter(rank.versions)
     for event in rank.events:

@@ -21,9 +21,9 @@ import torch
 from learner.records import EncodedPrompt
 from learner.sync.canary import CanaryItem
 from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError
-from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, spec_of, unpack
+from shared.sync.buckets import SEAL_BYTES, is_sealed, num_bucket_bytes, seal_key, spec_of, unpack
 from shared.sync.calls import Operation
-from shared.wire import ExpectScoresCall, TensorSpec, UpdateWeightsCall
+from shared.wire import ExpectScoresCall, StageWeightsCall, TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 
 PROMPT_IDS = (5, 6, 7)
@@ -169,6 +169,8 @@ class FakeServer:
     secrets: list[bytes] = field(default_factory=list)
     updates: list[UpdateWeightsCall] = field(default_factory=list)
     expected: ExpectScoresCall | None = None
+    refuses_stage: ProjectError | None = None
+    staged: dict[str, torch.Tensor] = field(default_factory=dict)  # that wait; what is served is `tensors`
 
     def __post_init__(self) -> None:
         get, post, url = self.router.get, self.router.post, self.base_url
@@ -176,6 +178,7 @@ class FakeServer:
         get(f"{url}/status/").mock(side_effect=self._status)
         get(f"{url}/get_world_size/").respond(200, json={"world_size": self.world_size})
         post(f"{url}/init_communicator/").mock(side_effect=self._init)
+        post(f"{url}/stage_weights/").mock(side_effect=self._stage)
         post(f"{url}/update_weights/").mock(side_effect=self._update)
         post(f"{url}/expect_scores/").mock(side_effect=self._expect)
         post(f"{url}/score/").mock(side_effect=self._score)
@@ -200,6 +203,19 @@ class FakeServer:
             await asyncio.sleep(0.005)
         return httpx.Response(200, json={})
 
+    async def _stage(self, request: httpx.Request) -> httpx.Response:
+        call = StageWeightsCall.model_validate_json(request.content)
+        self.log.append(f"stage {call.ver} {call.place}")
+        try:
+            if self.refuses_stage:
+                raise self.refuses_stage
+            self.staged = await asyncio.to_thread(self._receive, call)
+        except ProjectError as error:
+            return fakes.error(error)
+        num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
+        reply = {"ver": call.ver, "num_bytes": num_bytes, "num_tensors": len(self.staged), "seconds": 0.1}
+        return httpx.Response(200, json=reply)
+
     async def _update(self, request: httpx.Request) -> httpx.Response:
         call = UpdateWeightsCall.model_validate_json(request.content)
         self.updates.append(call)
@@ -209,7 +225,7 @@ class FakeServer:
         if call.mode == "adapter" and self.refuses_adapter:
             return fakes.error(self.refuses_adapter)
         try:
-            received = await asyncio.to_thread(self._receive, call)
+            received = self.staged if call.staged else await asyncio.to_thread(self._receive, call)
         except ProjectError as error:
             return fakes.error(error)
         if call.mode == "full":  # takes the adapter off
@@ -221,8 +237,11 @@ class FakeServer:
         except ProjectError as error:
             return fakes.error(error)
         self.ver = call.ver
-        reply = {"ver": call.ver, "num_bytes": sum(b.num_bytes for b in call.buckets), "num_tensors": len(received)}
-        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1}
+        num_bytes = num_bucket_bytes([spec_of(name, tensor) for name, tensor in received.items()])
+        if not call.staged:
+            num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
+        reply = {"ver": call.ver, "num_bytes": num_bytes, "num_tensors": len(received)}
+        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "pause_s": 0.01 * self.world_size}
         return httpx.Response(200, json=reply | times | {"scores": {**scores, "ver": call.ver}})
 
     async def _expect(self, request: httpx.Request) -> httpx.Response:
@@ -247,7 +266,7 @@ class FakeServer:
         if not sum(gaps) / len(gaps) <= self.expected.tolerance:
             raise CanaryError("the served model is not the learner's")
 
-    def _receive(self, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
+    def _receive(self, call: UpdateWeightsCall | StageWeightsCall) -> dict[str, torch.Tensor]:
         received: dict[str, torch.Tensor] = {}
         inbox = self.groups[-1].inbox
         for i, bucket in enumerate(call.buckets):

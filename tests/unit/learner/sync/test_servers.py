@@ -32,6 +32,7 @@ from shared.errors import (
     PromptMismatchError,
     ServerBusyError,
     ServerMismatchError,
+    StagingError,
     SyncError,
 )
 from shared.pixels import ImageProcessing
@@ -232,6 +233,94 @@ def test_a_learner_whose_own_scores_are_no_numbers_ends_the_update(
     with pytest.raises(NotFiniteError, match="the learner's own"):
         build().sync()
     assert [server.ver for server in servers] == [0, 0]
+
+
+# ---- staged weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_staged_weights_travel_before_the_sync_and_are_served_by_it(
+    build: Build, servers: list[FakeServer], weights: Weights, backends: list[ServerBackend], place: str
+) -> None:
+    """R09, R10: until then the servers serve what they did, and the first sync, which connects, is a whole one."""
+    sync = build(staging=place)
+    sync.stage()
+    first, old = sync.sync(), dict(weights.tensors)
+    weights.step()
+    sync.stage()
+    for server in servers:
+        assert all(torch.equal(server.tensors[name], tensor) for name, tensor in old.items())
+    assert (sync.ver, served_ver(backends[0])) == (1, 1)
+    second = sync.sync()
+    for server in servers:
+        assert server.log == ["init", "update 1", f"stage 2 {place}", "update 2"]
+        assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.tensors.items())
+    assert (first.staged_s, second.ver, served_ver(backends[0])) == (0.0, 2, 2)
+    assert (second.pause_s, second.canary_gap, second.num_tensors) == (0.02, 0.0, 4)
+    assert second.staged_s > 0.0
+    assert second.num_bytes == first.num_bytes
+
+
+STAGING_FAILURES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"refuses_stage": DigestError("bytes differ")}, ["stage 3 device", "update 3"]),
+    ({"refuses_stage": StagingError("no room", found="8.9 GB of weights")}, ["update 3"]),
+    ({"fails_after_bucket": (1, CommunicatorError("gone"))}, ["stage 3 device", "update 3"]),
+    ({"drops_the_wire": True}, ["stage 3 device", "update 3"]),
+    ({"flips_a_bit": True}, ["stage 3 device", "update 3"]),
+]
+
+
+@pytest.mark.parametrize(("trouble", "later"), STAGING_FAILURES)
+def test_weights_that_cannot_be_staged_are_sent_as_without_staging(
+    build: Build,
+    servers: list[FakeServer],
+    weights: Weights,
+    caplog: pytest.LogCaptureFixture,
+    trouble: dict[str, Any],
+    later: list[str],
+) -> None:
+    """A failure is only a warning: nobody has stopped serving. What does not fit is not tried again."""
+    sync = build(staging="device")
+    sync.sync()
+    weights.step()
+    healthy = {name: getattr(servers[1], name) for name in trouble}
+    for name, value in trouble.items():
+        setattr(servers[1], name, value)
+    sync.stage()
+    assert [server.ver for server in servers] == [1, 1]
+    assert "not staged" in caplog.text
+    assert str(next(iter(trouble.values()))) in caplog.text or "refuses_stage" not in trouble
+    for name, value in healthy.items():
+        setattr(servers[1], name, value)
+    receipt = sync.sync()
+    assert (receipt.ver, receipt.staged_s, receipt.canary_gap) == (2, 0.0, 0.0)
+    weights.step()
+    sync.stage()
+    assert sync.sync().ver == 3
+    assert servers[0].log[-len(later) :] == later
+    assert ("stage 3 device" in servers[0].log) == ("stage 3 device" in later)
+
+
+def test_a_switch_that_fails_is_a_sync_that_fails(build: Build, servers: list[FakeServer], weights: Weights) -> None:
+    """Today's rules: the canary's verdict ends it, and the next sync heals."""
+    sync = build(staging="device")
+    sync.sync()
+    weights.step()
+    sync.stage()
+    servers[1].score_delta = 0.2
+    with pytest.raises(CanaryError, match=URLS[1]):
+        sync.sync()
+    assert servers[1].ver == 1
+    servers[1].score_delta = 0.0
+    receipt = sync.sync()
+    assert (receipt.staged_s, receipt.canary_gap) == (0.0, 0.0)
+
+
+def test_weights_are_not_staged_unless_that_is_asked_for(build: Build, servers: list[FakeServer]) -> None:
+    sync = build()
+    sync.sync()
+    sync.stage()
+    assert servers[0].log == ["init", "update 1"]
 
 
 def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
