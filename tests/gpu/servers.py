@@ -46,7 +46,11 @@ def samples(number: int = 4) -> list[Sample]:
 
 @contextmanager
 def learner(
-    servers: RunningServer | Sequence[RunningServer], policy: Policy, *, allow_shared_gpu: bool = SHARED
+    servers: RunningServer | Sequence[RunningServer],
+    policy: Policy,
+    *,
+    allow_shared_gpu: bool = SHARED,
+    staging: str = "none",
 ) -> Iterator[tuple[ServerBackend, Sync]]:
     servers = [servers] if isinstance(servers, RunningServer) else servers
     entries = [{"base_url": server.base_url, "group_port": free_port()} for server in servers]
@@ -56,7 +60,7 @@ def learner(
         "vllm": {
             "mode": "server",
             "server": {"servers": entries, "timeout_s": 60.0, "allow_shared_gpu": allow_shared_gpu},
-            "sync": {"bucket_bytes": 1 << 20},
+            "sync": {"bucket_bytes": 1 << 20, "staging": staging},
         },
     }
     backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)

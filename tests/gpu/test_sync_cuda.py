@@ -49,6 +49,27 @@ def test_syncs_change_what_is_served(server: RunningServer, model: Path, make: C
         assert said[0] != said[1] != said[2]
 
 
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_staged_weights_are_served_by_the_sync_and_not_before(
+    server: RunningServer, model: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R09, R10: rollouts between the two parts are the old weights', in the same memory sync after sync."""
+    policy = load(model)
+    with learner(server, policy, staging=place) as (backend, sync):
+        sync.sync()
+        for seed in range(3):
+            old = answers(backend)
+            change(policy, seed)
+            sync.stage()
+            assert answers(backend) == old
+            receipt = sync.sync()
+            assert receipt.staged_s > 0, "it was not staged; the warning says why"
+            assert receipt.num_tensors == len(policy.weight_specs())
+            assert answers(backend) != old
+        with capsys.disabled():
+            print(f"\npause of a small model staged on {place}: {1e3 * receipt.pause_s:.1f} ms")
+
+
 def test_a_learner_on_the_server_s_gpu_is_told(server: RunningServer, model: Path) -> None:
     here = load(model, f"cuda:{OTHER}")
     refused = pytest.raises(CommunicatorError, match=r"on one GPU[\s\S]*allow_shared_gpu")
