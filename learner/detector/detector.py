@@ -30,7 +30,8 @@ from learner.records import Rollout, Sample
 from learner.tasks.detection.scores import Calibration, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
-from shared.errors import DataError, MediaError
+from shared.errors import ConfigError, DataError, MediaError, RequestError
+from shared.generation import render_messages
 from shared.images import ImageRules, Images
 
 Photograph = str | Path | Image.Image
@@ -39,10 +40,17 @@ MOST_PATH = 4096  # characters
 
 
 class Parts(NamedTuple):
-    """An image's tiles, and a sample of each."""
+    """An image's tiles, and a sample of each; or the images of a record, each as one tile, and one sample."""
 
     tiles: list[Tile]
     samples: list[Sample]
+
+
+class Ask(NamedTuple):
+    """What is asked together: an image, or the images of a record. `places` are theirs in the whole line."""
+
+    places: list[int]
+    parts: Parts | MediaError
 
 
 class Detector:
@@ -65,7 +73,6 @@ class Detector:
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path)
         require_boxes(self.model)
-        require_one_image_prompt(self.model)
         require_classes(self.model, classes)
         self.asked = asked or Asked(**options)
         self.classes, self.conf, self.tile = frozenset(classes), conf, tile
@@ -104,39 +111,58 @@ class Detector:
 
     def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
         """One an image, some images at a time; instead of it, what is wrong with an image that cannot be used. `line`
-        has images by their places in the whole line, on which their drawn answers depend."""
+        has images by their places in the whole line, on which their drawn answers depend; those of a record stand side
+        by side. Raises ConfigError if the model cannot be asked about them."""
+        self._require_askable(line.values())
         self.__enter__()
-        waiting: dict[int, Parts | MediaError] = {}
-        for place, image in line.items():
-            waiting[place] = self._parts(image)
+        waiting: dict[int, Ask] = {}
+        for first, places in _asks(line).items():
+            waiting[first] = Ask(places, self._parts(line[places[0]]))
             if self._is_enough(waiting.values()):
                 yield from self._answered(waiting, line)
                 waiting = {}
         yield from self._answered(waiting, line)
 
-    def _is_enough(self, waiting: Collection[Parts | MediaError]) -> bool:
+    def _require_askable(self, images: Collection[InputImage]) -> None:
+        if any(image.record is None for image in images):
+            require_one_image_prompt(self.model)
+        record = next((image.record for image in images if image.record is not None), None)
+        if record is not None and self.tile is not None:
+            raise ConfigError(
+                "several images of a record are not cut into tiles",
+                found=f"--tile {self.tile}, and sample {record.sample_id} with {len(record.images)} images",
+                wanted="photographs, one by one",
+                remedy="leave --tile out, or make one record of each image",
+            )
+
+    def _is_enough(self, waiting: Collection[Ask]) -> bool:
         """True if these keep the backend busy, or are as much as should be sent at once."""
-        samples = [sample for parts in waiting if isinstance(parts, Parts) for sample in parts.samples]
-        sent = sum(len(sample.images[0]) for sample in samples) * max(1, self.asked.samples)
+        samples = [sample for one in waiting if isinstance(one.parts, Parts) for sample in one.parts.samples]
+        sent = sum(len(image) for sample in samples for image in sample.images) * max(1, self.asked.samples)
         return len(samples) >= self.answers.images_at_once or sent >= MOST_BYTES
 
     def _answered(
-        self, waiting: Mapping[int, Parts | MediaError], line: Mapping[int, InputImage]
+        self, waiting: Mapping[int, Ask], line: Mapping[int, InputImage]
     ) -> Iterator[tuple[int, Prediction | MediaError]]:
-        asked = {place: part.samples for place, part in waiting.items() if isinstance(part, Parts)}
+        asked = {first: one.parts.samples for first, one in waiting.items() if isinstance(one.parts, Parts)}
         answers = self.answers.of(asked) if asked else {}
-        for place, part in waiting.items():
-            if isinstance(part, Parts):
-                yield place, self._prediction(line[place], part.tiles, answers[place])
-            else:
-                yield place, part
+        for first, one in waiting.items():
+            for place in one.places:
+                if isinstance(one.parts, Parts):
+                    yield place, self._prediction(line[place], one.parts.tiles, answers[first])
+                else:
+                    yield place, one.parts
 
     def _parts(self, image: InputImage) -> Parts | MediaError:
         try:
-            picture = self._images.load(image.source)
-            tiles = tiles_of(picture.width, picture.height, self.tile)
-            sources = [self._sent(image.source), *(_png(picture.crop(tile)) for tile in tiles[1:])]
-            samples = [self._sample(str(image.id), source, tile) for source, tile in zip(sources, tiles, strict=True)]
+            if image.record is not None:
+                tiles, samples = self._whole_record(image.record)
+            else:
+                picture = self._images.load(image.source)
+                tiles = tiles_of(picture.width, picture.height, self.tile)
+                sources = [self._sent(image.source), *(_png(picture.crop(tile)) for tile in tiles[1:])]
+                named = zip(sources, tiles, strict=True)
+                samples = [self._sample(str(image.id), source, tile) for source, tile in named]
             self.answers.encoder.num_tokens(samples[0])  # raises if the model cannot take its shape
         except MediaError as error:
             return error
@@ -148,6 +174,25 @@ class Detector:
                 remedy="crop the image, or make parts of it",
             )
         return Parts(tiles, samples)
+
+    def _whole_record(self, record: Sample) -> Parts:
+        """The model's own prompt if it is for so many images, else the record's."""
+        sizes = [self._images.load(source).size for source in record.images]
+        messages: Sequence[Mapping[str, Any]] = self.model.settings.messages
+        try:
+            render_messages(messages, len(record.images))
+        except RequestError:
+            messages = record.messages
+        sample = Sample(
+            sample_id=record.sample_id,
+            messages=tuple(messages),
+            images=tuple(map(self._sent, record.images)),
+            objects=(),
+            width=sizes[0][0],
+            height=sizes[0][1],
+            sizes=tuple(sizes),
+        )
+        return Parts([Tile(0, 0, *size) for size in sizes], [sample])
 
     def _sent(self, source: str) -> str:
         """A server may be on another machine, or may not read this folder: it gets the file's bytes."""
@@ -167,9 +212,13 @@ class Detector:
         )
 
     def _prediction(self, image: InputImage, tiles: Sequence[Tile], answers: Sequence[Sequence[Rollout]]) -> Prediction:
-        whole = tiles[0]
-        found = [(tile, self._boxes(tile, own)) for tile, own in zip(tiles, answers, strict=True)]
-        boxes = merge(found, whole.right, whole.bottom) if len(tiles) > 1 else found[0][1]
+        if image.record is not None:
+            whole = tiles[image.number - 1]
+            boxes = self._boxes(whole, answers[0], image.image)
+        else:
+            whole = tiles[0]
+            found = [(tile, self._boxes(tile, own)) for tile, own in zip(tiles, answers, strict=True)]
+            boxes = merge(found, whole.right, whole.bottom) if len(tiles) > 1 else found[0][1]
         return Prediction(
             id=image.id,
             name=image.name,
@@ -180,15 +229,24 @@ class Detector:
             truncated=any(own[0].finish_reason == "length" for own in answers),
         )
 
-    def _boxes(self, tile: Tile, answers: Sequence[Rollout]) -> list[ScoredBox]:
-        """Best first."""
+    def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
+        """Best first. `number`: of which image, if the answers are to several."""
         found = scored_objects([self.task.parse(answer) for answer in answers], self._pieces, self.calibration)
         boxes = [
             ScoredBox(one.object.desc, one.score, *in_pixels(one.object, tile), one.votes)
             for one in found
-            if not self.classes or one.object.desc in self.classes
+            if one.object.image == number and (not self.classes or one.object.desc in self.classes)
         ]
         return sorted(boxes, key=lambda box: -box.score)
+
+
+def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
+    """The places of what is asked together, by the place of the first image of it in the whole line. That one may be
+    missing here, if a command was interrupted within a record."""
+    found: dict[int, list[int]] = {}
+    for place, image in line.items():
+        found.setdefault(place - (image.number - 1), []).append(place)
+    return found
 
 
 def _input(number: int, image: Photograph) -> InputImage:

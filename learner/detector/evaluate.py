@@ -25,7 +25,7 @@ from learner.detector.boxes import Prediction
 from learner.detector.command import quiet
 from learner.detector.detector import Detector
 from learner.detector.evaluation import Found, Result, Scored, evaluate_all, threshold_of
-from learner.detector.inputs import Anything, InputImage, require_one_image
+from learner.detector.inputs import Anything, images_of
 from learner.detector.pictures import TEMPLATES
 from learner.detector.results_in import box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
@@ -141,9 +141,7 @@ def _retained(name: str) -> str:
 
 def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
     data = DataConfig(train=path, on_bad_record="drop", image_root=options.image_root)
-    samples = load_split(data, path, Anything()).samples
-    require_one_image(samples, "evaluate")
-    return samples
+    return load_split(data, path, Anything()).samples
 
 
 def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]) -> list[Found]:
@@ -158,13 +156,14 @@ def _by_model(path: Path, name: str, samples: Mapping[str, Sequence[Sample]], as
 
 
 def _boxes(detector: Detector, samples: Sequence[Sample]) -> dict[str, list[Scored]]:
-    line = {i: InputImage(id=sample.sample_id, source=sample.images[0], name="") for i, sample in enumerate(samples)}
+    images = [(sample, image) for sample in samples for image in images_of(sample)]
     boxes: dict[str, list[Scored]] = {}
-    for place, one in detector.predictions(line):
+    for place, one in detector.predictions({place: image for place, (_, image) in enumerate(images)}):
         if not isinstance(one, Prediction):
             raise one
-        sample = samples[place]
-        boxes[sample.sample_id] = [Scored(box_in_sample(b.box, b.name, sample), b.score) for b in one.boxes]
+        sample, image = images[place]
+        found = [Scored(box_in_sample(b.box, b.name, sample, image.image), b.score) for b in one.boxes]
+        boxes.setdefault(sample.sample_id, []).extend(found)
     return boxes
 
 

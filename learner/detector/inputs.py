@@ -26,11 +26,19 @@ _WANTED = "a photograph, a folder of photographs, a pattern such as 'photos/*.jp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputImage:
-    """`id` is the annotation's, or a number. `source` is an image string. `name` is what a person calls it."""
+    """`id` is the annotation's, or a number. `source` is an image string. `name` is what a person calls it. `record`:
+    the sample whose images are looked at together, if it has several, and `number`, which of them this is, from 1."""
 
     id: int | str
     source: str
     name: str
+    record: Sample | None = None
+    number: int = 1
+
+    @property
+    def image(self) -> int | None:
+        """Return what an object of it has as its `image`."""
+        return None if self.record is None else self.number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +72,7 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
         annotated, wrong = _annotated(text, data or DataConfig(train=text), reader)
         bad += wrong
         for image in annotated:
-            sources.setdefault(image.source, image)
+            sources.setdefault(image.source if image.record is None else f"{image.id} {image.source}", image)
     if not sources and not bad:
         raise DataError("there is nothing to predict", found=", ".join(inputs) or "no input", wanted=_WANTED)
     return Inputs(images=list(_numbered(sources)), bad=bad, categories=coco_categories(inputs))
@@ -160,17 +168,22 @@ def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list
             remedy="correct the path, or name the folder of the photographs",
         ) from error
     bad = [str(error) for error in split.bad.errors]
-    bad += [
-        f"{text}: sample {sample.sample_id} has {len(sample.images)} images, and predict looks at them one by one: name"
-        " the images instead"
-        for sample in split.samples
-        if len(sample.images) != 1
-    ]
+    bad += [f"{text}: sample {sample.sample_id} has no image" for sample in split.samples if not sample.images]
     if split.bad.num_errors > len(bad):
         bad.append(f"{text}: {split.bad.num_errors - len(bad)} more records that cannot be used")
-    images = [
-        InputImage(id=image_id(sample.sample_id), source=sample.images[0], name=Path(sample.images[0][-200:]).name)
-        for sample in split.samples
-        if len(sample.images) == 1
+    return [image for sample in split.samples for image in images_of(sample)], bad
+
+
+def images_of(sample: Sample) -> list[InputImage]:
+    """One for each image of a sample. Those of several have its id and `#1`, `#2`, as in a run's COCO results."""
+    several = len(sample.images) > 1
+    return [
+        InputImage(
+            id=image_id(f"{sample.sample_id}#{number}" if several else sample.sample_id),
+            source=source,
+            name=Path(source[-200:]).name,
+            record=sample if several else None,
+            number=number,
+        )
+        for number, source in enumerate(sample.images, start=1)
     ]
-    return images, bad

@@ -21,6 +21,7 @@ from learner.data.formats.source import name_and_split
 from learner.data.formats.yolo import yolo_file
 from learner.data.splits import annotations_of
 from learner.detector.evaluation import Found, Scored
+from learner.detector.inputs import images_of
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError
@@ -77,15 +78,18 @@ def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Clas
     boxes: dict[str, list[Scored]] = {}
     strangers: list[str] = []
     for row in rows:
-        sample = by_key.get(Path(row.file_name or "").name) or by_key.get(str(row.image_id))
+        place = by_key.get(Path(row.file_name or "").name) or by_key.get(str(row.image_id))
         desc = row.category or row.category_name or names.get(row.category_id if row.category_id is not None else -1)
-        if sample is None or desc is None:
-            strangers.append(f"image_id {row.image_id!r}" if sample is None else f"category_id {row.category_id}")
+        if place is None or desc is None:
+            strangers.append(f"image_id {row.image_id!r}" if place is None else f"category_id {row.category_id}")
             continue
+        sample, image = place
         if row.bbox[2] > 0 and row.bbox[3] > 0:
             x, y, width, height = row.bbox
             corners = (x, y, x + width, y + height)
-            boxes.setdefault(sample.sample_id, []).append(Scored(box_in_sample(corners, desc, sample), row.score))
+            boxes.setdefault(sample.sample_id, []).append(
+                Scored(box_in_sample(corners, desc, sample, image), row.score)
+            )
     if strangers:
         raise DataError(
             f"{path}: results that belong to other annotations",
@@ -96,13 +100,15 @@ def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Clas
     return Found(name=name, boxes=boxes)
 
 
-def _samples_by_key(samples: Sequence[Sample]) -> dict[str, Sample]:
-    """By id, and where it is unambiguous by the image's name and stem."""
-    found = {sample.sample_id: sample for sample in samples}
+def _samples_by_key(samples: Sequence[Sample]) -> dict[str, tuple[Sample, int | None]]:
+    """The sample that each image is in, and its number if there are several: by the image's id, and where it is
+    unambiguous by its name and stem."""
+    places = [(one, (sample, one.image)) for sample in samples for one in images_of(sample)]
+    found = {str(one.id): place for one, place in places}
     for key in (lambda path: path.name, lambda path: path.stem):
-        own: dict[str, list[Sample]] = {}
-        for sample in samples:
-            own.setdefault(key(Path(sample.images[0][-300:])) if sample.images else "", []).append(sample)
+        own: dict[str, list[tuple[Sample, int | None]]] = {}
+        for one, place in places:
+            own.setdefault(key(Path(one.source[-300:])), []).append(place)
         for text, those in own.items():
             if len(those) == 1:
                 found.setdefault(text, those[0])
@@ -116,8 +122,10 @@ def _names(rows: Sequence[CocoResult], samples: Sequence[Sample], classes: Class
     return dict(enumerate(classes.names or sorted({obj.desc for sample in samples for obj in sample.objects}), first))
 
 
-def box_in_sample(box: Sequence[float], desc: str, sample: Sample) -> DetectionObject:
-    """A box x1, y1, x2, y2 in pixels, in the scale of bins, but not rounded to them."""
-    scale = ((NUM_BINS - 1) / sample.width, (NUM_BINS - 1) / sample.height)
+def box_in_sample(box: Sequence[float], desc: str, sample: Sample, image: int | None = None) -> DetectionObject:
+    """A box x1, y1, x2, y2 in pixels, in the scale of bins, but not rounded to them. `image`: which of several it is
+    in."""
+    width, height = sample.size_of(image)
+    scale = ((NUM_BINS - 1) / width, (NUM_BINS - 1) / height)
     corners: Any = tuple(value * scale[i % 2] for i, value in enumerate(box))
-    return DetectionObject(desc, "bbox_2d", corners)
+    return DetectionObject(desc, "bbox_2d", corners, image=image)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -11,9 +12,10 @@ from PIL import Image
 from learner.__main__ import main
 from learner.config.inference import InferenceSettings, prompt_messages
 from learner.config.sections.task import TaskConfig
-from learner.detector import Detector
-from learner.detector.inputs import find_inputs
+from learner.detector.detector import _asks
+from learner.detector.inputs import find_inputs, require_one_image
 from learner.detector.model import ModelFiles, require_one_image_prompt
+from learner.records import Sample
 from shared.errors import ConfigError, DataError
 
 
@@ -84,31 +86,50 @@ def test_an_input_that_is_nothing_is_named(photos: Path, monkeypatch: pytest.Mon
     assert error.value.remedy
 
 
-def test_records_of_several_images_are_named_and_left_out(photos: Path, tmp_path: Path) -> None:
-    file = several(tmp_path, [str(photos / "a.PNG"), str(photos / "b.jpg")])
-    found = find_inputs([str(file), str(photos / "b.jpg")])
-    assert [image.name for image in found.images] == ["b.jpg"]
-    (said,) = found.bad
-    assert "sample pair has 2 images" in said
-
-
-def several(folder: Path, images: list[str]) -> Path:
-    turn = {"role": "user", "content": "<image>" * len(images)}
+def several(folder: Path, images: list[str], objects: list[dict[str, Any]] | None = None) -> Path:
+    turn = {"role": "user", "content": "<image>" * len(images) + "Detect."}
     file = folder / "pairs.jsonl"
-    file.write_text(json.dumps({"id": "pair", "messages": [turn], "images": images, "objects": []}))
+    file.write_text(json.dumps({"id": "pair", "messages": [turn], "images": images, "objects": objects or []}))
     return file
 
 
-def test_commands_that_look_at_photographs_one_by_one_say_so(
-    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_image_of_a_record_has_its_own_results(photos: Path, tmp_path: Path) -> None:
     file = several(tmp_path, [str(photos / "a.PNG"), str(photos / "b.jpg")])
-    (tmp_path / "found.json").write_text("[]")
-    found = str(tmp_path / "found.json")
-    assert main(["evaluate", str(file), "--predictions", found, "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "evaluate looks at photographs one by one; found sample pair with 2 images" in said
-    assert "Traceback" not in said
+    found = find_inputs([str(file), str(photos / "b.jpg")])
+    assert not found.bad
+    assert [(one.id, one.name, one.image) for one in found.images] == [
+        ("pair#1", "a.PNG", 1),
+        ("pair#2", "b.jpg", 2),
+        (1, "b.jpg", None),
+    ]
+
+
+def test_a_record_is_asked_as_a_whole_also_after_an_interruption(photos: Path, tmp_path: Path) -> None:
+    """Drawn answers depend on the place of its first image, which may be done already."""
+    file = several(tmp_path, [str(photos / "a.PNG"), str(photos / "b.jpg")])
+    line = dict(enumerate(find_inputs([str(photos / "b.jpg"), str(file)]).images))
+    assert _asks(line) == {0: [0], 1: [1, 2]}
+    assert _asks({2: line[2]}) == {1: [2]}
+
+
+@pytest.mark.parametrize("name", [{"image_id": "pair#2"}, {"image_id": 7, "file_name": "b.jpg"}])
+def test_results_are_compared_in_the_image_that_they_name(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: dict[str, Any]
+) -> None:
+    objects = [{"desc": "cell", "image": image, "bbox_2d": [4, 3, 20, 15]} for image in (1, 2)]
+    file = several(tmp_path, [str(photos / "a.PNG"), str(photos / "b.jpg")], objects)
+    found = tmp_path / "found.json"
+    found.write_text(json.dumps([{**name, "category": "cell", "bbox": [4, 3, 16, 12], "score": 0.9}]))
+    assert main(["evaluate", str(file), "--predictions", str(found), "--out", str(tmp_path / "out")]) == 0
+    (result,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert result["intervals"]["precision@0.5"]["estimate"] == 1.0
+    assert result["intervals"]["f1@0.5"]["estimate"] == pytest.approx(2 / 3)
+
+
+def test_find_missing_says_that_it_looks_at_photographs_one_by_one() -> None:
+    sample = Sample(sample_id="pair", messages=(), images=("a", "b"), objects=(), width=1, height=1)
+    with pytest.raises(DataError, match="find-missing looks at photographs one by one"):
+        require_one_image([sample], "find-missing")
 
 
 def test_a_model_of_pages_is_not_asked_about_one_photograph(tmp_path: Path) -> None:
@@ -116,6 +137,6 @@ def test_a_model_of_pages_is_not_asked_about_one_photograph(tmp_path: Path) -> N
     turn = {"role": "user", "content": "<image><image>Detect every digit."}
     pages = ModelFiles(folder=tmp_path, settings=InferenceSettings(task=TaskConfig(), messages=[turn]))
     with pytest.raises(ConfigError, match="not for one photograph"):
-        Detector(pages)
+        require_one_image_prompt(pages)
     one = pages.settings.model_copy(update={"messages": prompt_messages("Detect.")})
     require_one_image_prompt(ModelFiles(folder=tmp_path, settings=one))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
@@ -115,9 +116,10 @@ def pages(folder: Path) -> Path:
 def test_records_of_several_images_are_learned(
     tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    """After some steps of `sft` the answers name the image in which the box is."""
+    """After some steps of `sft` the answers name the image in which the box is, also those that `predict` asks for."""
     steps = 30 if variant == "sft" else 2
     options: dict[str, Any] = {"max_steps": steps, "effective_batch_size": 2, "learning_rate": 5e-3}
+    options["save_on_end"] = variant == "sft"
     settings = hf_config(tiny_vlm, tmp_path / "run", variant=variant, eval_on_end=True, **options).model_dump()
     settings["data"] |= {name: str(pages(tmp_path)) for name in ("train", "test")}
     settings["custom"]["extra"]["rollout_matching"]["decoding"]["max_new_tokens"] = 64
@@ -131,3 +133,13 @@ def test_records_of_several_images_are_learned(
     if variant == "sft":
         assert [[one["image"] for one in scene["predictions"]] for scene in scenes] == [[1], [2]]
         assert events(config, "eval")[-1]["metrics"]["f1@0.5"] == 1.0
+        out, model = tmp_path / "out", config.training.output_dir
+        asked = [str(tmp_path / "pages.jsonl"), "--backend", "hf", "--conf", "0"]
+        assert main(["predict", "--model", str(model), "--out", str(out), *asked]) == 0
+        rows = json.loads((out / "predictions.json").read_text())
+        assert [(row["image_id"], row["file_name"]) for row in rows] == [
+            ("red-blue#1", "red.png"),
+            ("blue-red#2", "red.png"),
+        ]
+        assert all(abs(a - b) < 3 for row in rows for a, b in zip(row["bbox"], [8, 8, 32, 48], strict=True))
+        assert len(list((out / "pictures").iterdir())) == 4
