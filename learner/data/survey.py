@@ -91,7 +91,8 @@ def lines_of(found: Survey) -> list[str]:
     more = f" and {len(found.classes) - _MAX_NAMED} more" if len(found.classes) > _MAX_NAMED else ""
     small, mid, large = (f"{width} x {height}" for width, height in found.sizes)
     several = found.num_images > found.num_samples
-    counted = f"{found.num_samples} records of {found.num_images} photographs" if several else ""
+    plural = "" if found.num_samples == 1 else "s"
+    counted = f"{found.num_samples} record{plural} of {found.num_images} photographs" if several else ""
     return [
         f"{counted or photographs(found.num_samples)}, {found.num_boxes} boxes ({few} to {many} a "
         f"{'record' if several else 'photograph'}, median {middle:g})",

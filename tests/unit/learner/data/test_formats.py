@@ -15,6 +15,7 @@ from pycocotools import mask as coco_mask
 from learner.config.sections.data import BadRecordConfig, DataConfig
 from learner.data.formats.detect import format_of
 from learner.data.splits import Split, load_split
+from learner.data.survey import lines_of, survey
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.geometry import iou_matrix
 from shared.errors import DataError
@@ -308,6 +309,16 @@ def test_each_object_is_in_bins_of_its_own_image(tmp_path: Path, said: dict[str,
     assert [(o.image, o.bins) for o in sample.ignored] == [(2, (0, 0, 999, 999))]
     assert sample.sizes == ((50, 80), (200, 100))
     assert (sample.width, sample.height) == (50, 80)
+
+
+def test_a_survey_counts_records_and_images_and_measures_boxes_in_their_own(tmp_path: Path) -> None:
+    draw(tmp_path, "2.png", size=(50, 80))
+    found = survey(split_of(jsonl(tmp_path, on(2, 0, 0, 100, 50), **SEVERAL)))
+    assert (found.num_samples, found.num_images, found.num_boxes) == (1, 2, 1)
+    assert found.sizes[0] == (50, 80)
+    assert found.sizes[2] == (200, 100)
+    assert found.smallest_side_px == pytest.approx(50, abs=0.2)
+    assert lines_of(found)[0].startswith("1 record of 2 photographs, 1 boxes (1 to 1 a record")
 
 
 def test_width_and_height_are_those_of_every_image(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.config.sections.labels import CompleteConfig
 from learner.policy.parallel import Ranks
-from learner.records import DetectionObject, Rollout, Sample
+from learner.records import DetectionObject, Rollout, Sample, Votes
 from learner.rollout.backend import MicroStep
 from learner.run.output_dir import claim_output_dir
-from learner.steps.completing import LabelCompletion
+from learner.steps.completing import LabelCompletion, _added, _read
 from shared.config.model import ConfigErrors
 from shared.errors import CheckpointError, OutputError
 from tests.unit.learner.steps.test_segments import SAMPLES, TASK, TOKENIZER
@@ -275,3 +275,14 @@ def completion_of(
         run_dir=folder or Path("/nonexistent"),
         too_long=too_long,
     )
+
+
+@pytest.mark.parametrize("image", [None, 2])
+def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) -> None:
+    """With its votes, and its image if the sample has several."""
+    completed = DetectionObject("cell", "bbox_2d", (1, 2, 30, 40), Votes(3, 4, 0.75), image=image)
+    annotated = completed._replace(votes=None)
+    sample = Sample(sample_id="s", messages=(), images=(), objects=(annotated, completed), width=9, height=9)
+    written = json.loads(json.dumps(_added(sample)))
+    assert list(map(_read, written["objects"])) == [completed]
+    assert len(written["objects"][0]) == (4 if image is None else 5)
