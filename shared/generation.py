@@ -172,6 +172,8 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
         logprobs=0 if config.logprobs else None,  # 0: of the sampled token only
+        # Lists in place of an object and a dict for every token, which Python's collector would look through.
+        flat_logprobs=config.logprobs,
         skip_special_tokens=False,  # the text shows every token
         spaces_between_special_tokens=False,
         # Only stop strings need the text token by token. One pass at the end is much cheaper.
@@ -259,7 +261,12 @@ def _sampled_logprobs(completion: Any) -> list[float] | None:
     rows = getattr(completion, "logprobs", None)
     if rows is None:
         return None
-    logprobs = [float(row[i].logprob) for row, i in zip(rows, completion.token_ids, strict=True)]
+    firsts = getattr(rows, "start_indices", None)
+    if firsts is None:
+        logprobs = [float(row[i].logprob) for row, i in zip(rows, completion.token_ids, strict=True)]
+    else:  # vLLM's FlatLogprobs
+        assert [rows.token_ids[i] for i in firsts] == list(completion.token_ids), "a position begins with its token"
+        logprobs = [float(rows.logprobs[i]) for i in firsts]
     _check_finite(logprobs)
     return logprobs
 

@@ -45,6 +45,20 @@ def test_log_probabilities_are_those_of_the_kept_tokens() -> None:
         read_generation(answer, STOPS)
 
 
+def test_log_probabilities_in_vllm_s_flat_form_are_read_alike() -> None:
+    """A position has its sampled token first, and others after it if they were asked for."""
+    answer = output([3, 4, 7], "stop")
+    answer.outputs[0].logprobs = SimpleNamespace(
+        start_indices=[0, 2, 3], token_ids=[3, 9, 4, 7], logprobs=[-3.0, -0.1, -4.0, -7.0]
+    )
+    read = read_generation(answer, {7})
+    assert (read.response_token_ids, read.logprobs) == ([3, 4], [-3.0, -4.0])
+    assert read.stop_logprob == -7.0
+    answer.outputs[0].logprobs.logprobs[2] = float("nan")
+    with pytest.raises(RolloutError):
+        read_generation(answer, {7})
+
+
 def scored(*logprobs: float) -> Any:
     """A prompt of two tokens, a response of tokens 10, 11, ...; at each position vLLM gives more than its token."""
     response = list(range(10, 10 + len(logprobs)))
