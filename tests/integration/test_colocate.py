@@ -235,10 +235,8 @@ def refused_then_mended(world: World) -> None:
 
 def test_a_canary_that_fails_stops_rollouts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner's model gives other probabilities than the weights that it handed over."""
-    honest = world.policy.logprobs
-    monkeypatch.setattr(
-        world.policy, "logprobs", lambda answers: [[value - 0.5 for value in one] for one in honest(answers)]
-    )
+    honest = world.policy.answer_logprobs
+    monkeypatch.setattr(world.policy, "answer_logprobs", lambda inputs: honest(inputs) - 0.5)
     with pytest.raises(CanaryError, match="the colocated engine") as caught:
         world.sync()
     assert "mean gap 0.5" in caught.value.found
