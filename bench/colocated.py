@@ -245,7 +245,7 @@ def _look_closer(world: World, found: dict[str, Any], keep: Callable[[], None], 
     for name, without in WAYS.items():
         found["alone"][name] = [world.alone(without) for _ in range(3)]
         say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
-    keep()
+        keep()
     for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
         with profiled(logs, name, on_gpu=world.on_gpu):
             work()
