@@ -1,9 +1,9 @@
 """Where a colocated sync and its rollouts spend their time: `python -m bench.colocated --data BCCD --out FILE`.
 
 The race's run (`bench.race`) is built in this process, without its training steps, so nothing is compiled for learning.
-In turn: a sync, and the rollouts of a step. Then syncs whose canary launches every kernel of the learner's layers from
-Python, in place of CUDA graphs. Then the engine alone gets the same prompts, as the rollouts ask for them, and without
-seeds, log-probabilities, images, or all of these. Last, one sync and one step's rollouts are profiled.
+In turn: a sync, and the rollouts of a step. One of each is profiled. Then come syncs whose canary launches every kernel
+of the learner's layers from Python, in place of CUDA graphs. Last, the engine alone gets the same prompts, each
+rendered by itself, as the rollouts ask for them, and without seeds, log-probabilities, images, or all of these.
 
 Out: FILE with the seconds and parts of each sync and rollout, and the engine's seconds alone. In `STEM-logs` beside
 it: what Python did (`sync.txt`, `rollouts.txt`, by cProfile) and what the device did (`sync-device.txt`,
@@ -225,30 +225,24 @@ def main(
                 say(f"{name}: " + ", ".join(f"{part} {value:.3f}" for part, value in row.items()))
         found["tokens"] = world.num_tokens
         keep()
+        for name, work in () if brief else (("sync", world.sync), ("rollouts", world.rollouts)):
+            with profiled(logs, name, on_gpu=world.on_gpu):
+                work()
         world.launch_layers()
         for _ in range(3):
             found["sync_without_graphs"].append({"seconds": world.timed(world.sync), **world.parts})
             say("sync without graphs: " + ", ".join(f"{part} {value:.3f}" for part, value in world.parts.items()))
         keep()
-        if not brief:
-            _look_closer(world, found, keep, logs)
+        for name, without in () if brief else WAYS.items():
+            found["alone"][name] = [world.alone(without) for _ in range(3)]
+            say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
+            keep()
     sync_s, whole = (median(row["seconds"] for row in found[name][2:]) for name in ("sync", "rollouts"))
     print(f"sync {sync_s:.3f} s, rollouts {whole:.3f} s", flush=True)
     if not brief:
         found["share_of_engine"] = median(found["alone"]["as the rollouts"]) / whole
         keep()
         print(f"the engine alone: {found['share_of_engine']:.3f} of the rollouts", flush=True)
-
-
-def _look_closer(world: World, found: dict[str, Any], keep: Callable[[], None], logs: Path) -> None:
-    """The engine alone, and the profiles."""
-    for name, without in WAYS.items():
-        found["alone"][name] = [world.alone(without) for _ in range(3)]
-        say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
-        keep()
-    for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
-        with profiled(logs, name, on_gpu=world.on_gpu):
-            work()
 
 
 if __name__ == "__main__":
