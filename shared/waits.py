@@ -112,15 +112,6 @@ def wait_for(changed: threading.Condition, holds: Callable[[], bool], limit_s: f
     return True
 
 
-def is_set_within(event: threading.Event, limit_s: float) -> bool:
-    """True if the event is set within `limit_s`."""
-    deadline = Deadline(limit_s)
-    while not event.wait(deadline.left_s()):
-        if deadline.is_over():
-            return False
-    return True
-
-
 def result_of(future: futures.Future[T], limit_s: float) -> T:
     """Raises TimeoutError after `limit_s`, and what the future's work raises."""
     deadline = Deadline(limit_s)

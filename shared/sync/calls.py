@@ -1,14 +1,16 @@
-"""A call that may never come back, on a thread of its own, so that whoever waits for it can give it up.
+"""Calls that may never come back, on threads of their own, so that whoever waits for one can give it up.
 
 Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
 cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if nobody asks.
 A call that was given up keeps its thread until it ends by itself. The thread is a daemon, so it never keeps the process
-alive. Collectives run this way, because a lost peer may block them.
+alive. Collectives run this way, because a lost peer may block them: joining a group on a thread for that one call, a
+group's broadcasts on the one thread of its `Sender`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
@@ -17,14 +19,16 @@ from shared.errors import DeadlineError
 from shared.waits import Deadline
 
 T = TypeVar("T")
+Begin = Callable[[], Callable[[], None]]  # begins something, and returns what waits for its end
 
 
 class Operation(Generic[T]):
-    """Starts `call` at once. After a failure `on_failure` runs once, on any thread, before anyone hears of the failure.
-    `future` is for those who wait for several at once; only the operation may end it."""
+    """Starts `call` at once; without one, whoever made the operation gives it to `run`. After a failure `on_failure`
+    runs once, on any thread, before anyone hears of the failure. `future` is for those who wait for several at once;
+    only the operation may end it."""
 
     def __init__(
-        self, call: Callable[[], T], timeout_s: float, what: str, on_failure: Callable[[], None] | None = None
+        self, call: Callable[[], T] | None, timeout_s: float, what: str, on_failure: Callable[[], None] | None = None
     ) -> None:
         self.what = what
         self.future: Future[T] = Future()
@@ -33,7 +37,8 @@ class Operation(Generic[T]):
         self._timeout_s, self._on_failure = timeout_s, on_failure
         self._unended = threading.Lock()  # whoever gets it may end the operation
         _end_in_time(self)
-        threading.Thread(target=self._run, args=(call,), name=what, daemon=True).start()
+        if call is not None:
+            threading.Thread(target=self.run, args=(call,), name=what, daemon=True).start()
 
     def done(self, wait_s: float) -> bool:
         """Wait up to `wait_s` for the end; False if it has not come yet. Raises what `result` raises."""
@@ -67,7 +72,8 @@ class Operation(Generic[T]):
             )
         )
 
-    def _run(self, call: Callable[[], T]) -> None:
+    def run(self, call: Callable[[], T]) -> None:
+        """End with the outcome of `call`, unless it has ended before."""
         try:
             result = call()
         except BaseException as error:  # for whoever waits
@@ -75,6 +81,69 @@ class Operation(Generic[T]):
             return
         if self._unended.acquire(blocking=False):
             self.future.set_result(result)
+
+
+class Sender:
+    """One thread for calls that must begin in order, started with the first one. It ends once it is closed.
+
+    A call is two: `begin` returns `finish`, which waits for the end. The next one begins before the last one has ended,
+    so that a device never waits for this thread. The thread knows nothing of who gives it calls, and keeps no call that
+    has ended: a call holds a bucket's memory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[tuple[Operation[None], Begin]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def put(self, operation: Operation[None], begin: Begin) -> bool:
+        """Run the call in its turn, as `operation`; False if the sender was closed before."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._jobs.append((operation, begin))
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return True
+
+    def close(self) -> None:
+        """Take no more calls. Those that were taken still run. May be called again, from any thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        last = None
+        while job := self._next(may_wait=True):
+            while job or last:
+                begun = _begun(*job) if job else None
+                if last:
+                    last()
+                last = begun
+                del job, begun
+                job = self._next(may_wait=False)
+
+    def _next(self, *, may_wait: bool) -> tuple[Operation[None], Begin] | None:
+        with self._changed:
+            while may_wait and not self._jobs and not self._closed:
+                self._changed.wait()
+            return self._jobs.popleft() if self._jobs else None
+
+
+def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | None:
+    """What waits for the end of a call that has begun; None if it never will, because it was given up or has failed."""
+    if operation.future.done():
+        return None
+    try:
+        finish = begin()
+    except BaseException as error:  # for whoever waits
+        operation.cancel(error)
+        return None
+    return lambda: operation.run(finish)
 
 
 # One thread ends what is overdue. Those who wait can't be relied on for that: on CUDA the caller may itself wait for

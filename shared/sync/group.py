@@ -7,7 +7,8 @@ that know the group's secret (`meeting.py`); no byte from a socket is unpickled;
 in a result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
 
 `start_join` and `start_broadcast` do not block: they return an `Operation` to poll or to wait for. Several broadcasts
-may be under way; they run one after the other, in the order in which they were started.
+may be under way; one thread of the group's own runs them, in the order in which they were started. It ends when the
+group is left.
 
 On CPU the bytes go through the connections on which the ranks have met: rank 0 passes on what comes from the source.
 The size travels first, and nothing is read into a tensor of another size.
@@ -38,14 +39,13 @@ import torch
 
 from shared.errors import CommunicatorError, ProjectError
 from shared.sync.buckets import seal_key
-from shared.sync.calls import Operation
+from shared.sync.calls import Begin, Operation, Sender
 from shared.sync.meeting import Seat, late, meet
-from shared.waits import Deadline, is_set_within
+from shared.waits import Deadline
 
 log = logging.getLogger(__name__)
 SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
 Backend = Literal["tcp", "nccl"]
-Broadcast = Callable[[Callable[[], None]], None]  # blocking; calls its argument once the next one may begin
 
 # What blocks knows more about what is missing than a deadline, so ours comes a little later.
 _HOST_ID = "rollout-matching-"  # begins the `NCCL_HOSTID` of a process on a shared GPU
@@ -61,8 +61,7 @@ class Communicator(ABC):
         self.seal_key = seal_key(member.secret)
         self._timeout_s = member.timeout_s
         self._pending: list[Operation[None]] = []
-        self._issued = threading.Event()  # the last broadcast that was started is in its place in the group's order
-        self._issued.set()
+        self._sender = Sender(f"broadcasting, rank {self.rank} of {self.world_size}")
         self._aborted = False
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> None:
@@ -76,20 +75,10 @@ class Communicator(ABC):
         """`broadcast`, to be polled. What is sent is `tensor` after all work that this thread has given the device."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         what = f"broadcasting {tensor.nbytes} bytes from rank {src} of {self.world_size}"
-        broadcast = self._prepare(tensor, src, limit_s)
-        before, issued = self._issued, threading.Event()
-        self._issued = issued
-
-        def in_turn() -> None:
-            with _errors_as_ours(what):
-                try:
-                    is_set_within(before, limit_s)
-                    broadcast(issued.set)
-                finally:
-                    issued.set()
-
-        operation = Operation(in_turn, limit_s + _GRACE_S, what, on_failure=self.abort)
+        operation: Operation[None] = Operation(None, limit_s + _GRACE_S, what, on_failure=self.abort)
         self._pending = [other for other in self._pending if not other.future.done()] + [operation]
+        if not self._sender.put(operation, _named(self._prepare(tensor, src, limit_s), what)):
+            operation.cancel(_left())
         if self._aborted:  # before, or on another thread just now, which may have missed this one
             self.abort()
         return operation
@@ -103,13 +92,18 @@ class Communicator(ABC):
             operation.cancel(CommunicatorError(what, remedy="sync again with a new group"))
         self.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Leave the group, with nothing pending. May be called again."""
+        self._sender.close()
+        self._leave()
 
     @abstractmethod
-    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
-        """The blocking broadcast, for another thread to run. It raises CommunicatorError if the group was left."""
+    def _leave(self) -> None:
+        """Let go of what connects the ranks. May be called again."""
+
+    @abstractmethod
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
+        """The broadcast, for the sender's thread. It raises CommunicatorError if the group was left."""
 
 
 def start_join(
@@ -160,7 +154,7 @@ class _Tcp(Communicator):
         self._links = dict(meet(member, b"", given_up).links)
         self._running = threading.Lock()  # held by the broadcast that uses the connections
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         links, self._links = self._links, {}
         for link in links.values():
             with contextlib.suppress(OSError):  # the other side has closed it
@@ -169,10 +163,10 @@ class _Tcp(Communicator):
             for link in links.values():
                 link.close()
 
-    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
         content = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is a buffer
 
-        def broadcast(issued: Callable[[], None]) -> None:
+        def broadcast() -> None:
             deadline = Deadline(timeout_s)
             with self._running:
                 links = _joined(self._links)
@@ -180,7 +174,7 @@ class _Tcp(Communicator):
                 targets = links.values() if self.rank in (0, src) else ()
                 _pass_on(content, source, [link for link in targets if link is not source], deadline)
 
-        return broadcast
+        return lambda: broadcast
 
 
 _SIZE = struct.Struct("<Q")
@@ -250,27 +244,26 @@ class _Nccl(Communicator):
                 "NCCL is not available", wanted="libnccl beside torch", remedy="install the CUDA build of torch"
             )
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
             # Also ends kernels that wait for a peer. Through ctypes: only new versions of the binding have a method.
             _in_background(lambda: nccl.nccl.lib.ncclCommAbort(nccl.comm))
 
-    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
         device, stream = self.device, self._stream
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
 
-        def broadcast(issued: Callable[[], None]) -> None:
+        def issue() -> Callable[[], None]:
             with torch.cuda.device(device):
                 stream.wait_event(ready)
                 _joined(self._nccl).broadcast(tensor, src, stream=stream)
                 done = torch.cuda.Event()
                 done.record(stream)
-                issued()
-                done.synchronize()
+            return done.synchronize
 
-        return broadcast
+        return issue
 
 
 _UUID_BYTES, _NCCL_ID_BYTES = 64, 128
@@ -328,8 +321,28 @@ def _tell_apart() -> None:
 def _joined(group: Any) -> Any:
     """`group`, or CommunicatorError if it was left."""
     if not group:
-        raise CommunicatorError("the group was left before", remedy="join a new one")
+        raise _left()
     return group
+
+
+def _left() -> CommunicatorError:
+    return CommunicatorError("the group was left before", remedy="join a new one")
+
+
+def _named(begin: Begin, what: str) -> Begin:
+    """`begin`, whose errors say what failed."""
+
+    def begin_named() -> Callable[[], None]:
+        with _errors_as_ours(what):
+            finish = begin()
+
+        def finish_named() -> None:
+            with _errors_as_ours(what):
+                finish()
+
+        return finish_named
+
+    return begin_named
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shared import waits
 from shared.errors import DeadlineError
 from shared.sync.calls import Operation
-from shared.waits import Deadline, ends_within, is_set_within, result_of, time_limit, wait_for
+from shared.waits import Deadline, ends_within, result_of, time_limit, wait_for
 
 LONG_S, SHORT_S = 30.0, 0.2
 LIMIT_S, WORK_S, PAUSE_S = 1.5, 0.3, 2.5  # the pause is longer than the limit, and the work much shorter
@@ -86,12 +86,6 @@ def polled(work_s: float, limit_s: float) -> bool:
     return ended.is_set()
 
 
-def event(work_s: float, limit_s: float) -> bool:
-    ended = threading.Event()
-    later(ended.set, work_s)
-    return is_set_within(ended, limit_s)
-
-
 def operation(work_s: float, limit_s: float) -> bool:
     try:
         Operation(lambda: time.sleep(work_s), limit_s, "the work").result()
@@ -106,7 +100,6 @@ WAITS = {
     "coroutine": coroutine,
     "task": task,
     "polled": polled,
-    "event": event,
     "operation": operation,
 }
 

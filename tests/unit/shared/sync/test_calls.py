@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import pytest
 
 from shared.errors import CommunicatorError, DeadlineError
-from shared.sync.calls import Operation
+from shared.sync.calls import Operation, Sender
+from tests.waits import wait_until
 
 
 def test_gives_the_result_again_and_again() -> None:
@@ -73,3 +76,93 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
         with pytest.raises(CommunicatorError, match=r"given up$"):
             operation.result()
     assert failures == ["failed"]
+
+
+class Calls:
+    """A sender's calls, which note what they do, and end when they are told to."""
+
+    def __init__(self) -> None:
+        self.sender, self.log = Sender("sending"), list[str]()
+        self.release = threading.Event()
+
+    def put(self, name: str, fails: str = "") -> Operation[None]:
+        def begin() -> Callable[[], None]:
+            self.log.append(f"begin {name}")
+            if fails == "begin":
+                raise CommunicatorError(f"{name} failed")
+            return finish
+
+        def finish() -> None:
+            self.release.wait(20)
+            self.log.append(f"end {name}")
+            if fails == "end":
+                raise CommunicatorError(f"{name} failed")
+
+        operation: Operation[None] = Operation(None, 20.0, name)
+        assert self.sender.put(operation, begin)
+        return operation
+
+
+def test_calls_begin_in_order_and_the_next_one_before_the_last_has_ended() -> None:
+    calls = Calls()
+    first = calls.put("a")
+    wait_until(lambda: calls.log)
+    rest = [calls.put(name) for name in "bc"]
+    calls.release.set()
+    for operation in (first, *rest):
+        operation.result()
+    assert [said for said in calls.log if "begin" in said] == ["begin a", "begin b", "begin c"]
+    assert [said for said in calls.log if "end" in said] == ["end a", "end b", "end c"]
+    assert calls.log.index("begin c") < calls.log.index("end b")
+    calls.sender.close()
+
+
+@pytest.mark.parametrize("fails", ["begin", "end"])
+def test_a_call_that_fails_leaves_the_next_one_alone(fails: str) -> None:
+    calls = Calls()
+    calls.release.set()
+    wrong, right = calls.put("a", fails), calls.put("b")
+    with pytest.raises(CommunicatorError, match="a failed"):
+        wrong.result()
+    right.result()
+    calls.sender.close()
+
+
+def test_a_call_that_was_given_up_before_its_turn_never_begins() -> None:
+    calls = Calls()
+    first = calls.put("a")
+    wait_until(lambda: calls.log)
+    second = calls.put("b")
+    second.cancel(CommunicatorError("given up"))
+    calls.release.set()
+    first.result()
+    calls.put("c").result()
+    assert "begin b" not in calls.log
+    calls.sender.close()
+
+
+def test_a_closed_sender_takes_no_call_and_its_thread_ends() -> None:
+    calls = Calls()
+    calls.release.set()
+    calls.put("a").result()
+    thread = next(thread for thread in threading.enumerate() if thread.name == "sending")
+    calls.sender.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not calls.sender.put(Operation(None, 20.0, "late"), lambda: lambda: None)
+
+
+def test_a_call_that_has_ended_is_not_kept() -> None:
+    """It holds a bucket, on the device."""
+
+    class Bucket:
+        pass
+
+    sender, bucket = Sender("keeping"), Bucket()
+    operation: Operation[None] = Operation(None, 20.0, "sending")
+    sender.put(operation, lambda kept=bucket: lambda: kept and None)  # type: ignore[misc]
+    operation.result()
+    gone = weakref.ref(bucket)
+    del bucket
+    wait_until(lambda: gone() is None)
+    sender.close()

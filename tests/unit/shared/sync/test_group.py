@@ -17,7 +17,8 @@ import torch
 
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError, ProjectError
-from shared.sync.group import Broadcast, Communicator, start_join
+from shared.sync.calls import Begin
+from shared.sync.group import Communicator, start_join
 from shared.sync.meeting import Seat
 from tests.waits import wait_until
 
@@ -55,7 +56,7 @@ def test_every_rank_gets_the_sources_bytes(world_size: int) -> None:
 
 
 def test_broadcasts_under_way_go_in_the_order_in_which_they_were_started() -> None:
-    """Each runs on a thread of its own: in any other order one would get the other's bytes."""
+    """In any other order one would get the other's bytes. One thread per rank runs them, and ends with the group."""
     group = join_all(2)
     got = [torch.zeros(1 << 12) for _ in range(20)]
     receiving = [group[0].start_broadcast(tensor, src=1) for tensor in got]
@@ -63,8 +64,14 @@ def test_broadcasts_under_way_go_in_the_order_in_which_they_were_started() -> No
     for operation in [*receiving, *sending]:
         operation.result()
     assert [tensor[0].item() for tensor in got] == list(range(20))
+    assert len(senders()) == 2
     for communicator in group:
         communicator.close()
+    wait_until(lambda: not senders())
+
+
+def senders() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("broadcasting")]
 
 
 def test_an_abort_ends_all_that_are_under_way() -> None:
@@ -80,10 +87,10 @@ def test_an_abort_ends_all_that_are_under_way() -> None:
 class Stuck(Communicator):
     """A group whose broadcasts end only once it is left, as NCCL's without their peer."""
 
-    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
-        return lambda issued: self.released.wait(30) and None
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
+        return lambda: lambda: self.released.wait(30) and None
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         self.released.set()
 
     released = threading.Event()
@@ -101,9 +108,9 @@ def test_a_broadcast_that_nobody_polls_ends_too() -> None:
 class AbortedMeanwhile(Stuck):
     """A group that another thread aborts while a broadcast is being started, and whose broadcasts do not notice."""
 
-    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Broadcast:
+    def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
         self.abort()
-        return lambda issued: self.over.wait(60) and None
+        return lambda: lambda: self.over.wait(60) and None
 
     over = threading.Event()
 
