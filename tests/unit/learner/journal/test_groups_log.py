@@ -14,9 +14,9 @@ from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.loss import LossConfig
 from learner.journal.groups import NAME, GroupsLog
 from learner.policy.parallel import Ranks
-from learner.report.groups import MAX_GROUPS, NUM_BINS, reward_section
 from learner.report.page import write_report
 from learner.report.read import read_run
+from learner.report.rewards import MAX_GROUPS, NUM_BINS, reward_section
 from learner.steps.groups import GroupSource
 from learner.tasks.rewards import Rewards
 from tests.unit.learner.steps.test_groups import LONGEST, ONE, SHORT, TWO, WHOLE, Answers, prompt_of
