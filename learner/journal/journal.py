@@ -14,7 +14,7 @@ from typing import Literal
 
 from learner.journal.answers import AnswersLog
 from learner.journal.console import Console
-from learner.journal.groups import GroupsLog
+from learner.journal.groups_log import GroupsLog
 from learner.journal.log import MetricsLog, PhaseClock, Timeline
 from learner.journal.no_progress import ProgressWatch
 from learner.journal.retained import changes

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.loss import LossConfig
 from learner.extensions import PrefixRewards, Task
-from learner.journal.groups import ScoredAnswer
+from learner.journal.groups_log import ScoredAnswer
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Segment, Target

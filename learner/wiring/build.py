@@ -39,7 +39,7 @@ from learner.data.splits import Split, load_split
 from learner.extensions import Task, check_extensions, loss_function, make_task, reader_of, reward_functions
 from learner.journal.answers import AnswersLog
 from learner.journal.console import Console
-from learner.journal.groups import GroupsLog
+from learner.journal.groups_log import GroupsLog
 from learner.journal.journal import Journal
 from learner.journal.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
 from learner.journal.trackers import check_trackers

@@ -12,7 +12,7 @@ import yaml
 from learner.config.load import RESOLVED_NAME
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.loss import LossConfig
-from learner.journal.groups import NAME, GroupsLog
+from learner.journal.groups_log import NAME, GroupsLog
 from learner.policy.parallel import Ranks
 from learner.report.page import write_report
 from learner.report.read import read_run
