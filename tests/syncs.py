@@ -12,8 +12,8 @@ from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.servers import ServerBackend
+from learner.sync.broadcast_groups import StartJoin
 from learner.sync.canary import Canary, CanaryItem, Scorer
-from learner.sync.groups import StartJoin
 from learner.sync.servers import ServerDelivery
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource
 from learner.sync.sync import Sync

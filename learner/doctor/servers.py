@@ -16,8 +16,8 @@ from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed,
 from learner.doctor.look import LOOK_TIMEOUT_S
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.servers import LoopThread
+from learner.sync.broadcast_groups import ServerLink, await_all, open_groups
 from learner.sync.fitness import check_adapter, check_architecture, check_prompt
-from learner.sync.groups import ServerLink, await_all, open_groups
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.tokens import read_token

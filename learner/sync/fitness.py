@@ -13,8 +13,8 @@ from learner.data.prompt import PromptCheck, check_prompt_prefix
 from learner.rollout.client import LAST_LOOK_S, ServerClient
 from learner.rollout.membership import Member
 from learner.rollout.servers import ServerBackend
+from learner.sync.broadcast_groups import named
 from learner.sync.canary import CanaryItem, score_items
-from learner.sync.groups import named
 from learner.sync.source import SyncRanks
 from shared.aio import gather
 from shared.checkpoint import differences

@@ -1,4 +1,4 @@
-"""Delivery to rollout servers: one update sent to all of them, by the groups that `groups.py` opens.
+"""Delivery to rollout servers: one update sent to all of them, by the groups that `broadcast_groups.py` opens.
 
 In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
 with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier -> update ->
@@ -37,9 +37,7 @@ from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member, ServedWeights
 from learner.rollout.servers import ServerBackend
-from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
-from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, look
-from learner.sync.groups import (
+from learner.sync.broadcast_groups import (
     Post,
     Posts,
     Sent,
@@ -51,6 +49,8 @@ from learner.sync.groups import (
     cancel,
     open_groups,
 )
+from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
+from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, look
 from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode

@@ -332,9 +332,9 @@ def test_a_server_that_is_poisoned_in_the_middle_of_a_step(servers: list[Server]
 
 def test_a_bad_bucket_is_sent_again(servers: list[Server], learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     """R09: a bit flips on the way. All three go on."""
-    from learner.sync import groups
+    from learner.sync import broadcast_groups
 
-    broadcast, spoiled = groups.ServerGroups.broadcast, []
+    broadcast, spoiled = broadcast_groups.ServerGroups.broadcast, []
 
     def flip_once(self: Any, bucket: Any) -> Any:
         if not spoiled:
@@ -342,7 +342,7 @@ def test_a_bad_bucket_is_sent_again(servers: list[Server], learner: Learner, mon
             bucket[0] ^= 1
         return broadcast(self, bucket)
 
-    monkeypatch.setattr(groups.ServerGroups, "broadcast", flip_once)
+    monkeypatch.setattr(broadcast_groups.ServerGroups, "broadcast", flip_once)
     learner.synced()
     learner.roll_out(12)
     assert spoiled

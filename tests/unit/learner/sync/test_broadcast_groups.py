@@ -10,8 +10,8 @@ import pytest
 
 from learner.rollout.client import ServerClient
 from learner.rollout.servers import LoopThread
-from learner.sync import groups as module
-from learner.sync.groups import ServerGroup, ServerLink, await_all, of_one_machine
+from learner.sync import broadcast_groups as module
+from learner.sync.broadcast_groups import ServerGroup, ServerLink, await_all, of_one_machine
 from shared.errors import CommunicatorError, CoverageError, DeadlineError, ProjectError, ServerError, SyncError
 from shared.wire import ServerStatus
 from tests.unit.learner.rollout import fakes
