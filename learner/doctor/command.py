@@ -16,7 +16,7 @@ from functools import partial
 from learner.config.schema import RunConfig
 from learner.data.check import load_unchecked
 from learner.data.prompt import PromptEncoder
-from learner.doctor import machine, servers
+from learner.doctor import machine, server_checks
 from learner.doctor.check import Preflight, add_servers, preflight
 from learner.doctor.data_report import READY, in_words
 from learner.doctor.finding import Check, Finding, Situation
@@ -40,20 +40,20 @@ CHECKS: dict[str, dict[str, Check]] = {
         "broadcast": machine.local_broadcast,
     },
     "servers": {
-        "reachable": servers.reachable,
-        "state": servers.ready,
-        "model": servers.same_model,
-        "adapters": servers.adapters,
-        "cuda, nccl": servers.same_libraries,
-        "image": servers.image,
-        "prompt": servers.prompt,
-        "communicator": servers.communicator,
+        "reachable": server_checks.reachable,
+        "state": server_checks.ready,
+        "model": server_checks.same_model,
+        "adapters": server_checks.adapters,
+        "cuda, nccl": server_checks.same_libraries,
+        "image": server_checks.image,
+        "prompt": server_checks.prompt,
+        "communicator": server_checks.communicator,
     },
 }
 
 WITHOUT_SERVERS: dict[str, dict[str, Check]] = {
     **CHECKS,
-    "servers": {"reachable": servers.reachable, "model": servers.same_model},
+    "servers": {"reachable": server_checks.reachable, "model": server_checks.same_model},
 }
 
 

@@ -18,10 +18,10 @@ from deploy.memory_table import MODELS
 from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.plan import resolve
-from learner.doctor import command, machine, servers
+from learner.doctor import command, machine, server_checks
 from learner.doctor import look as look_module
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
-from learner.doctor.servers import reason_not_to_join
+from learner.doctor.server_checks import reason_not_to_join
 from learner.sync.canary import CanaryItem
 from shared.config.parse import dump_yaml
 from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
@@ -157,7 +157,7 @@ def test_a_real_local_broadcast() -> None:
 )
 def test_reachable(error: Any, verdict: str) -> None:
     server = seen() if error is None else seen(status=None, error=error)
-    assert servers.reachable(situation(servers=[server])).verdict == verdict
+    assert server_checks.reachable(situation(servers=[server])).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_reachable(error: Any, verdict: str) -> None:
     ],
 )
 def test_ready(fields: dict[str, Any], verdict: str) -> None:
-    assert servers.ready(situation(servers=[seen(status=status(**fields))])).verdict == verdict
+    assert server_checks.ready(situation(servers=[seen(status=status(**fields))])).verdict == verdict
 
 
 def test_another_model(tiny_text: Path) -> None:
     here = {"model.path": str(tiny_text)}
     same = seen(status=status(architecture={"model_type": "qwen3", "hidden_size": "64"}))
     other = seen(status=status(architecture={"model_type": "qwen3", "hidden_size": "128"}))
-    assert servers.same_model(situation(here, servers=[same])).verdict == "ok"
-    found = servers.same_model(situation(here, servers=[same, other]))
+    assert server_checks.same_model(situation(here, servers=[same])).verdict == "ok"
+    found = server_checks.same_model(situation(here, servers=[same, other]))
     assert (found.verdict, "hidden_size 128, not 64" in found.text) == ("fail", True)
 
 
@@ -188,33 +188,33 @@ def test_adapters(max_lora_rank: int, verdict: str) -> None:
     """R08: of the run's own rank (16); a warning, as the run would sync all weights instead."""
     lora = {"model.lora": {}, f"{VLLM}.enable_lora": True, f"{VLLM}.sync.mode": "auto"}
     server = seen(status=status(max_lora_rank=max_lora_rank))
-    assert servers.adapters(situation(lora, servers=[server])).verdict == verdict
-    assert servers.adapters(situation(servers=[server])).verdict == "skipped"
+    assert server_checks.adapters(situation(lora, servers=[server])).verdict == verdict
+    assert server_checks.adapters(situation(servers=[server])).verdict == "skipped"
     if verdict == "warn":
         strict = lora | {f"{VLLM}.sync.fallback_to_full": False}
-        assert servers.adapters(situation(strict, servers=[server])).verdict == "fail"
+        assert server_checks.adapters(situation(strict, servers=[server])).verdict == "fail"
 
 
 def test_one_side_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers.torch.version, "cuda", None)
-    monkeypatch.setattr(servers.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(server_checks.torch.version, "cuda", None)
+    monkeypatch.setattr(server_checks.torch.cuda, "is_available", lambda: False)
     gpu = seen(status=status(versions={"cuda": "13.0", "nccl": "2.28.3"}))
-    assert servers.same_libraries(situation(servers=[seen()])).verdict == "ok"
-    assert servers.same_libraries(situation(servers=[gpu])).verdict == "fail"
+    assert server_checks.same_libraries(situation(servers=[seen()])).verdict == "ok"
+    assert server_checks.same_libraries(situation(servers=[gpu])).verdict == "fail"
 
 
 def test_prompts_and_images() -> None:
     """R03: and an image that the server may not read is told with the server's own words."""
-    assert servers.prompt(with_reply()).verdict == "ok"
-    assert servers.prompt(with_reply((1, 2, 3))).verdict == "fail"
+    assert server_checks.prompt(with_reply()).verdict == "ok"
+    assert server_checks.prompt(with_reply((1, 2, 3))).verdict == "fail"
     refused = MediaError("image 'a.png' can't be used", found="no such file", wanted="below /data", remedy="check")
     no_image = with_reply(reply=None, reply_error=refused)
-    assert servers.prompt(no_image).verdict == "skipped"
-    assert servers.image(with_images(no_image, "a.png")) == fail(
+    assert server_checks.prompt(no_image).verdict == "skipped"
+    assert server_checks.image(with_images(no_image, "a.png")) == fail(
         f"{URL}: {refused.what}: no such file", "check (wanted below /data)"
     )
-    assert servers.image(with_images(with_reply(), "a.png")).verdict == "ok"
-    assert servers.image(with_images(with_reply())).verdict == "skipped"
+    assert server_checks.image(with_images(with_reply(), "a.png")).verdict == "ok"
+    assert server_checks.image(with_images(with_reply())).verdict == "skipped"
 
 
 def with_images(situation: Situation, *images: str) -> Situation:
@@ -223,7 +223,9 @@ def with_images(situation: Situation, *images: str) -> Situation:
     return replace(situation, probe=replace(situation.probe, sample=sample))
 
 
-@pytest.mark.parametrize("check", [servers.ready, servers.same_libraries, servers.image, servers.prompt])
+@pytest.mark.parametrize(
+    "check", [server_checks.ready, server_checks.same_libraries, server_checks.image, server_checks.prompt]
+)
 def test_without_a_server_nothing_is_claimed(check: Any) -> None:
     down = situation(servers=[seen(status=None, error=ServerUnreachableError("gone"))])
     assert check(down).verdict == "skipped"
@@ -231,8 +233,8 @@ def test_without_a_server_nothing_is_claimed(check: Any) -> None:
 
 def test_the_learners_own_model_is_looked_at_without_a_server_too(tiny_text: Path, tmp_path: Path) -> None:
     down = seen(status=None, error=ServerUnreachableError("gone"))
-    assert servers.same_model(situation({"model.path": str(tiny_text)}, servers=[down])).verdict == "skipped"
-    nowhere = servers.same_model(situation({"model.path": str(tmp_path / "none")}, servers=[down]))
+    assert server_checks.same_model(situation({"model.path": str(tiny_text)}, servers=[down])).verdict == "skipped"
+    nowhere = server_checks.same_model(situation({"model.path": str(tmp_path / "none")}, servers=[down]))
     assert (nowhere.verdict, str(tmp_path / "none") in nowhere.text) == ("fail", True)
 
 
@@ -298,7 +300,7 @@ def two_checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
     found = {"disk": ok("space")}
     checks = {name: lambda s, name=name: found[name] for name in found}
     for name in ("CHECKS", "WITHOUT_SERVERS"):
-        monkeypatch.setattr(command, name, {"machine": checks, "servers": {"reachable": servers.reachable}})
+        monkeypatch.setattr(command, name, {"machine": checks, "servers": {"reachable": server_checks.reachable}})
     return found
 
 
