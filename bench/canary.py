@@ -36,12 +36,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import learner.sync.servers as servers
 from bench.figures import circumstances
 from bench.photographs import LORA, LOSS, PROMPT, build_model, photographs, server_config
 from bench.runs import Server, last_words, learner_config, read_events, say, served_by
 from deploy.demo.model import build as build_small_model
 from deploy.launch import server_argv, supervised
+from learner.sync import server_delivery
 from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
@@ -97,7 +97,7 @@ class FaultySync:
 
     def __init__(self, num_syncs: int, out: Path, head_flag: Path, *, lora: bool) -> None:
         self._num_syncs, self._out, self._head_flag, self._lora = num_syncs, out, head_flag, lora
-        self._honest, self._seal = Sync.sync, servers.sealed_buckets
+        self._honest, self._seal = Sync.sync, server_delivery.sealed_buckets
         self._count = 0
         self._first: dict[str, torch.Tensor] = {}
         self._names: list[str] = []
@@ -105,7 +105,7 @@ class FaultySync:
         self._fault = ""
 
     def install(self) -> None:
-        servers.sealed_buckets = self._sealed_buckets
+        server_delivery.sealed_buckets = self._sealed_buckets
         Sync.sync = lambda sync: self._sync(sync)  # type: ignore[assignment, method-assign]
 
     def _sync(self, sync: Sync) -> Any:

@@ -403,7 +403,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
     from learner.policy.load import Policy
     from learner.policy.optim import Optimizer
     from learner.rollout import servers
-    from learner.sync.servers import ServerDelivery
+    from learner.sync.server_delivery import ServerDelivery
 
     out = (folder / f"learner{rank}.log").open("ab")
     os.dup2(out.fileno(), 1)
@@ -528,7 +528,7 @@ class Campaign:
     def __init__(
         self, folder: Path, seed: int, *, ahead: bool, kinds: Sequence[str] | None, loopback: bool, vllm: bool
     ) -> None:
-        RUNNING.set_forkserver_preload(["bench.chaos", "learner.wiring.build", "learner.sync.servers"])
+        RUNNING.set_forkserver_preload(["bench.chaos", "learner.wiring.build", "learner.sync.server_delivery"])
         self.folder, self.rng, self.faults = folder, random.Random(seed), list[Fault]()
         self.ahead, self._stack = ahead, contextlib.ExitStack()
         self.scale = VLLM if vllm else TENSORS

@@ -34,13 +34,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import learner.sync.servers as servers
 from bench.canary import HEAD_FAULT, Altered, hooked
 from bench.figures import circumstances
 from bench.models import demo_model, demo_scenes, vision_model
 from bench.runs import Server, last_words, say, served_by
 from bench.training import demo_run
 from deploy.launch import Processes, server_argv, supervised
+from learner.sync import server_delivery
 from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
@@ -127,13 +127,13 @@ class PlantedSync:
 
     def __init__(self, faults: Sequence[str], out: Path, flag: Path) -> None:
         self._faults, self._out, self._flag = list(faults), out, flag
-        self._honest, self._seal = Sync.sync, servers.sealed_buckets
+        self._honest, self._seal = Sync.sync, server_delivery.sealed_buckets
         self._rows: list[dict[str, Any]] = []
         self._last: dict[str, torch.Tensor] = {}  # what the last sync sent
         self._fault = ""
 
     def install(self) -> None:
-        servers.sealed_buckets = self._sealed_buckets
+        server_delivery.sealed_buckets = self._sealed_buckets
         Sync.sync = lambda sync: self._sync(sync)  # type: ignore[assignment, method-assign]
 
     def _sync(self, sync: Sync) -> Any:

@@ -39,7 +39,7 @@ from learner.policy.parallel import Ranks
 from learner.records import Sample, SyncReceipt
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
-from learner.sync.servers import ServerDelivery
+from learner.sync.server_delivery import ServerDelivery
 from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
 from learner.wiring.connect import connect_sync

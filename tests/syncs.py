@@ -14,7 +14,7 @@ from learner.rollout.discovery import Discovery
 from learner.rollout.servers import ServerBackend
 from learner.sync.broadcast_groups import StartJoin
 from learner.sync.canary import Canary, CanaryItem, Scorer
-from learner.sync.servers import ServerDelivery
+from learner.sync.server_delivery import ServerDelivery
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource
 from learner.sync.sync import Sync
 from shared.canary import Logprobs

@@ -1,7 +1,7 @@
 """Trained weights to whoever generates, in memory and checked (R08, R09, R10, R24).
 
-In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers (`servers.py`) or
-into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
+In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers
+(`server_delivery.py`) or into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
 - `ver` rises with a completed sync and never otherwise; only rollouts of that version are accepted;
 - complete means: every generator has checked bytes and coverage, and its canary gap is within the tolerance;
 - after a failure the next try begins with new connections. Servers that are gone are left out of it; a failure that

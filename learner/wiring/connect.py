@@ -32,7 +32,7 @@ from learner.rollout.servers import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.fitness import check_servers, server_check
-from learner.sync.servers import ServerDelivery
+from learner.sync.server_delivery import ServerDelivery
 from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
 from learner.sync.sync import Delivery, Sync
 from shared.checkpoint import signature

@@ -15,7 +15,7 @@ from shared.errors import CoverageError, ProjectError, ServerMismatchError, Sync
 from tests.syncs import server_sync
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import Adapter, FakeServer, Merged, Weights, canary_items, joiner, logprobs
-from tests.unit.learner.sync.test_servers import URLS
+from tests.unit.learner.sync.test_server_delivery import URLS
 
 Build = Callable[..., Sync]
 

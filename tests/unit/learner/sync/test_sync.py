@@ -1,6 +1,6 @@
 """What a sync is, wherever it goes: versions, the weights below an adapter first, fallback, receipt (R08, R10, R15).
 
-Real deliveries: test_servers.py, test_adapter_sync.py, test_colocated.py.
+Real deliveries: test_server_delivery.py, test_adapter_sync.py, test_colocated.py.
 """
 
 from __future__ import annotations
