@@ -8,6 +8,10 @@ an object with the part of `subprocess.Popen` that is used here. Each program le
 on nothing is shared: arguments, environment, working directory, output, signals and exit are those of a new program.
 
 The process of origin ends with the program that asks. It has one thread, so forking it is safe.
+
+`multiprocessing`'s fork server cannot replace it: its children leave by `os._exit`, so what a program does at its exit
+(`atexit`, what the interpreter destroys) would not be tested, and a process has only one such server, with one list of
+modules.
 """
 
 from __future__ import annotations
