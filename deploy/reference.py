@@ -116,7 +116,7 @@ in [Clients](../clients.md). Where a program sends a field, null stands for one 
 
 
 def api() -> dict[str, Any]:
-    """What a server answers at `/openapi.json`."""
+    """Returns what a server answers at `/openapi.json`."""
     engine = cast(Engine, SimpleNamespace(weights=""))  # nothing is asked of it
     return create_app(RolloutService(engine, ServerConfig(model="any")), token=None).openapi()
 

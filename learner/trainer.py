@@ -250,7 +250,7 @@ class Trainer:
             return self._sync_behind(self.sync, fence)
 
     def _stage_if_stale(self) -> None:
-        """Before a fence with a sync: what can travel while rollouts go on does. Collective."""
+        """Sends what can travel while rollouts go on, before a fence with a sync. Collective."""
         if self.sync is not None and self._synced_at != self.state.global_step:
             with self.clock.phase("sync"):
                 self.sync.stage()
@@ -278,7 +278,7 @@ class Trainer:
         self.journal.labels(completion.to_json(), str(completion), step=step)
 
     def agree_on_servers(self) -> None:
-        """Which servers go on; what happened to them is told. Collective. Raises ServerError if too few are left."""
+        """Agree on the servers that go on, and report changes. Collective. Raises ServerError if too few are left."""
         if self.sync is None:
             return
         for change in self.sync.agree():

@@ -175,7 +175,8 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 def _console(config: ServerConfig) -> TextIO:
-    """Where our own few lines go. With a log folder, everything else, vLLM's processes included, goes into a file."""
+    """Returns the stream for our own few lines. With a log folder, everything else, vLLM's processes included, goes
+    into a file."""
     if config.log_dir is None:
         return sys.stderr
     config.log_dir.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,7 @@ def _room(device: torch.device, activation_bytes: int | None) -> tuple[int, str]
 
 
 def _available_bytes() -> int:
-    """Of the host's memory, as the kernel estimates it."""
+    """Free memory of the host, as the kernel estimates it."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
 

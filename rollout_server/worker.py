@@ -149,7 +149,7 @@ class SyncWorker:
 
     @_answering
     def sync_ping(self) -> WorkerReply:
-        """Whether anybody is there."""
+        """Answers, which shows that the worker is there."""
         return WorkerReply()
 
     @_answering

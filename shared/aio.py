@@ -28,8 +28,8 @@ async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def relay(work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:
-    """What `work(put)` puts, as it comes; then its error, if it failed. `work` never waits for whoever takes the items.
-    Close the generator to cancel what is left of it."""
+    """Yields what `work(put)` puts, as it comes; then raises its error, if it failed. `work` never waits for whoever
+    takes the items. Close the generator to cancel what is left of it."""
     ended: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
     working = asyncio.create_task(work(lambda item: ended.put_nowait((item,))))
     working.add_done_callback(lambda _: ended.put_nowait(None))

@@ -1,4 +1,4 @@
-"""Whether learner and engine feed the vision tower the same pixels (R45).
+"""Checks that learner and engine feed the vision tower the same pixels (R45).
 
 In: what an image processor makes of a request's images, before the device. Out: `ProcessedImages`, small enough to
 travel with every answer, and `check_pixels`, which compares the two sides.
@@ -140,7 +140,7 @@ def _versions() -> dict[str, str]:
 
 
 def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
-    """How far values are apart that should be equal: 0.0, or what another library's rounding explains. `name` is the
+    """Returns how far equal values are apart: 0.0, or what another library's rounding explains. `name` is the
     other side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # else values show it
@@ -164,7 +164,7 @@ def _grids(seen: ProcessedImages) -> list[list[int]]:
 
 
 def _gaps(mine: ProcessedImages, theirs: ProcessedImages) -> list[float]:
-    """Of the values that travel, those of all images one after another."""
+    """Returns the gaps between the values that travel, for all images one after another."""
     pairs = zip(mine.images, theirs.images, strict=False)
     return [abs(a - b) for one, other in pairs for a, b in zip(one.values, other.values, strict=False)]
 

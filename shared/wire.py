@@ -132,7 +132,7 @@ class Message(ClientModel):
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """All that has to be tokenized, without the template's own text."""
+    """Returns all text that has to be tokenized, without the template's own."""
     contents = [message.content for message in messages]
     return "".join(
         content if isinstance(content, str) else "".join(part.text or "" for part in content) for content in contents

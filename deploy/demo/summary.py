@@ -187,7 +187,7 @@ def _answered(model: Path, annotations: Path) -> CountTable:
 
 
 def _predictions(model: Path, images: Sequence[str]) -> list[Prediction]:
-    """As `rollout-learner predict --backend hf` does."""
+    """Predicts as `rollout-learner predict --backend hf` does."""
     with Detector(model, backend="hf") as detector:
         return detector.predict(images)
 

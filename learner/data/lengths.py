@@ -1,4 +1,4 @@
-"""Whether a sample fits a packed row at any step, and whether all of them fit the run's rows. The training samples are
+"""Says if a sample fits a packed row at any step, and if all of them fit the run's rows. The training samples are
 checked before the first step.
 
 In: samples. Out: what is too long, or None; when the packing buffer must overflow, or None. What is learned from a
@@ -29,7 +29,7 @@ _ESCAPED_BYTES = 6  # of one byte of a description, as `\u0001`
 
 @dataclass(frozen=True, kw_only=True)
 class RowLimit:
-    """Whether samples fit rows of `max_tokens`. `max_new_tokens`: of a rollout; 0 where none is learned."""
+    """Decides if samples fit rows of `max_tokens`. `max_new_tokens`: of a rollout; 0 where none is learned."""
 
     encoder: PromptEncoder
     task: Task
@@ -72,7 +72,7 @@ class Overflow:
 def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
-    """Whether one row per micro-step and rank is too little for what `sampler` hands out (D6). `fewest[i]`: a lower
+    """True if one row per micro-step and rank is too little for what `sampler` hands out (D6). `fewest[i]`: a lower
     bound of sample i's segment. It is looked for after 1, 2, 4, ... micro-steps and at the run's end.
 
     Even if all ranks' rows held the shortest segments and were filled to the last token, so many would be left.

@@ -195,7 +195,7 @@ def check_prompt_prefix(
 
 
 def _has_vision(path: str) -> bool:
-    """Whether the model takes images. The folder of an adapter has no configuration of a model, but has the processor
+    """True if the model takes images. The folder of an adapter has no configuration of a model, but has the processor
     of its base."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():

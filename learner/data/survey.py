@@ -218,7 +218,7 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
 
 
 def _fingerprint(image: str) -> str:
-    """Of a local file, its length and first bytes; of everything else the string."""
+    """Identifies a local file by its length and first bytes, everything else by the string."""
     try:
         path = Path(image)
         with path.open("rb") as file:

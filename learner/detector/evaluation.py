@@ -115,7 +115,7 @@ def evaluate_all(
 def judged(
     line: Sequence[Sequence[Scored]], samples: Sequence[Sample]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of all boxes [N] that count: whether they are right, and their scores."""
+    """Says of each box [N] that counts if it is right, and its score."""
     right, scores = [np.zeros(0)], [np.zeros(0)]
     for boxes, sample in zip(line, samples, strict=True):
         own = np.array([box.score for box in boxes])

@@ -78,7 +78,7 @@ class Journal:
                 log.warning("step %d: %s", result.global_step, warning)
 
     def spike(self, result: StepResult, rows: Sequence[LearnedRow]) -> None:
-        """Where the loss or the gradient norm leapt, write the samples of that step."""
+        """Write the samples of a step whose loss or gradient norm leapt."""
         for spike in self.spikes.after(result):
             samples = spiking_samples(rows, self.samples)
             self.log.write("spike", {"global_step": result.global_step, **asdict(spike), "samples": samples})

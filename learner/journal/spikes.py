@@ -72,7 +72,7 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
 
 
 def _labels(sample: Sample) -> Mapping[str, Any]:
-    """As a line of an evaluation has it. Objects of another task than detection are left out."""
+    """Labels in the form of an evaluation's line. Objects of another task than detection are left out."""
     drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
     return {
         "images": shown_images(sample),

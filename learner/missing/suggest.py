@@ -108,7 +108,7 @@ def suggest(
 def of_sample(
     sample: Sample, found: Sequence[Candidate], scored: Sequence[ScoredObject] | None = None
 ) -> Iterator[Suggestion]:
-    """What has no label in a sample. `scored`: what all its answers have, with scores; None: there are none."""
+    """Finds what has no label in a sample. `scored`: what all its answers have, with scores; None: there are none."""
     labels = tuple((obj.desc, addition_of(obj, sample).box) for obj in sample.objects)
     for one in found:
         if one.relation == "free":

@@ -194,5 +194,5 @@ def _is_tensor(one: Any) -> bool:
 
 
 def _is_plain(returned: Any) -> bool:
-    """Whether a layer returned tensors only, in tuples or lists."""
+    """True if a layer returned tensors only, in tuples or lists."""
     return all(map(_is_tensor, tree_iter(returned)))

@@ -121,7 +121,7 @@ def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
 
 
 def better_places(found: Mapping[str, Estimate]) -> Rule:
-    """Whether rollouts can still teach: the best of K answers is better in places, and K answers differ."""
+    """True if rollouts can still teach: the best of K answers is better in places, and K answers differ."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "

@@ -189,7 +189,7 @@ class Recipe:
                 write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
 
     def _is_worth_it(self, trainer: Trainer) -> bool:
-        """Before `grpo`: whether places are left to gain. Asked once; a stage that goes on has its answer."""
+        """True if `grpo` has places left to gain. Asked once; a stage that goes on has its answer."""
         if self.record.grpo:
             return True
         trainer.journal.note("recipe: measuring what rollouts could still gain")

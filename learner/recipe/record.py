@@ -87,7 +87,7 @@ class Record:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def with_stage(self, stage: StageResult) -> Self:
-        """Of equal scores the earlier weights stay the best."""
+        """Adds a stage. If scores are equal, the earlier weights stay the best."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
         if stage.score > score:
             best_of, score = stage.name, stage.score
@@ -95,7 +95,7 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Of the stages that have ended."""
+        """Sum over the stages that have ended."""
         return sum(stage.seconds for stage in self.stages)
 
     def write(self, root: Path) -> None:
@@ -134,7 +134,7 @@ def digest_of(config: RunConfig) -> str:
 
 
 def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> StageResult:
-    """Of a stage's run that has ended, with at least its first evaluation. Raises CheckpointError if that is lost."""
+    """Reads the result of a stage that ended after its first evaluation. Raises CheckpointError if that is lost."""
     try:
         values = {int(step): float(value) for step, value in json_in(run_dir / BEST_FILE)["values"].items()}
         best = max(values, key=lambda step: (values[step], -step))

@@ -207,7 +207,7 @@ class Standing:
 
 
 def standing(run: Run, now: float) -> Standing:
-    """Whether it goes on, how far it is, and how long it will take."""
+    """Says if the run goes on, how far it is, and how long it will take."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     total = status.total_steps
     parts = [f"step {done}" + (f" of {total}" if total else "")]

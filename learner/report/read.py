@@ -377,7 +377,7 @@ def _warning(event: Mapping[str, Any]) -> str:
 
 
 def _status(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Status:
-    """Of what was written since the run began or was resumed. Older runs have no event `begin`."""
+    """Status of what was written since the run began or was resumed. Older runs have no event `begin`."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, ended, because, times = 0, "", "", []
     for event in events[begun:]:
@@ -398,7 +398,7 @@ def _status(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> S
 
 
 def _spikes(events: Sequence[Mapping[str, Any]]) -> tuple[SpikePoint, ...]:
-    """Of a step that a resumed run repeated, the last ones; without those that are damaged."""
+    """Reads the spikes. If a resumed run repeated a step, its last ones count; without those that are damaged."""
     found = {(point.global_step, point.metric): point for point in map(_spike, events)}
     return tuple(p for p in found.values() if math.isfinite(p.value) and math.isfinite(p.usual))
 
@@ -560,8 +560,10 @@ def read_object(fields: Mapping[str, Any]) -> DetectionObject:
 
 
 def read_sheet(fields: Mapping[str, Any], objects: Iterable[DetectionObject]) -> Sheet | None:
-    """Where several images are drawn; None if there is one. Raises TypeError or ValueError, also if an object is in no
-    image."""
+    """Reads where several images are drawn; None if there is one.
+
+    Raises TypeError or ValueError, also if an object is in no image.
+    """
     sizes = [(int(width), int(height)) for width, height in fields.get("sizes", ())]
     if not all(0 < side <= _LARGEST_BIN for size in sizes for side in size):
         raise ValueError("an image without an area, or a very large one")

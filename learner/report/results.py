@@ -430,5 +430,5 @@ def duration(seconds: float) -> str:
 
 
 def _tone(gain: Estimate) -> str:
-    """Whether the interval leaves zero out, and on which side."""
+    """Says if the interval leaves zero out, and on which side."""
     return "good" if (gain.low or 0) > 0 else "bad" if (gain.high or 0) < 0 else ""

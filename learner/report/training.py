@@ -192,7 +192,7 @@ class Change:
 
 
 def rise(points: Sequence[Point]) -> Change | None:
-    """Whether the last quarter is above the lowest one before it: by a tenth at least, and by three standard errors, so
+    """True if the last quarter is above the lowest one before it: by a tenth at least, and by three standard errors, so
     that noise is no rise. None with less than five points a quarter."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = len(finite) // 4

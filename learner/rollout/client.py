@@ -89,7 +89,7 @@ _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
 
 def _most_bytes(call: InferCall) -> int:
-    """Of the answer to the call, its errors included."""
+    """Bound on the answer to the call, its errors included."""
     of_one = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
     return MAX_REPLY_BYTES + len(call.infer_requests) * of_one
 
@@ -173,7 +173,7 @@ class Timeouts:
         )
 
     def patience(self, *, has_others: bool) -> Patience:
-        """How long to wait for a server that fails: short if others can do its work, else as long as `timeout_s`."""
+        """The patience with a server that fails: short if others can do its work, else as long as `timeout_s`."""
         if not has_others:
             return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
         silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)

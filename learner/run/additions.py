@@ -332,7 +332,7 @@ class RunAnnotations:
 
 
 def _digest(path: Path) -> str:
-    """Of a file's bytes; of a folder's files, their names and where links point."""
+    """Digest of a file's bytes, or of a folder's files, their names and where links point."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         digest.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))

@@ -1,4 +1,4 @@
-"""Whether `training.output_dir` is free for a run, and what of an old run there is removed.
+"""Checks that `training.output_dir` is free for a run, and with `overwrite` removes an old run.
 
 In: the configuration. Out: the folder is as a new run wants it, or a ConfigError. A folder has a run once it holds a
 checkpoint, an evaluation or a step's event: what failed before its first step is in nobody's way. Files that a learner

@@ -121,7 +121,7 @@ class StopRequest:
 
 
 class TimeLimit:
-    """Whether `training.max_minutes` have passed since it was made. Rank 0's clock decides for all.
+    """Tells if `training.max_minutes` have passed since it was made. Rank 0's clock decides for all.
 
     `ends_by_evaluating`: the time of a last evaluation is kept free."""
 

@@ -202,7 +202,7 @@ class RowMaker(Protocol):
         return []
 
     def drain(self) -> list[PackedRow]:
-        """All that waits, packed to completion; nothing waits afterwards."""
+        """Packs all that waits; nothing waits afterwards."""
         return []
 
 

@@ -30,7 +30,7 @@ class SegmentSource(Protocol):
     needs_rollouts: bool
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
-        """All that `segments` will be asked for before the weights change, so that it can be rolled out at once."""
+        """Names all that `segments` will be asked for before the weights change, so that it is rolled out at once."""
         return
 
     def segments(

@@ -81,7 +81,7 @@ class Stage2Steps(StepSource):
         raise NotImplementedError
 
     def _decide(self, global_step: int) -> ChannelDecision:
-        """What the step runs: equal on all ranks, so collective. Raises what ended the producer, on every rank."""
+        """Choose the channel: equal on all ranks, so collective. Raises what ended the producer, on every rank."""
         return self._ranks.broadcast_object(decide_channel(global_step, self._parts.b_ratio))
 
     def _next_batch(self) -> MicroBatch:

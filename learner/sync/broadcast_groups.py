@@ -161,8 +161,8 @@ def open_groups(
 
 
 def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> list[list[ServerLink]]:
-    """Which servers can meet: those that the learner finds at one host, that join at one address of their own, and
-    that have no GPU in common. In configured order."""
+    """Groups the servers that can meet: those that the learner finds at one host, that join at one address of their
+    own, and that have no GPU in common. In configured order."""
     groups: list[tuple[tuple[str, str], list[ServerLink], set[str]]] = []
     for link, status in zip(links, statuses, strict=True):
         address = (link.client.host, status.group_host)

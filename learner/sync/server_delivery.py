@@ -361,7 +361,7 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _switch(self, staged: Staged) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
-        """As `_update`, of weights that wait at the servers already."""
+        """Does what `_update` does, with weights that wait at the servers already."""
         items, incarnation = self._canary.items, self._groups.incarnation
         call = UpdateWeightsCall(
             incarnation=incarnation,

@@ -43,7 +43,7 @@ def adapt_linear_layers_only() -> None:
 
 
 def adapter_request(name: str) -> Any:
-    """What makes vLLM answer a request with the adapter that it was given last. Each adapter needs a new name, because
+    """Makes vLLM answer a request with the adapter that it was given last. Each adapter needs a new name, because
     vLLM's cached prefixes belong to a name."""
     from vllm.lora.request import LoRARequest
 

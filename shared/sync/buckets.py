@@ -43,7 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-    """What the other side must know of a tensor; `dtype` is the one that it travels in, if that is not its own."""
+    """Says what the other side must know of a tensor; `dtype` is the one that it travels in, if that is not its own."""
     return TensorSpec(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
 
 

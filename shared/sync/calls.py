@@ -135,7 +135,7 @@ class Sender:
 
 
 def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | None:
-    """What waits for the end of a call that has begun; None if it never will, because it was given up or has failed."""
+    """Begin a call. Returns what waits for its end; None if it was given up before, or has failed."""
     if operation.future.done():
         return None
     try:

@@ -265,7 +265,7 @@ def scores_of(found: Sequence[Candidate], calibration: Calibration | None) -> ND
 
 
 def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
-    """Of each object of an answer, the probability of its name and coordinates; 1 if log-probabilities are not
+    """Returns for each object of an answer the probability of its name and coordinates; 1 if log-probabilities are not
     known."""
     return [math.exp(told.name + told.coords) for told in told_of(parsed, pieces)]
 

@@ -126,7 +126,7 @@ class DetectionTask(Task):
         return {**evaluate_counts(self.count(assignments)), **ap, "coco/calibrated": float(calibrated)}
 
     def _scores(self, assignment: Assignment) -> Sequence[float]:
-        """Of each prediction."""
+        """Returns a score for each prediction."""
         return assignment.scores if assignment.scores is not None else token_scores(assignment.parsed, self._pieces)
 
     def calibration(self, assignments: Sequence[Assignment]) -> str | None:
