@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema
 
 from shared.errors import ProjectError, error_classes
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # likewise, what a server calls itself; whoever starts it can know it by that
 JOB_VARIABLE = "ROLLOUT_JOB"  # likewise, the scheduler's job that a learner belongs to; a job that starts again goes on
