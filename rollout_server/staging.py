@@ -88,6 +88,8 @@ class Staging:
         self.is_whole, self._buffers = False, []
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+            if empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None):  # newer than torch 2.11
+                empty_host_cache()
 
     def _allocate(self) -> list[torch.Tensor]:
         where = {"device": self._device} if self._on_device else {"device": "cpu", "pin_memory": True}
