@@ -48,6 +48,7 @@ Part = Literal[
     "several",
     "learning",
     "offload",
+    "changed",
 ]
 _TIMEOUT_S = 1800.0
 _WORK = "from bench.run import work; work()"  # the code of a measurement's process
@@ -95,6 +96,10 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _try("bench.learning:measure", size="tiny", row_tokens=1024),
     ],
     "offload": [_cuda(1, "bench.training:offload", size="4B"), _try("bench.training:offload", size="tiny")],
+    "changed": [
+        _cuda(1, "bench.changed:measure", size="0.6B"),
+        _try("bench.changed:measure", size="tiny", row_tokens=512),
+    ],
 }
 
 
