@@ -26,6 +26,18 @@ def test_plan_keeps_order_and_bounds(specs: list[TensorSpec], bucket_bytes: int)
     assert all(weights.num_bucket_bytes(bucket) <= bucket_bytes or len(bucket) == 1 for bucket in plan)
 
 
+def test_what_lies_between_tensors_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It travels and is digested like all other bytes: nothing of this process's memory may be in it."""
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: torch.full((size,), 255, dtype=dtype))
+    tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(5), "c": torch.ones(1, dtype=torch.bfloat16)}
+    specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
+    buffer = weights.pack(specs, tensors, "cpu")
+    for _, view in weights.unpack(buffer, specs):
+        start = view.storage_offset() * view.element_size()
+        buffer[start : start + view.nbytes] = 0
+    assert not buffer[: weights.num_bucket_bytes(specs)].any()
+
+
 @settings(deadline=None)
 @given(specs_strategy)
 def test_what_is_packed_comes_out_again(specs: list[TensorSpec]) -> None:

@@ -24,7 +24,7 @@ from shared.sync import meeting
 from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.calls import Operation
 from shared.sync.group import Communicator, start_join
-from shared.sync.meeting import HELLO_BYTES, MAX_GUESTS, num_strangers
+from shared.sync.meeting import HELLO_BYTES, MAX_GUESTS, Seat, num_strangers
 
 HOST, RELAY_HOST, SECRET = "127.0.0.1", "127.0.0.2", b"of this group"
 
@@ -331,3 +331,29 @@ def test_nothing_is_unpickled_from_join_to_leave() -> None:
         sender.broadcast(torch.frombuffer(bytearray(hostile), dtype=torch.uint8), 1)
         receiving.result()
         assert not is_sealed(tensor, key=receiver.seal_key, ver=1, index=0)
+
+
+def _seat(host: str, port: int) -> Seat:
+    return Seat(host=host, port=port, rank=0, world_size=2, timeout_s=5.0, device=torch.device("cpu"), secret=b"s" * 32)
+
+
+def test_a_port_that_is_still_taken_is_waited_for_and_other_errors_are_not() -> None:
+    """Another process may just be leaving it."""
+    taken = socket.create_server((HOST, 0))
+    port = taken.getsockname()[1]
+    threading.Timer(0.3, taken.close).start()
+    began = time.monotonic()
+    meeting._listen(_seat(HOST, port)).close()
+    assert time.monotonic() - began >= 0.25
+    began = time.monotonic()
+    with pytest.raises(CommunicatorError, match=r"192\.0\.2\.1"):  # an address that no machine has
+        meeting._listen(_seat("192.0.2.1", port))
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_meeting_that_is_closed_closes_its_connections() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        meeting.Meeting(cards=[], links={1: ours}).close()
+        theirs.settimeout(5)
+        assert theirs.recv(1) == b""
