@@ -199,6 +199,22 @@ def test_the_first_error_is_raised_with_its_type(error: Exception) -> None:
         list(iter(lambda: rollouts.next_row(DEADLINE_S), None))
 
 
+def test_an_error_ends_a_wait_at_once() -> None:
+    breaks = threading.Event()
+
+    class Breaking(Stream):
+        def __iter__(self) -> Iterator[tuple[int, Segment]]:
+            assert breaks.wait(DEADLINE_S)
+            raise RolloutError("a rollout broke")
+            yield
+
+    stream, began = Breaking([]), time.monotonic()
+    threading.Timer(0.2, breaks.set).start()
+    with pytest.raises(RolloutError, match="broke"), step(stream, 3) as rollouts:
+        rollouts.next_row(DEADLINE_S)
+    assert time.monotonic() - began < DEADLINE_S / 4
+
+
 def test_a_wrong_segment_ends_the_step() -> None:
     def check(place: int, _: Segment) -> None:
         raise RolloutError("a segment is not the one that was asked for")
