@@ -6,7 +6,7 @@ NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-again test-fast lint format serve learn launch doctor docs bench bench-gpu site sbom check
+.PHONY: help setup programs demo test test-slow test-again test-fast lint format serve learn launch doctor docs bench bench-gpu site sbom check
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,7 +14,10 @@ help:  ## list the targets
 setup:  ## make .venv (SETUP=cpu or cuda; default: what the machine has)
 	@deploy/setup.sh $(SETUP)
 
-demo: setup  ## the main job end to end on this machine: serve, learn, sync, compare (about 3 minutes)
+programs:  # what `setup` does, without the tools of tests and documentation
+	@deploy/setup.sh $(or $(SETUP),auto) demo
+
+demo: programs  ## the main job end to end on this machine: serve, learn, sync, compare (about 3 minutes)
 	@$(PY) -m deploy.demo.run
 
 test: setup  ## unit and integration tests, real vLLM included
@@ -35,13 +38,13 @@ lint: setup  ## ruff and mypy
 format: setup  ## let ruff mend what it can
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
-serve: setup  ## a rollout server: make serve CONFIG=server.yaml
+serve: programs  ## a rollout server: make serve CONFIG=server.yaml
 	@$(PY) -m rollout_server --config $(or $(CONFIG),$(error CONFIG=server.yaml is missing))
 
-learn: setup  ## a learner: make learn CONFIG=run.yaml NPROC=1
+learn: programs  ## a learner: make learn CONFIG=run.yaml NPROC=1
 	@$(PY) -m deploy.torchrun --nproc $(NPROC) -- -m learner --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
 
-launch: setup  ## servers and learner together: make launch CONFIG=launch.yaml
+launch: programs  ## servers and learner together: make launch CONFIG=launch.yaml
 	@$(PY) -m deploy.launch --config $(or $(CONFIG),$(error CONFIG=launch.yaml is missing))
 
 bench: setup  ## speed and memory on what the machine has, into bench/results (NAME=latest)
@@ -50,7 +53,7 @@ bench: setup  ## speed and memory on what the machine has, into bench/results (N
 bench-gpu: setup  ## the same on GPUs (NAME=gpu)
 	@$(PY) -m bench.run --device cuda --name $(or $(NAME),gpu)
 
-doctor: setup  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
+doctor: programs  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
 	@$(PY) -m learner doctor --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
 
 docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages from the code
