@@ -29,8 +29,9 @@ from bench.models import demo_model, demo_scenes
 from bench.runs import Events, Server, learner_config, serve, served_by, start_learner, steps_of
 from bench.training import DEMO_TASK
 from deploy.launch import supervised
-from learner.data.batches import Batches, DistributedSampler, MicroBatch, ShareReader
+from learner.data.batches import Batches, MicroBatch, ShareReader
 from learner.data.encoding import LocalPool
+from learner.data.sampler import DistributedSampler
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment

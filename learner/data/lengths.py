@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from learner.config.sections.loss import LossConfig
-from learner.data.batches import DistributedSampler
 from learner.data.prompt import PromptEncoder
+from learner.data.sampler import DistributedSampler
 from learner.extensions import Task
 from learner.records import DetectionObject, Sample
 

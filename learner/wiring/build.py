@@ -26,15 +26,9 @@ from learner.config.schema import RunConfig
 from learner.config.split import as_read_for
 from learner.data import prompt
 from learner.data.augment import Augmented, augmented
-from learner.data.batches import (
-    Batches,
-    ShareReader,
-    WindowRepeater,
-    encoder_pool,
-    fewest_micro_batches,
-    sampler_of,
-)
+from learner.data.batches import Batches, ShareReader, WindowRepeater, encoder_pool, fewest_micro_batches
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
+from learner.data.sampler import sampler_of
 from learner.data.splits import Split, load_split
 from learner.extensions import Task, check_extensions, loss_function, make_task, reader_of, reward_functions
 from learner.journal.answers import AnswersLog

@@ -24,7 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from deploy.demo import build_data
 from deploy.demo.model import build
-from learner.data.batches import DistributedSampler
+from learner.data.sampler import DistributedSampler
 from shared.addresses import free_port
 from shared.seeds import request_seed
 from tests.ranks import learner

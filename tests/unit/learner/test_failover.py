@@ -24,8 +24,9 @@ import pytest
 from bench import chaos_server
 from bench.chaos_server import NAN_TOKEN, fingerprint, logprobs
 from learner.config.sections.servers import DiscoveryConfig
-from learner.data.batches import Batches, ShareReader, sampler_of
+from learner.data.batches import Batches, ShareReader
 from learner.data.encoding import LocalPool
+from learner.data.sampler import sampler_of
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, Segment, ServerChange

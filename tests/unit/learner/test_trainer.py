@@ -14,7 +14,7 @@ import torch
 from learner.config.inference import CALIBRATION_NAME
 from learner.config.load import config_of
 from learner.config.plan import resolve
-from learner.data.batches import DistributedSampler
+from learner.data.sampler import DistributedSampler
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample

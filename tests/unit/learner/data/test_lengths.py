@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from learner.config.schema import RunConfig
 from learner.config.sections.task import TaskConfig
-from learner.data.batches import DistributedSampler
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.prompt import PromptEncoder
+from learner.data.sampler import DistributedSampler
 from learner.records import DetectionObject, Segment
 from learner.steps.packing import CarriedRows
 from learner.tasks.detection.target import ground_truth_target

@@ -7,7 +7,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data.batches import DistributedSampler, Share
+from learner.data.sampler import DistributedSampler, Share
 
 SIZES = st.integers(1, 60)
 RANKS = st.integers(1, 5)

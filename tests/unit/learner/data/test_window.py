@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.plan import steps_per_epoch
-from learner.data.batches import Batches, DistributedSampler, MicroBatch, WindowRepeater, WindowStep
+from learner.data.batches import Batches, MicroBatch, WindowRepeater, WindowStep
+from learner.data.sampler import DistributedSampler
 from tests.unit.learner.data.fakes import CountingEncoder, make_run, make_samples
 
 Ids = tuple[str, ...]

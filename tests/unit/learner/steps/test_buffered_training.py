@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from learner.data.batches import DistributedSampler, WindowRepeater
+from learner.data.batches import WindowRepeater
+from learner.data.sampler import DistributedSampler
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow

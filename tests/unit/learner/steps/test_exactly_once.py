@@ -19,8 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from learner.data.batches import Batches, ShareReader, sampler_of
+from learner.data.batches import Batches, ShareReader
 from learner.data.encoding import LocalPool
+from learner.data.sampler import sampler_of
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, Segment

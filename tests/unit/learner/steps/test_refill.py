@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
-from learner.data.batches import Batches, sampler_of
+from learner.data.batches import Batches
+from learner.data.sampler import sampler_of
 from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import Segment

@@ -1,0 +1,108 @@
+"""The sampler: which samples a rank takes at which micro-step.
+
+In: a position. Out: this rank's share of a micro-batch, as a pure function of seed, position and rank, so a resume is
+exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n of it (W ranks, n
+samples each), and rank r the r-th n of those, so a sample's request index r*n + i, and with it its seed, is its place
+in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds what is left, shared out as evenly as it goes, in
+rank order; a rank may then get an empty share, and still takes part. Invariants: over ranks, an epoch's shares are the
+order, each sample exactly once; the order does not depend on W or n. With `repeats` K (`grpo`) each sample is K
+places in a row, which are never parted: one rank has all of them, in one micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.config.plan import Plan
+from learner.config.schema import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One rank's part of one micro-batch."""
+
+    epoch: int
+    micro_batch: int  # within the epoch
+    indices: tuple[int, ...]  # into the samples
+    first_req_idx: int  # place of the first one within the micro-batch, over all ranks
+    ends_epoch: bool
+
+
+class DistributedSampler:
+    """`share(position)` for position 0, 1, 2, ...: the micro-batches of epoch 0, then of epoch 1, without end."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        num_ranks: int,
+        rank: int,
+        samples_per_rank: int,
+        seed: int,
+        shuffle: bool = True,
+        repeats: int = 1,
+    ) -> None:
+        assert num_samples > 0, "load_samples refuses an empty dataset"
+        assert 0 <= rank < num_ranks
+        assert samples_per_rank > 0
+        assert samples_per_rank % repeats == 0, "refused by learner/config/sections/grpo.py"
+        self.num_places, self.num_ranks, self.rank, self.repeats = num_samples * repeats, num_ranks, rank, repeats
+        self.seed, self.shuffle = seed, shuffle
+        self.global_batch = num_ranks * samples_per_rank
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # the last epoch asked for
+
+    @property
+    def per_epoch(self) -> int:
+        """Micro-batches in an epoch, the last, smaller one included."""
+        return -(-self.num_places // self.global_batch)
+
+    def global_size(self, position: int) -> int:
+        """Places of all ranks at `position`."""
+        return min(self.global_batch, self.num_places - position % self.per_epoch * self.global_batch)
+
+    def places(self, position: int) -> range:
+        """This rank's places among all ranks' samples at `position`."""
+        size = self.global_size(position) // self.repeats
+        first, last = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        return range(first * self.repeats, last * self.repeats)
+
+    def share(self, position: int) -> Share:
+        """This rank's samples at `position`, counted in micro-batches from the beginning of training."""
+        epoch, micro_batch = divmod(position, self.per_epoch)
+        first, places = micro_batch * self.global_batch, self.places(position)
+        order = self.order(epoch)
+        return Share(
+            epoch=epoch,
+            micro_batch=micro_batch,
+            indices=tuple(order[first + places.start : first + places.stop].tolist()),
+            first_req_idx=places.start,
+            ends_epoch=micro_batch == self.per_epoch - 1,
+        )
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """[num_places] all indices, in the epoch's order."""
+        if self._order is None or self._order[0] != epoch:
+            self._order = (epoch, self._make_order(epoch))
+        return self._order[1]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
+        order = np.arange(self.num_places // self.repeats)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(order)
+        return np.repeat(order, self.repeats)
+
+
+def sampler_of(num_samples: int, *, config: RunConfig, plan: Plan, rank: int) -> DistributedSampler:
+    """The order that the run's data has on this rank."""
+    return DistributedSampler(
+        num_samples,
+        num_ranks=plan.world_size,
+        rank=rank,
+        samples_per_rank=plan.per_device_train_batch_size,
+        seed=config.training.seed,
+        shuffle=config.data.shuffle,
+        repeats=config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1,
+    )
