@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from huggingface_hub import EvalResult, ModelCardData
 
 from learner.config.inference import IMAGE, InferenceSettings
-from learner.report.read import EvalPoint, Run
+from learner.report.records import EvalPoint, Run
 from learner.report.results import SHOWN, interval
 from learner.report.scores import f1_of, gain_between
 

@@ -18,7 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from learner.detector.model import ADAPTER, ModelFiles, find_model, read_origin
 from learner.hub.card import HUB_ID, base_of, model_card
-from learner.report.read import Run, is_run, read_run
+from learner.report.read import is_run, read_run
+from learner.report.records import Run
 from learner.run.best import kept
 from learner.run.files import write_atomically
 from shared.errors import ConfigError, HubError

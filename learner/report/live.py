@@ -32,7 +32,8 @@ from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
 from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number, parted
 from learner.report.page import TEMPLATES
-from learner.report.read import Follower, Run, is_run, read_object, read_sheet
+from learner.report.read import Follower, is_run, read_object, read_sheet
+from learner.report.records import Run
 from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1

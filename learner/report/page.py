@@ -12,8 +12,9 @@ import yaml
 
 from learner.report import results
 from learner.report.charts import number, parted
-from learner.report.read import RunSet, read_runs
+from learner.report.read import read_runs
 from learner.report.recipe import recipe_section
+from learner.report.records import RunSet
 from learner.report.rewards import reward_section
 from learner.report.scenes import gallery, place_tags
 from learner.report.scores import progress_of

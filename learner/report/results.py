@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from learner.journal.retained import changes
 from learner.report.charts import Bar, Chart, Series, Table, interval_chart, line_chart, number
-from learner.report.read import EvalPoint, Run, RunSet, Scene
+from learner.report.records import EvalPoint, Run, RunSet, Scene
 from learner.report.scores import (
     F1,
     Counts,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from learner.records import DetectionObject
 from learner.report.charts import Chart, Column, Plane, Series, Table, line_chart, number, parted, ticks
-from learner.report.read import GroupStep, Run, ScoredScene
+from learner.report.records import GroupStep, Run, ScoredScene
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture, shapes_of_scene
 
 MAX_GROUPS = 4

@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from PIL import Image
 
 from learner.records import DetectionObject
-from learner.report.read import EvalPoint, Run, Scene
+from learner.report.records import EvalPoint, Run, Scene
 from learner.report.scores import Outcome, Progress, classify
 from learner.report.sheet import Sheet
 from shared.errors import MediaError

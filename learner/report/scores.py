@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import DetectionObject
-from learner.report.read import EvalPoint, Run, Scene
+from learner.report.records import EvalPoint, Run, Scene
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from learner.records import DetectionObject
 from learner.report.charts import Chart, number
-from learner.report.read import Run, SpikePoint, SpikeSample
+from learner.report.records import Run, SpikePoint, SpikeSample
 from learner.report.scenes import Picture, image_roots, load_picture, shapes_of_labels
 
 MAX_SPIKES = 6

@@ -31,7 +31,7 @@ from learner.report.charts import (
     stacked_chart,
     ticks,
 )
-from learner.report.read import Activity, Run, StepTimeline
+from learner.report.records import Activity, Run, StepTimeline
 from learner.report.spikes import SpikingStep, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
-from learner.report.read import Scene
+from learner.report.records import Scene
 from learner.report.scores import classify, confusion, counts_by_class, counts_by_iou, f1_estimate, f1_gain
 from learner.tasks.detection.metrics import count_objects, evaluate_counts
 from learner.tasks.detection.parse import NO_COORDINATES

@@ -20,7 +20,8 @@ from learner.journal.log import Timeline
 from learner.policy.parallel import Ranks
 from learner.records import CallRecord, RolloutCallLog
 from learner.report.page import render
-from learner.report.read import Activity, StepTimeline, read_run, read_runs
+from learner.report.read import read_run, read_runs
+from learner.report.records import Activity, StepTimeline
 from learner.report.training import activities_of, rise, timeline, training, typical
 from tests.unit.learner.report.fake_run import write_run
 
