@@ -21,7 +21,7 @@ from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.rollout.colocate import ColocatedEngine
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.run.environment import prepare_for_vllm
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery

@@ -39,7 +39,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.data.prompt import PromptCheck
 from learner.policy.load import Policy, load_policy
 from learner.records import Sample
-from learner.rollout.colocate import ColocatedEngine
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.requests import infer_request
 from learner.sync.canary import CanaryItem

@@ -57,7 +57,7 @@ VLLM_FILES = {
     "rollout_server/openai_api.py",  # its OpenAI layer
     "rollout_server/processes.py",  # how a worker waits
     "rollout_server/service.py",  # its version, for /status/
-    "learner/rollout/colocate.py",  # the engine inside the learner's job
+    "learner/rollout/colocated_engine.py",  # the engine inside the learner's job
     "shared/engine_images.py",  # what both engines feed the vision tower
     "shared/generation.py",  # what both engines are asked, and their outputs
     "shared/sync/adapter_loading.py",  # adapters into the served model

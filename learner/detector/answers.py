@@ -193,7 +193,8 @@ class Answers:
 
     def _vllm(self, folder: str) -> RolloutBackend:
         prepare_for_vllm(os.environ)
-        from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+        from learner.rollout.colocate import ColocateBackend
+        from learner.rollout.colocated_engine import ColocatedEngine
 
         ranks = Ranks(device=self.device)
         config = self._config()

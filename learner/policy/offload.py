@@ -2,8 +2,8 @@
 
 In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory. Afterwards they
 are back bit for bit, whatever happened inside: gradients and ties of the model, the optimizer's moments. On the CPU
-nothing is moved. `learner/rollout/colocate.py` uses it around everything that vLLM does: its start, weight loads,
-rollouts.
+nothing is moved. `learner/rollout/colocated_engine.py` uses it around everything that vLLM does: its start, weight
+loads, rollouts.
 
 The host memory is page-locked and kept for the next move: allocating fresh pages every time takes ten times the copy.
 """

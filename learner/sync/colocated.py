@@ -23,7 +23,7 @@ from learner.data.prompt import PromptCheck, PromptEncoder
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.records import ServerChange
-from learner.rollout.colocate import ColocatedEngine
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode

@@ -24,7 +24,8 @@ from learner.policy.offload import make_offload
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog, Sample
-from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend

@@ -19,7 +19,8 @@ from learner.policy.offload import Offload, make_offload
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import Rollout
-from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.sync.canary import CanaryItem
 from tests.unit.learner.policy.rows import image, sample
 

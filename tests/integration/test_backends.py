@@ -29,7 +29,8 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
-from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.rollout.servers import ServerBackend
 from learner.sync.canary import CanaryItem

@@ -19,7 +19,8 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample
-from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync

@@ -20,9 +20,10 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog
-from learner.rollout import colocate
+from learner.rollout import colocated_engine
 from learner.rollout.backend import MicroStep
-from learner.rollout.colocate import ColocateBackend, ColocatedEngine
+from learner.rollout.colocate import ColocateBackend
+from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.requests import Decodings
 from learner.sync.canary import Canary
 from learner.sync.colocated import EngineDelivery
@@ -127,10 +128,10 @@ class Encoder:
 @pytest.fixture
 def offload(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     generation = Generation(prompt_token_ids=[1], response_token_ids=[2], text="", finish_reason="stop")
-    monkeypatch.setattr(colocate, "model_folder", lambda *_: "")
-    monkeypatch.setattr(colocate, "stop_token_ids", lambda *_: ())
-    monkeypatch.setattr(colocate, "sampling_params", lambda *_: None)
-    monkeypatch.setattr(colocate, "read_generation", lambda *_: generation)
+    monkeypatch.setattr(colocated_engine, "model_folder", lambda *_: "")
+    monkeypatch.setattr(colocated_engine, "stop_token_ids", lambda *_: ())
+    monkeypatch.setattr(colocated_engine, "sampling_params", lambda *_: None)
+    monkeypatch.setattr(colocated_engine, "read_generation", lambda *_: generation)
     return Recorded()
 
 
@@ -281,9 +282,9 @@ def test_an_engines_error_says_what_to_do(offload: Recorded, error: Exception, w
 )
 def test_weights_come_in_pieces(sizes: list[int], pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor once and in order; a piece ends with the tensor that fills it."""
-    monkeypatch.setattr(colocate, "_PIECE_BYTES", 10)
+    monkeypatch.setattr(colocated_engine, "_PIECE_BYTES", 10)
     weights = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
-    found = list(colocate._in_pieces(iter(weights)))
+    found = list(colocated_engine._in_pieces(iter(weights)))
     assert [[len(tensor) for _, tensor in piece] for piece in found] == pieces
     assert [name for piece in found for name, _ in piece] == [name for name, _ in weights]
 
@@ -351,7 +352,7 @@ def test_a_window_is_drawn_unless_greedy_answers_are_asked_for(
     engine, asked = engine_with(offload), list[float | None]()
     calls: list[RolloutCallLog] = []
     synced(engine)
-    monkeypatch.setattr(colocate, "sampling_params", lambda how, seed: asked.append(how.temperature))
+    monkeypatch.setattr(colocated_engine, "sampling_params", lambda how, seed: asked.append(how.temperature))
     backend = backend_of(engine)
     backend._decoding = Decodings(
         DecodingConfig(decode_mode="sample", temperature=0.7, max_new_tokens=8), logprobs=False

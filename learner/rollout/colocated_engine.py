@@ -1,0 +1,373 @@
+"""vLLM inside the learner's job: `vllm.mode: colocate` (R02, R03, R04, R10, R11, R21).
+
+`ColocatedEngine` is vLLM in the learner's own process, on its device; it is the only code of the learner that speaks
+vLLM's API. One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order.
+Invariants:
+- whatever vLLM does, it does inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and
+  after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it was
+  seen to have room beside training, because to sleep and wake moves its weights to host memory and back;
+- the random generators of training are left as they were;
+- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
+- the adapter that was loaded last answers, until all weights are loaded.
+
+`learner/run/environment.py` must have prepared the environment before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from learner.config.modes import ROLLOUT
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.policy.loss import is_out_of_memory
+from learner.policy.offload import Offload
+from learner.policy.parallel import Ranks
+from shared.checkpoint import model_folder
+from shared.engine_images import EngineImages
+from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
+from shared.generation import (
+    CPU_ENGINE_ARGS,
+    Generation,
+    Prompt,
+    Scores,
+    cached_scoring,
+    read_cached_score,
+    read_generation,
+    read_scores,
+    sampling_params,
+    says_too_long,
+    scoring,
+    stop_token_ids,
+)
+from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
+from shared.sync.loading import CopyMemory, WeightLoad
+from shared.wire import RequestConfig
+
+_PIECE_BYTES = 64 * 2**20
+ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
+log = logging.getLogger("learner.rollout")
+ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
+
+
+class ColocatedEngine:
+    """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. `lora_rank`
+    is the rank of the adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else
+    needs the device, so the engine never sleeps."""
+
+    def __init__(
+        self,
+        config: RolloutMatchingConfig,
+        *,
+        model: str,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        tensor_parallel_size: int,
+        offload: Offload,
+        lora_rank: int = 0,
+        keeps_awake: bool = False,
+    ) -> None:
+        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
+        self.ver: int | None = None
+        self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
+        self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
+        self._config, self._ranks, self._offload = config, ranks, offload
+        self._copies = CopyMemory()
+        self._sleeps = ranks.device.type == "cuda" and not keeps_awake
+        self._asleep = self._stays_awake = False
+        self._num_loads = 0
+        folder = model_folder(model, "model.path")
+        with offload.away(), _keeping_random_state(ranks.device):
+            self._llm = self._start(folder)
+            self._sleep()
+        model_config = self._llm.llm_engine.model_config
+        self.max_model_len = int(model_config.max_model_len)
+        self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
+        self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
+        self._adapter: Any = None  # what requests are answered with: a LoRARequest
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pixels")
+        self._images = EngineImages(self._llm.llm_engine.renderer, self._threads)
+        self._adapter_numbers = itertools.count(1)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model as vLLM serves it."""
+        model: torch.nn.Module = self._runner.model
+        return model
+
+    @property
+    def _runner(self) -> Any:
+        return self._worker.model_runner
+
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
+
+    @contextmanager
+    def awake(self, *, after_update: bool = False) -> Iterator[None]:
+        """Ready to load, generate and score. `after_update`: training may have computed since the last time."""
+        with self._offload.away(), _keeping_random_state(self._ranks.device):
+            if self._asleep:
+                measures = after_update and self._num_loads > 0 and self._may_stay_awake()
+                held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
+                self._wake_up()
+                if measures:  # vLLM makes training's allocator give back what it will need again
+                    self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
+            try:
+                yield
+            finally:
+                self._rest()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        config: RequestConfig,
+        seeds: Sequence[int],
+        *,
+        looks: Sequence[bool] | None = None,
+    ) -> list[Generation]:
+        """One response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at once.
+        `looks`: at which prompts' pixels. Raises PromptTooLongError, RolloutError."""
+        num_new = config.max_tokens or 1
+        for prompt in prompts:
+            self._check_length(len(prompt.token_ids), num_new)
+        looks = looks or [False] * len(prompts)
+        with self._images.looking(prompts, looks) as seen:
+            outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
+        for output in outputs:  # only vLLM expands the images
+            self._check_length(len(output.prompt_token_ids), num_new)
+        return [
+            replace(read_generation(output, self._stop_token_ids), pixels=self._images.result(prompt, images))
+            for output, prompt, images in zip(outputs, prompts, seen, strict=True)
+        ]
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
+        """Natural log-probabilities of each response after its prompt, those through the prefix cache too, and the
+        prompts' pixels. Raises as `generate` does."""
+        pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
+        reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
+        asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
+        looks = [i < len(pairs) and bool(prompt.images) for i, (prompt, _) in enumerate(asked)]
+        wholes = [whole for whole, _ in asked]
+        with self._images.looking(wholes, looks) as seen:
+            outputs = iter(self._run(wholes, [params for _, params in asked]))
+        scores = [
+            replace(read_scores(next(outputs), len(ids)), pixels=self._images.result(prompt, images))
+            for (prompt, ids), images in zip(pairs, seen, strict=False)
+        ]
+        return [
+            replace(score, cached_logprobs=[read_cached_score(next(outputs)) for _ in several])
+            for score, several in zip(scores, reads, strict=True)
+        ]
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.
+        The adapter is removed.
+
+        Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
+        """
+        self.ver = self._adapter = None
+        self._num_loads += 1
+        model = self.model, self._llm.llm_engine.vllm_config, self._ranks.device, self._copies
+        if self.max_lora_rank:
+            self._take(weights, BaseWeightLoad(*model, self._runner.lora_manager))
+        else:
+            self._take(weights, WeightLoad(*model))
+
+    def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace the last adapter; the served weights stay. Raises as `load` does."""
+        self.ver = None
+        self._num_loads += 1
+        self._take(weights, AdapterLoad(self._runner.lora_manager))
+        self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
+
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
+        try:
+            load.open()
+            for piece in _in_pieces(weights):
+                load.add(piece)
+            load.finish()
+        except ProjectError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:500]}"
+            raise SyncError("loading weights into the colocated engine failed", found=found) from error
+        finally:
+            load.close()
+        engine = self._llm.llm_engine
+        if not engine.reset_prefix_cache():
+            raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
+        engine.reset_encoder_cache()  # the cache of processed images can stay: pixels do not depend on weights
+
+    def close(self) -> None:
+        """Free the engine's memory, and leave the process group that it made if the job has none."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
+            self._wake_up()
+        self._threads.shutdown()
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm, self._images
+        if self._ranks.world_size == 1:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+
+    def _start(self, folder: str) -> Any:
+        from vllm import LLM
+
+        if self.max_lora_rank:
+            adapt_linear_layers_only()
+        try:
+            return LLM(**self._engine_args(folder))
+        except Exception as error:  # vLLM raises errors of any type
+            raise ConfigError(
+                f"{ROLLOUT}.vllm: the colocated engine does not start",
+                found=f"{type(error).__name__}: {str(error)[:500]}",
+                wanted="a model that vLLM loads, and memory for it and its KV cache beside the training state",
+                remedy="if memory is short, change gpu_memory_utilization (cpu_kv_cache_gib without a GPU), lower "
+                f"max_model_len or decode_batch_size, set offload.enabled: true, {ELSEWHERE}"
+                + ("; if the model takes no adapters, set enable_lora: false" if self.max_lora_rank else ""),
+            ) from error
+
+    def _engine_args(self, folder: str) -> dict[str, Any]:
+        vllm, on_cpu = self._config.vllm, self._ranks.device.type == "cpu"
+        args: dict[str, Any] = {
+            "model": folder,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "seed": 0,  # requests bring their seeds
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher" if self._ranks.world_size > 1 else "uni",
+            "max_num_seqs": self._config.decode_batch_size * self.tensor_parallel_size,
+            "gpu_memory_utilization": vllm.gpu_memory_utilization,
+            "enforce_eager": vllm.enforce_eager,
+            "enable_sleep_mode": self._sleeps,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+        }
+        if self.max_lora_rank:
+            args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
+        if vllm.max_model_len is not None:
+            args["max_model_len"] = vllm.max_model_len
+        if on_cpu:
+            args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": vllm.cpu_kv_cache_gib * 2**30}
+        return args
+
+    def _wake_up(self) -> None:
+        self._llm.wake_up()
+        self._asleep = False
+
+    def _may_stay_awake(self) -> bool:
+        return self._config.vllm.sleep == "auto" and not self._offload.moves
+
+    def _has_room(self, needed_bytes: int = 0) -> bool:
+        """True if the device has room beside the engine for `needed_bytes`, and for larger rows than those seen."""
+        free, total = torch.cuda.mem_get_info(self._ranks.device)
+        return free - needed_bytes >= ROOM * total
+
+    def _rest(self) -> None:
+        """Sleep, unless there is room beside training."""
+        self._stays_awake = self._stays_awake and self._has_room()
+        if not self._stays_awake:
+            self._sleep()
+
+    def _sleep(self) -> None:
+        """Move the weights to host memory and free the KV cache."""
+        if self._sleeps and not self._asleep:
+            with _beside_other_programs(self._worker):
+                self._llm.sleep(level=1)
+            self._asleep = True
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
+        """vLLM's outputs in order, its errors as ours."""
+        try:
+            asked = [prompt.for_engine() for prompt in prompts]
+            return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
+        except ValueError as error:  # vLLM refuses a request
+            if says_too_long(error):
+                raise self._too_long(str(error)) from error
+            raise RolloutError("the colocated engine refuses a request", found=str(error)[:500]) from error
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory(len(prompts), error) from error
+            found = f"{type(error).__name__}: {str(error)[:500]}"
+            remedy = f"see the rank's log; start again, {ELSEWHERE}"
+            raise RolloutError("the colocated engine failed", found=found, remedy=remedy) from error
+
+    def _check_length(self, num_prompt: int, num_response: int) -> None:
+        if num_prompt + num_response > self.max_model_len:
+            raise self._too_long(f"{num_prompt} prompt tokens and {num_response} for the answer")
+
+    def _too_long(self, found: str) -> PromptTooLongError:
+        return PromptTooLongError(
+            "the request is longer than the colocated engine's context",
+            found=found,
+            wanted=f"at most {self.max_model_len} tokens together",
+            remedy=f"raise {ROLLOUT}.vllm.max_model_len, or lower decoding.max_new_tokens or the images' size",
+        )
+
+    def _out_of_memory(self, num_requests: int, error: RuntimeError) -> RolloutError:
+        return RolloutError(
+            "the colocated engine is out of memory beside the training state",
+            found=f"{num_requests} requests; {str(error).splitlines()[0]}",
+            wanted=f"memory for {ROLLOUT}.decode_batch_size = {self._config.decode_batch_size} sequences per device",
+            remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
+            f"offload.enabled: true, {ELSEWHERE}",
+        )
+
+
+@contextmanager
+def _beside_other_programs(worker: Any) -> Iterator[None]:
+    """vLLM's worker gives its memory back, and then asserts that the device has more free memory than before. Another
+    program may have taken more meanwhile. Here that is a warning: the engine sleeps, and its executor must know it."""
+    sleep = worker.sleep
+
+    def asleep(level: int = 1) -> None:
+        try:
+            sleep(level)
+        except AssertionError as error:
+            if "increased after sleeping" not in str(error):
+                raise
+            log.warning(
+                "another program took memory of the GPU while the colocated engine gave its own back. The run goes on, "
+                "and needs that memory again for rollouts. nvidia-smi shows the program"
+            )
+
+    worker.sleep = asleep
+    try:
+        yield
+    finally:
+        del worker.sleep
+
+
+def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """A few tensors at a time: merged ones are made on the way and need memory beside the model."""
+    piece: list[tuple[str, torch.Tensor]] = []
+    for named in weights:
+        piece.append(named)
+        if sum(tensor.nbytes for _, tensor in piece) >= _PIECE_BYTES:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+@contextmanager
+def _keeping_random_state(device: torch.device) -> Iterator[None]:
+    """Restore every random generator: vLLM seeds all of them at its start, and sometimes draws from torch's."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
