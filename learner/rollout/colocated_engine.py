@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
@@ -217,10 +218,13 @@ class ColocatedEngine:
             self._wake_up()
         self._threads.shutdown()
         self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._images
+        del self._llm, self._images, self._copies  # the recorded copies hold the model's parameters
         if self._ranks.world_size == 1:
             destroy_model_parallel()
             destroy_distributed_environment()
+        gc.collect()  # vLLM's objects hold each other
+        if self._ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _start(self, folder: str) -> Any:
         from vllm import LLM
