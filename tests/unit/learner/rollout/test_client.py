@@ -536,6 +536,14 @@ def test_waiting_for_a_server_that_is_still_starting(respx_mock: respx.MockRoute
     assert health.call_count == 3
 
 
+def test_a_server_that_is_starting_is_asked_with_pauses(respx_mock: respx.MockRouter) -> None:
+    """A wait looks about four times in its time, not as often as the network allows."""
+    health = respx_mock.get(f"{URL}/health/").respond(503)
+    with pytest.raises(ServerUnreachableError):
+        use(lambda c: c.wait_healthy(), gone_s=0.4)
+    assert 2 <= health.call_count <= 8
+
+
 def test_waiting_ends_at_once_where_the_answer_is_final(respx_mock: respx.MockRouter) -> None:
     health = respx_mock.get(f"{URL}/health/").respond(404)
     with pytest.raises(ServerMismatchError, match="base_url"):
