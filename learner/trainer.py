@@ -211,13 +211,16 @@ class Trainer:
             learning_rate, grad_norm = self.optimizer.update(self.state.global_step, share=share)
         self.state = self.state.after_step()
         self.mark_boundary()
+        seconds = self.clock.read()
+        flops = self.policy.flops_per_token * totals.counts.get("tokens", 0.0) / self.ranks.world_size
+        metrics = {**metrics, "learn_tflops": flops / seconds["learn_s"] / 1e12}
         result = totals.result(
             global_step=self.state.global_step,
             channel=channel,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             ver=ver,
-            seconds=self.clock.read(),
+            seconds=seconds,
             capacity=self.config.global_max_length,
             extra={**metrics, "batch_share": share} if shortfall else metrics,
         )

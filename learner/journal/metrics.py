@@ -51,6 +51,12 @@ SECONDS = (
 # In `metrics` of every event `step`.
 LEARNING = (
     Metric("tokens_per_s", "tokens/s", "tokens learned, over the whole step"),
+    Metric(
+        "learn_tflops",
+        "TFLOP/s",
+        "of a GPU while it learns: operations in the decoder's weights, at least, over `learn_s`. Compare it with the "
+        "GPU's matmul rate",
+    ),
     Metric("packing_fill", "share of a row", "how full the rows were"),
     Metric("underfilled", "rows", "rows below `training.packing_min_fill_ratio`"),
     Metric("batch_share", "share", "only on an epoch's short step: what part of an update it makes"),

@@ -115,6 +115,17 @@ class Policy:
         reduce the gradients of exactly these."""
         return list(self._trainable)
 
+    @cached_property
+    def flops_per_token(self) -> float:
+        """Floating-point operations that learning a token takes in the decoder's weights, at least: for each weight 2
+        forward and 2 for the gradient of its input, 2 more if it is trained, and 2 more if checkpointing computes it
+        again. Attention, the head and the vision tower are left out."""
+        decoder = self.model.get_decoder()
+        looked_up = {id(p) for p in decoder.get_input_embeddings().parameters()}
+        weights = [p for p in decoder.parameters() if id(p) not in looked_up]
+        again = 2 if self.model.is_gradient_checkpointing else 0
+        return float(sum((4 + again + 2 * p.requires_grad) * p.numel() for p in weights))
+
     def set_training(self, training: bool) -> None:
         """`model.train(training)`. torch sets the attribute of each of thousands of modules by a slow way: 0.1 s for a
         model of 4B with adapters, at every row and every sync."""
