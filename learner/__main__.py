@@ -689,7 +689,8 @@ def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             sys.stdout.flush()
             os.execv(sys.executable, [sys.executable, "-m", "learner", *sys.argv[1:]])
-        print("the next stage needs new processes: give the same command again (torchrun --max-restarts 3 does it)")
+        if os.environ.get("RANK", "0") == "0":
+            print("the next stage needs new processes: give the same command again (torchrun --max-restarts 3 does it)")
     return code
 
 

@@ -166,9 +166,8 @@ class WeightUpdates:
         call = self._bounded(call)
         self._check_allowed(call)
         async with self._alone():
-            staged, self._staged = self._staged, None
-            if call.staged:
-                staged = _check_staged(call, staged)
+            kept, self._staged = self._staged, None
+            staged = _check_staged(call, kept) if call.staged else None
             start = time.monotonic()
             # What was served before was not checked by any canary.
             clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
@@ -195,11 +194,11 @@ class WeightUpdates:
         return self.totals.count(
             UpdateWeightsReply(
                 ver=call.ver,
-                num_bytes=staged.num_bytes if call.staged and staged else _num_bytes(call),
+                num_bytes=staged.num_bytes if staged else _num_bytes(call),
                 num_tensors=loaded.num_tensors,
                 seconds=end - start,
                 drain_s=drained - start,
-                transfer_s=staged.seconds if call.staged and staged else end - drained,
+                transfer_s=staged.seconds if staged else end - drained,
                 pause_s=end - drained,
                 scores=scores,
             )

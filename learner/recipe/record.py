@@ -87,7 +87,7 @@ class Record:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def with_stage(self, stage: StageResult) -> Self:
-        """Adds a stage. If scores are equal, the earlier weights stay the best."""
+        """The record with this stage too. If scores are equal, the earlier weights stay the best."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
         if stage.score > score:
             best_of, score = stage.name, stage.score

@@ -115,7 +115,7 @@ class ServerDelivery:
         self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
         self._staged: Staged | None = None
-        self._staging = config.sync.staging
+        self._staging = config.sync.staging  # on rank 0; "none" once a server had no room
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
         self._asked: list[Post] = []  # calls of the try under way
@@ -246,7 +246,7 @@ class ServerDelivery:
     def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
         begin, self._staged = time.monotonic(), None
         place = self._staging
-        if place == "none":  # it did not fit
+        if place == "none":
             return
         call = StageWeightsCall(
             incarnation=self._groups.incarnation,

@@ -55,8 +55,8 @@ class AugmentConfig(Section):
         "an object whose shorter side is below this becomes an ignore region", 4.0, unit="pixels", ge=0.0
     )
     brightness: float = key("brightness changes by a factor within 1 plus or minus this", 0.2, ge=0.0, lt=1.0)
-    contrast: float = key("contrast, likewise", 0.2, ge=0.0, lt=1.0)
-    saturation: float = key("saturation, likewise", 0.2, ge=0.0, lt=1.0)
+    contrast: float = key("contrast changes by such a factor", 0.2, ge=0.0, lt=1.0)
+    saturation: float = key("saturation changes by such a factor", 0.2, ge=0.0, lt=1.0)
     hue: float = key("hue changes by at most this share of the circle", 0.0, ge=0.0, le=0.5)
     mosaic: float = key(
         "probability that the picture is made of crops of four photographs with the same prompt", 0.0, ge=0.0, le=1.0

@@ -54,7 +54,7 @@ class GrpoConfig(Section):
         gt=0.0,
         lt=1.0,
     )
-    clip_high: float = key("likewise, from rising above 1 + this", 0.28, req="R37", gt=0.0)
+    clip_high: float = key("as `clip_low`, from rising above 1 + this", 0.28, req="R37", gt=0.0)
     kl_weight: float = key(
         "weight of the divergence from the model without its adapter, per token; above 0 needs `model.lora`",
         0.0,
