@@ -157,7 +157,7 @@ def _routes(service: RolloutService) -> list[Route]:
 
     async def update_weights(request: Request) -> Response:
         call = await read_body(request, UpdateWeightsCall)
-        return _json(await _while_connected(request, service.updates.update(call)))
+        return _json(await _while_connected(request, service.updates.replace_weights(call)))
 
     async def expect_scores(request: Request) -> Response:
         await service.updates.expect(await read_body(request, ExpectScoresCall))

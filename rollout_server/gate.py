@@ -200,7 +200,7 @@ class WaitingGate:
             self._notify()
 
     @asynccontextmanager
-    async def update(
+    async def exclusive(
         self, incarnation: str, ver: int, mode: Literal["full", "adapter"], *, base_of_adapter: bool = False
     ) -> AsyncIterator[Outcome]:
         """Hold the weights alone. The body runs when all calls have ended. If it returns, the new version is served, or

@@ -157,7 +157,7 @@ class WeightUpdates:
             self.totals.staged_bytes = num_bytes
         return StageWeightsReply(ver=call.ver, num_bytes=num_bytes, num_tensors=replies[0].num_tensors, seconds=seconds)
 
-    async def update(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
+    async def replace_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
         """Receive, check and serve new weights, or serve those that were staged. Raises SyncError, CommunicatorError,
         DigestError, CoverageError, CanaryError or DeadlineError. The gate is poisoned then, unless it refused the
         update to begin with."""
@@ -172,12 +172,12 @@ class WeightUpdates:
             # What was served before was not checked by any canary.
             clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
             try:
-                async with self._waiting_gate.update(
+                async with self._waiting_gate.exclusive(
                     call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
                 ) as outcome:
                     drained, deadline = time.monotonic(), Deadline(call.timeout_s)
                     try:
-                        loaded, scores = await update_weights(self._engine, call, clear_cache=clear_cache)
+                        loaded, scores = await load_and_score(self._engine, call, clear_cache=clear_cache)
                         outcome.weights = self._weights(call, loaded)
                         if not call.base_of_adapter:
                             check_canary(await self._expectation(call, deadline), scores)
@@ -309,7 +309,7 @@ class WeightUpdates:
             self._under_way.cancel(because)
 
 
-async def update_weights(
+async def load_and_score(
     engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
 ) -> tuple[WorkerReply, ScoreReply]:
     """Receive, load and score: a worker's last reply, and the canary's scores. Staged weights were received before.
@@ -336,7 +336,7 @@ async def update_weights(
     ]
     started, *_ = await gather(calls)
     if all(reply.runs_meanwhile for reply in started):
-        quick = await _load_and_score(engine, call)
+        quick = await _score_behind_load(engine, call)
         if quick is not None:
             return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
@@ -354,7 +354,7 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
         return await score(engine, call.canary, call.ver, through_cache=True)
 
 
-async def _load_and_score(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
+async def _score_behind_load(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
     """None if loading takes longer than a slice."""
     loading = asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S))
     await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after

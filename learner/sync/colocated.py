@@ -80,7 +80,7 @@ class EngineDelivery:
             )
 
     @contextmanager
-    def updating(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
+    def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
         self._parts = {}
         # Before the engine wakes: scoring needs the policy on its device.
         with self._part("scores"):

@@ -231,12 +231,12 @@ class ServerDelivery:
         for base_url, status in self._statuses.items():
             check_adapter(base_url, status, rank=adapter.rank)
 
-    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
+    def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         self._repeated = self._accused_one = False
         return nullcontext({})
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
-        self._update(source, "full", ver + 1, items=())
+        self._send_and_switch(source, "full", ver + 1, items=())
         return ver + 1
 
     @property
@@ -284,10 +284,10 @@ class ServerDelivery:
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         staged, self._staged = self._staged, None
         if staged is not None and (staged.source, staged.mode, staged.ver) == (source, mode, ver):
-            replies, learner, weights = self._switch(staged)
+            replies, learner, weights = self._switch_to_staged(staged)
         else:
             staged = None
-            replies, learner, weights = self._update(source, mode, ver, items=self._canary.items)
+            replies, learner, weights = self._send_and_switch(source, mode, ver, items=self._canary.items)
         reply = next(iter(replies.values()))
         delivered = Delivered(
             mode=mode,
@@ -326,7 +326,7 @@ class ServerDelivery:
             self._accused = {base_url: error}
             raise
 
-    def _update(
+    def _send_and_switch(
         self, source: WeightSource, mode: Mode, ver: int, *, items: Sequence[CanaryItem]
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Replies by URL, once all servers serve the weights as version `ver` and have scored `items`, the learner's
@@ -360,8 +360,8 @@ class ServerDelivery:
             _check_reply((ver, *_size(call.buckets)), reply, base_url)
         return replies, learner, self._digest(mode, seals)
 
-    def _switch(self, staged: Staged) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
-        """Does what `_update` does, with weights that wait at the servers already."""
+    def _switch_to_staged(self, staged: Staged) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
+        """Does what `_send_and_switch` does, with weights that wait at the servers already."""
         items, incarnation = self._canary.items, self._groups.incarnation
         call = UpdateWeightsCall(
             incarnation=incarnation,

@@ -68,7 +68,7 @@ class Delivery(Protocol):
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply it."""
 
-    def updating(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
+    def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         """Around all that is delivered in one sync; `modes`: those in which it may be. Yields the seconds of its parts,
         which are whole when it has ended."""
 
@@ -178,8 +178,8 @@ class Sync:
         if not self._is_connected:
             self._repeated(self._connect)
         begin = time.monotonic()
-        with self._delivery.updating(self._modes()) as parts:
-            delivered = self._update()
+        with self._delivery.delivering(self._modes()) as parts:
+            delivered = self._deliver()
         reason, self._fallback = self._fallback, ""  # reported once
         receipt = SyncReceipt(
             ver=self.ver + 1,
@@ -201,23 +201,23 @@ class Sync:
     def _modes(self) -> Sequence[Mode]:
         return ("full",) if self._adapter is None else ("adapter", "full") if self._fallback_to_full else ("adapter",)
 
-    def _update(self) -> Delivered:
+    def _deliver(self) -> Delivered:
         if self._adapter is not None:
             with self._falling_back():
-                return self._repeated(self._update_adapter)
-        return self._repeated(self._update_full)
+                return self._repeated(self._deliver_adapter)
+        return self._repeated(self._deliver_full)
 
-    def _update_full(self) -> Delivered:
+    def _deliver_full(self) -> Delivered:
         if not self._is_connected:
             self._connect()
         return self._delivery.deliver(self._weights, "full", self.ver + 1)
 
-    def _update_adapter(self) -> Delivered:
+    def _deliver_adapter(self) -> Delivered:
         if not self._is_connected:
             self._connect()
         adapter = self._adapter
         if adapter is None:  # whoever joined can't apply it
-            return self._update_full()
+            return self._deliver_full()
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)

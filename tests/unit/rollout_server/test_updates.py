@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout_server.engine import Scores, WorkerReply, score
-from rollout_server.updates import check_canary, update_weights
+from rollout_server.updates import check_canary, load_and_score
 from shared.errors import CanaryError, DigestError
 from shared.wire import ExpectScoresCall, RolloutInferRequest, ScoreItem, UpdateWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
@@ -61,7 +61,7 @@ WANTED = [
 @pytest.mark.parametrize(("runs_meanwhile", "num_slices", "log"), WANTED)
 def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: int, log: list[str]) -> None:
     engine = Engine(runs_meanwhile=runs_meanwhile, num_slices=num_slices)
-    _, scores = asyncio.run(update_weights(engine, CALL))
+    _, scores = asyncio.run(load_and_score(engine, CALL))
     assert engine.log == log
     assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
 
@@ -77,7 +77,7 @@ def test_the_canary_reads_the_prefix_cache_and_other_calls_do_not() -> None:
             return replace(scores, cached_logprobs=[-9.0] if through_cache else [])
 
     engine = Asked(runs_meanwhile=True, num_slices=1)
-    _, scores = asyncio.run(update_weights(engine, CALL))
+    _, scores = asyncio.run(load_and_score(engine, CALL))
     assert scores.cached_logprobs == [[-9.0]]
     assert asyncio.run(score(engine, CALL.canary, 3)).cached_logprobs == []
     assert asked == [True, False]
@@ -96,7 +96,7 @@ def test_a_load_that_fails_takes_the_canary_with_it() -> None:
 
     async def run() -> int:
         with pytest.raises(DigestError):
-            await update_weights(engine, CALL)
+            await load_and_score(engine, CALL)
         return len(asyncio.all_tasks())
 
     assert asyncio.run(run()) == 1
@@ -117,5 +117,5 @@ def test_caches_are_emptied_while_the_receiving_begins() -> None:
             await super().reset_caches()
 
     engine = Slow(runs_meanwhile=True, num_slices=1)
-    asyncio.run(update_weights(engine, CALL))
+    asyncio.run(load_and_score(engine, CALL))
     assert engine.log == ["reset", "sync_start", "sync_poll", "score"]

@@ -34,7 +34,7 @@ def test_an_update_waits_for_calls_and_calls_for_the_update() -> None:
                     await until.wait()
 
         async def update() -> None:
-            async with t.update("a", 7, "full"):
+            async with t.exclusive("a", 7, "full"):
                 seen.append("written")
                 await loaded.wait()
 
@@ -61,10 +61,10 @@ def test_waits_end_at_their_deadlines() -> None:
         t = waiting_gate(queue_timeout_s=0.05, drain_timeout_s=0.1)
         async with t.call():
             with pytest.raises(DeadlineError, match=r"1 in flight after 0.1 s"):
-                async with t.update("a", 1, "full"):
+                async with t.exclusive("a", 1, "full"):
                     pass
         assert t.gate.state == "poisoned"
-        async with t.update("a", 1, "full"):
+        async with t.exclusive("a", 1, "full"):
             with pytest.raises(ServerBusyError, match=r"0.05 s of waiting"):
                 async with t.call():
                     pass
@@ -84,7 +84,7 @@ def test_a_failed_update_lets_those_who_wait_hear_why() -> None:
         waiting: list[asyncio.Task[None]] = []
 
         async def update() -> None:
-            async with t.update("a", 1, "full"):
+            async with t.exclusive("a", 1, "full"):
                 waiting.append(asyncio.create_task(call()))
                 await let_others_run()
                 raise RuntimeError("half way")
@@ -109,7 +109,7 @@ def test_cancelled_calls_leave() -> None:
         await let_others_run()
 
         async def update() -> None:
-            async with t.update("a", 1, "full"):
+            async with t.exclusive("a", 1, "full"):
                 pass
 
         updating = asyncio.create_task(update())

@@ -52,7 +52,7 @@ class Recorder:
             raise self.fails["check"]
 
     @contextmanager
-    def updating(self, modes: object) -> Iterator[None]:
+    def delivering(self, modes: object) -> Iterator[None]:
         yield
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
