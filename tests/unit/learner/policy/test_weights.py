@@ -8,10 +8,12 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
 from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
+from learner.policy.weights import merged_weight, merges_plainly
 from shared.errors import ConfigError
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
@@ -60,6 +62,26 @@ def test_adapters_are_merged_as_peft_merges_them(tiny_vlm: Path, tmp_path: Path,
     changed = {name for name in base if not torch.equal(base[name], found[name])}
     assert "model.language_model.layers.0.mlp.up_proj.weight" in changed
     assert "model.language_model.embed_tokens.weight" not in changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [1, 8, 12, 16])  # scaled by 0.25, 2, 3 and 4
+def test_a_merge_is_to_the_bit_as_peft_adds_and_rounds(alpha: int, base: torch.dtype, dtype: torch.dtype) -> None:
+    """R09: a scaling that is no power of two is rounded before the sum, as peft does."""
+    torch.manual_seed(alpha)
+    model = torch.nn.Sequential(torch.nn.Linear(67, 129).to(base))
+    adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=["0"]), model)
+    layer = adapted[0]
+    assert isinstance(layer, LoraLayer)
+    for half in (layer.lora_A, layer.lora_B):
+        torch.nn.init.normal_(half["default"].float().weight)  # in float32, as in a policy
+    (a, b), weight = (half["default"].weight for half in (layer.lora_A, layer.lora_B)), layer.get_base_layer().weight
+    expected = ((b @ a) * (alpha / 4) + weight).to(dtype)
+    found = merged_weight(layer, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert merges_plainly(layer)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
