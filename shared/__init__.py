@@ -1,1 +1,1 @@
-"""What the rollout server and the learner must agree on. Imports neither of them."""
+"""The agreements between the rollout server and the learner. This package imports neither of them."""

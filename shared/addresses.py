@@ -17,7 +17,7 @@ _TRIES = 1_000
 
 
 def is_loopback(host: str) -> bool:
-    """True if `host` (a name or an address) is this machine's loopback."""
+    """Return True if `host` (a name or an address) is this machine's loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """True if a program can listen on this loopback port now."""
+    """Return True if a program can listen on this loopback port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its last server ended
         try:
@@ -36,7 +36,7 @@ def is_free(port: int) -> bool:
 
 
 def free_ports(number: int) -> list[int]:
-    """Different free ports, drawn at random. Raises ConfigError if there are not enough."""
+    """Return different free ports, drawn at random. Raises ConfigError if there are not enough."""
     draw = random.SystemRandom()  # ignores seeds: two processes must not draw the same ports
     ports: set[int] = set()
     for _ in range(_TRIES):
@@ -54,5 +54,5 @@ def free_ports(number: int) -> list[int]:
 
 
 def free_port() -> int:
-    """One of `free_ports`."""
+    """Return one of `free_ports`."""
     return free_ports(1)[0]

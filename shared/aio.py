@@ -11,8 +11,8 @@ _AT_A_TIME = 64
 
 
 async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. If one fails, the others are cancelled. When all have ended, the first error is raised,
-    with its own cause. Many are started a few at a time, so that others get their turn on the event loop."""
+    """Return all results in order. If one fails, the others are cancelled. When all have ended, the first error is
+    raised, with its own cause. Many are started a few at a time, so that others get their turn on the event loop."""
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:

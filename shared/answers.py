@@ -23,8 +23,8 @@ def ask(
     headers: Mapping[str, str] | None = None,
     most_bytes: int = MAX_STATUS_BYTES,
 ) -> tuple[int, bytes]:
-    """Status and body of a GET, as it was sent, within `timeout_s` in all. Raises httpx.HTTPError and httpx.InvalidURL,
-    and ValueError if it is packed, too long, or late."""
+    """Return status and body of a GET, as they were sent, within `timeout_s` in all. Raises httpx.HTTPError and
+    httpx.InvalidURL, and ValueError if it is packed, too long, or late."""
     deadline = awake_s() + timeout_s
     content = bytearray()
     with client.stream("GET", url, headers={**PLAIN, **(headers or {})}, timeout=timeout_s) as answer:
@@ -44,7 +44,7 @@ def is_packed(answer: httpx.Response) -> bool:
 
 
 def bounded(answer: httpx.Response, most_bytes: int, too_long: Callable[[], Exception]) -> None:
-    """From now on reading the answer raises `too_long()` after so many bytes."""
+    """Make reading the answer raise `too_long()` after `most_bytes` bytes."""
     assert isinstance(answer.stream, httpx.AsyncByteStream)
     answer.stream = _Bounded(answer.stream, most_bytes, too_long)
 

@@ -48,7 +48,8 @@ def shape_error(learner: Logprobs, reply: ScoreReply) -> str:
 def compare(
     learner: Logprobs, reply: ScoreReply, *, tolerance: float, what: str, name_of: Callable[[int], str]
 ) -> CanaryGap:
-    """The gap of a reply without `shape_error`. `what` says who was compared, `name_of` names an answer by its index.
+    """Return the gap of a reply without `shape_error`. `what` says who was compared, `name_of` names an answer by its
+    index.
 
     Raises CanaryError if one of the two means is above the tolerance or not a number.
     """
@@ -74,7 +75,7 @@ def _checked(
     what: str,
     name_of: Callable[[int], str],
 ) -> list[float]:
-    """The gap of each token. Raises CanaryError."""
+    """Return the gap of each token. Raises CanaryError."""
     gaps = {(i, j): abs(logprob - learner[i][j]) for (i, j), logprob in served.items()}
     mean = math.fsum(gaps.values()) / max(1, len(gaps))
     if not mean <= tolerance:  # also if it is NaN

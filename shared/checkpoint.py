@@ -60,7 +60,7 @@ _KEYS = (
 
 
 def signature(config: Mapping[str, Any]) -> dict[str, str]:
-    """`{"model_type": "qwen3_vl", "text_config.hidden_size": "2560", ...}`."""
+    """Return `{"model_type": "qwen3_vl", "text_config.hidden_size": "2560", ...}`."""
     found = {}
     for section in _SECTIONS:
         values = config.get(section) or {} if section else config
@@ -71,7 +71,7 @@ def signature(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def differences(learner: Mapping[str, str], server: Mapping[str, str]) -> list[str]:
-    """One phrase for each size that both state and that differs."""
+    """Return one phrase for each size that both state and that differs."""
     both = [key for key in learner if key in server]
     return [f"{key} {server[key]}, not {learner[key]}" for key in both if server[key] != learner[key]]
 
@@ -80,7 +80,7 @@ _PART_BYTES = 64 << 20
 
 
 def checkpoint_digest(path: str) -> str:
-    """A digest of the weights' files, all bytes of them; several parts at a time."""
+    """Return a digest of the weights' files, all bytes of them; several parts at a time."""
     files = [file for kind in ("*.safetensors", "*.bin", "*.pt") for file in sorted(Path(path).glob(kind))]
     sizes = [file.stat().st_size for file in files]
     places = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, _PART_BYTES)]

@@ -1,4 +1,5 @@
-"""What a vLLM engine feeds its vision tower: the output of its own processor, on the way to the device (R45).
+"""The images that a vLLM engine feeds its vision tower: the output of its own processor, on the way to the device
+(R45).
 
 In: vLLM's renderer, and prompts. Out: `ProcessedImages`. Both programs have an engine: `EngineImages.look` is for the
 server's, `looking` for the learner's own.
@@ -28,13 +29,13 @@ Seen = Sequence[Future[ProcessedImage] | None]  # of each image of a prompt; Non
 
 
 class EngineImages:
-    """`renderer`: an engine's. `threads` make the digests."""
+    """The images that one engine processes. `renderer` is the engine's. `threads` make the digests."""
 
     def __init__(self, renderer: Any, threads: Executor) -> None:
         self.renderer, self._threads = renderer, threads
         self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # by vLLM's hash of the image
         self._lock = threading.Lock()
-        # The same for all prompts: what they override is the program's own.
+        # The settings are the same for all prompts: what a prompt overrides comes from this program.
         self._settings: dict[str, str] = {}
         self._dtype = ""
 
@@ -43,7 +44,7 @@ class EngineImages:
 
     @contextmanager
     def looking(self, prompts: Sequence[Prompt], wanted: Sequence[bool]) -> Iterator[list[Seen]]:
-        """Around one `LLM.generate` of `prompts`: what it makes of those that are `wanted`; [] for the others. It
+        """Yield what one `LLM.generate` of `prompts` makes of those that are `wanted`; [] for the others. The engine
         takes no prompts that are rendered already, but renders them one by one, in order.
 
         A prompt is not rendered again if one with the same images was, and begins with its tokens. To process and to
@@ -100,7 +101,7 @@ class EngineImages:
         return self.processed(prompt, [one.result() for one in seen if one is not None])
 
     def processed(self, prompt: Prompt, images: Sequence[ProcessedImage]) -> ProcessedImages | None:
-        """None without images."""
+        """Return the processed images of a request; None if it has none."""
         if not images:
             return None
         if not self._settings:
@@ -117,7 +118,8 @@ class EngineImages:
 
 
 def beginning(whole: Prompt, rendered: Mapping[str, Any], prompt: Prompt) -> dict[str, Any] | None:
-    """`prompt` as vLLM renders it, cut from `whole`, which has the same images; None if it does not begin like it."""
+    """Return `prompt` as vLLM renders it, cut from `whole`, which has the same images; None if it does not begin like
+    it."""
     number = len(prompt.token_ids)
     if whole.token_ids[:number] != prompt.token_ids or whole.pixels != prompt.pixels:
         return None
@@ -130,15 +132,15 @@ def beginning(whole: Prompt, rendered: Mapping[str, Any], prompt: Prompt) -> dic
 
 
 class Look:
-    """At the images of one request to an `AsyncLLM`."""
+    """One look at the images of one request to an `AsyncLLM`."""
 
     def __init__(self, images: EngineImages, prompt: Prompt) -> None:
         self._images, self._prompt = images, prompt
         self._seen: Seen = ()
 
     async def render(self, **options: bool) -> Any:
-        """The prompt as the engine takes it, its images processed. It must be sent at once: what vLLM's cache knows
-        counts as sent. For another try, render again."""
+        """Return the prompt as the engine takes it, its images processed. It must be sent at once: what vLLM's cache
+        knows counts as sent. For another try, render again."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         renderer = self._images.renderer
@@ -148,7 +150,7 @@ class Look:
         return rendered
 
     async def result(self) -> ProcessedImages | None:
-        """After `render`; None without images."""
+        """Return the images that `render` processed; None if the request has none."""
         if None in self._seen:
             await self.render(skip_mm_cache=True)
         images = [await asyncio.wrap_future(one) for one in self._seen if one is not None]

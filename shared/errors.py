@@ -69,12 +69,13 @@ class ProjectError(Exception):
         return "; ".join(parts)
 
     def as_status(self, http_status: int) -> Self:
-        """This error, answered with another HTTP status than its class has."""
+        """Return this error, answered with another HTTP status than its class has."""
         self.http_status = http_status
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process boundaries (DataLoader workers, engine workers), with their keyword-only parts.
+        # Exceptions cross process boundaries (DataLoader workers, engine workers). By default pickle rebuilds them from
+        # `args` alone, without the keyword-only parts.
         return (_rebuild, (type(self), self.what, self.found, self.wanted, self.remedy))
 
 
@@ -220,7 +221,7 @@ class OutputError(ProjectError):
 
 
 def error_classes() -> dict[str, type[ProjectError]]:
-    """Every class of the tree by name, to rebuild an error from its `ErrorBody`."""
+    """Return every class of the tree by name, to rebuild an error from its `ErrorBody`."""
     found: dict[str, type[ProjectError]] = {}
     todo: list[type[ProjectError]] = [ProjectError]
     while todo:

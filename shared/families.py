@@ -51,8 +51,8 @@ KNOWN_NOT_TO_WORK: Mapping[str, str] = {
 
 
 def check_family(config: Mapping[str, Any], *, key: str, allow_untested: bool) -> None:
-    """`key`: of the model in the configuration. Raises ConfigError for a family that is known not to work, and for one
-    that nobody has tested unless that is allowed."""
+    """Check the family of a model. `key` is the model's key in the configuration. Raises ConfigError for a family that
+    is known not to work, and for one that nobody has tested unless that is allowed."""
     family = str(config.get("model_type", ""))
     why = KNOWN_NOT_TO_WORK.get(family)
     if family in TESTED or (why is None and allow_untested):
@@ -83,8 +83,8 @@ def check_path(path: str, *, key: str) -> None:
 
 
 def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
-    """`check_path` and `check_family` for a checkpoint's folder, or an adapter's that names its base model. A hub name
-    is not looked up. Raises ConfigError."""
+    """Apply `check_path` and `check_family` to a checkpoint's folder, or an adapter's that names its base model. A hub
+    name is not looked up. Raises ConfigError."""
     check_path(path, key=key)
     adapter = _read(Path(path) / "adapter_config.json")
     base = str(adapter.get("base_model_name_or_path", "")) if adapter else path

@@ -35,7 +35,7 @@ class Fetcher:
         self._cache = _Cache(rules.cache_bytes)
 
     def read(self, source: str) -> bytes:
-        """The encoded image. Raises MediaError."""
+        """Return the encoded image. Raises MediaError."""
         return self._cache.get(source) or self._cache.keep(source, self._fetch(source))
 
     def check(self, source: str) -> None:
@@ -72,7 +72,7 @@ class Fetcher:
         return bytes(data)
 
     def _checked_url(self, url: str, source: str) -> SplitResult:
-        """The URL in the parts by which it is fetched, so that nobody takes another part for the host."""
+        """Return the URL in the parts by which it is fetched, so that nobody takes another part for the host."""
         try:
             parts = urlsplit(url)
             scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port
@@ -87,7 +87,7 @@ class Fetcher:
 
 
 def _in_words(error: Exception) -> str:
-    """Without texts of `http.client`, which may quote the URL, and so a token in it."""
+    """Describe an error without texts of `http.client`: they may quote the URL, and so a token in it."""
     return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
 
 
@@ -129,7 +129,7 @@ class _Line:
         self._watching.start()
 
     def connect(self, address: tuple[str, int]) -> socket.socket:
-        """A connection that the caller closes. Raises OSError."""
+        """Return a connection that the caller closes. Raises OSError."""
         if self.hung_up:
             raise TimeoutError("redirects took the time")
         link = socket.create_connection(address, timeout=max(SLICE_S, self._deadline.left_s()))
@@ -164,7 +164,7 @@ class _Line:
 
 @contextlib.contextmanager
 def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
-    """The answer to a GET. No proxies: they would see every image."""
+    """Yield the answer to a GET. No proxies: they would see every image."""
     secure, host = url.scheme == "https", url.hostname or ""
     with contextlib.closing(line.connect((host, url.port or (443 if secure else 80)))) as link:
         connection = HTTPConnection(host, url.port)

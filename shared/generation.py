@@ -24,8 +24,8 @@ from shared.wire import ProcessedImages, RequestConfig
 if TYPE_CHECKING:
     from PIL import Image
 
-# For every vLLM engine on CPU. A prefill in two chunks draws one random number too many. vLLM undoes that on CUDA only:
-# on CPU a seeded request that is split ends the engine ("CPU Generator does not use offset").
+# Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many. vLLM undoes that on
+# CUDA only: on CPU a seeded request that is split ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -85,7 +85,7 @@ class Prompt:
     pixels: Mapping[str, int] | None = None
 
     def for_engine(self) -> dict[str, Any]:
-        """The prompt as vLLM takes it."""
+        """Return the prompt as vLLM takes it."""
         asked: dict[str, Any] = {"prompt_token_ids": self.token_ids}
         if self.images:
             asked["multi_modal_data"] = {"image": self.images}
@@ -155,7 +155,7 @@ class Scores:
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> Any:
-    """vLLM's settings for one answer."""
+    """Return vLLM's settings for one answer."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -183,7 +183,7 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
 
 
 def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]:
-    """The prompt and settings for vLLM to score a response. Read the output with `read_scores`."""
+    """Return the prompt and settings for vLLM to score a response. Read the output with `read_scores`."""
     from vllm import SamplingParams
 
     whole = replace(prompt, token_ids=prompt.token_ids + response_token_ids)
@@ -191,7 +191,7 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
 
 
 def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, Any]]:
-    """Likewise for each of `cached_positions`: a request that reads the prefix cache and can only give the token that
+    """Return one request for each of `cached_positions`. It reads the prefix cache and can only give the token that
     stands there. Requests with `prompt_logprobs` never read it. Read the outputs with `read_cached_score`."""
     from vllm import SamplingParams
 
@@ -219,7 +219,7 @@ def was_given_back(output: Any) -> bool:
 
 
 def read_cached_score(output: Any) -> float:
-    """Natural log-probability of the one token. Raises NotFiniteError."""
+    """Return the natural log-probability of the one token. Raises NotFiniteError."""
     completion = output.outputs[0]
     logprob = float(completion.logprobs[0][completion.token_ids[0]].logprob)
     _check_finite([logprob])
@@ -229,7 +229,7 @@ def read_cached_score(output: Any) -> float:
 def read_generation(
     output: Any, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
 ) -> Generation:
-    """The generation in vLLM's output. Without `text_of` it has a text only if there were stop strings. Raises
+    """Return the generation in vLLM's output. Without `text_of` it has a text only if there were stop strings. Raises
     NotFiniteError for its log-probabilities."""
     completion = output.outputs[0]
     token_ids, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
@@ -257,7 +257,7 @@ def check_logprobs(output: Any) -> None:
 
 
 def _sampled_logprobs(completion: Any) -> list[float] | None:
-    """One per token, or None if they were not asked for. Raises NotFiniteError."""
+    """Return one log-probability per token, or None if they were not asked for. Raises NotFiniteError."""
     rows = getattr(completion, "logprobs", None)
     if rows is None:
         return None
@@ -272,7 +272,7 @@ def _sampled_logprobs(completion: Any) -> list[float] | None:
 
 
 def read_scores(output: Any, num_scored: int) -> Scores:
-    """Natural log-probabilities of the last `num_scored` tokens. Raises NotFiniteError."""
+    """Return the natural log-probabilities of the last `num_scored` tokens. Raises NotFiniteError."""
     token_ids = list(output.prompt_token_ids)
     rows = output.prompt_logprobs[-num_scored:]
     logprobs = [float(row[i].logprob) for row, i in zip(rows, token_ids[-num_scored:], strict=True)]
@@ -296,12 +296,12 @@ def _check_finite(logprobs: list[float]) -> None:
 
 
 def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end an answer, from the checkpoint's generation settings and the tokenizer."""
+    """Return the tokens that end an answer, from the checkpoint's generation settings and the tokenizer."""
     eos = model_config.try_get_generation_config().get("eos_token_id", [])
     ids = {eos} if isinstance(eos, int) else set(eos)
     return frozenset(ids | {tokenizer.eos_token_id})
 
 
 def says_too_long(error: Exception) -> bool:
-    """True if vLLM refuses a request because of its length. vLLM has no error type for this."""
+    """Return True if vLLM refuses a request because of its length. vLLM has no error type for this."""
     return any(words in str(error) for words in ("model length", "max_model_len", "context length"))

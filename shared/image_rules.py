@@ -1,4 +1,4 @@
-"""Which images may be used, and the error for those that may not (D13)."""
+"""The rules for images, and the error for an image that breaks them (D13)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRules:
-    """Which images may be used. `keys` is the prefix of configuration keys in messages."""
+    """The rules for images. `keys` is the prefix of configuration keys in messages."""
 
     roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
     hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
@@ -25,7 +25,7 @@ class ImageRules:
 
 
 def short(source: str) -> str:
-    """An image string as shown in messages. A URL has no user, password or query there."""
+    """Return an image string as shown in messages. A URL has no user, password or query there."""
     if source[:8].lower().startswith(("http://", "https://")):
         source = bare_url(source)
     return source if len(source) <= SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"

@@ -81,7 +81,7 @@ class Images:
         return Images, (self.rules,)
 
     def resolve(self, source: str, folder: Path = Path()) -> str:
-        """The string in a form that any process of this machine understands: a path relative to `folder` becomes
+        """Return the string in a form that any process of this machine understands: a path relative to `folder` becomes
         absolute, everything else stays. Raises MediaError if it does not name a usable image. Fetches nothing."""
         way = _way_of(source, folder)
         if way == "http":
@@ -95,11 +95,11 @@ class Images:
         return source
 
     def load(self, source: str) -> Image.Image:
-        """The image: RGB, upright, fully decoded. Raises MediaError."""
+        """Return the image: RGB, upright, fully decoded. Raises MediaError."""
         return self.decode(self.read(source), source)
 
     def decode(self, data: bytes, source: str) -> Image.Image:
-        """The image in what `read` has read. Raises MediaError."""
+        """Return the image in what `read` has read. Raises MediaError."""
         try:
             image = self._open(io.BytesIO(data), source)
             image.load()
@@ -108,7 +108,7 @@ class Images:
             raise _no_image(source, data, error) from error
 
     def look(self, data: bytes, source: str) -> tuple[int, int]:
-        """(pixels, passes over them that decoding takes), from the header. Raises MediaError."""
+        """Return (pixels, passes over them that decoding takes), from the header. Raises MediaError."""
         try:
             image = self._open(io.BytesIO(data), source)
         except _DECODING_ERRORS as error:
@@ -118,7 +118,7 @@ class Images:
         return image.width * image.height, max(1, data.count(_JPEG_SCAN)) if is_jpeg else 1
 
     def size(self, source: str) -> tuple[int, int]:
-        """(width, height) of the upright image, from its header. Raises MediaError."""
+        """Return (width, height) of the upright image, from its header. Raises MediaError."""
         way = _way_of(source)
         with self._file(source)[0] if way in ("file", "path") else io.BytesIO(self.read(source)) as file:
             try:
@@ -131,7 +131,7 @@ class Images:
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
     def read(self, source: str) -> bytes:
-        """The encoded image. Raises MediaError."""
+        """Return the encoded image. Raises MediaError."""
         way = _way_of(source)
         if way == "http":
             return self._fetcher.read(source)
@@ -171,7 +171,7 @@ class Images:
         return roots is None or any(path.is_relative_to(root.resolve()) for root in roots)
 
     def _nothing_there(self, source: str, folder: Path) -> MediaError:
-        """The same for a file that does not exist and for one that may not be read."""
+        """Return the same error for a file that does not exist and for one that may not be read."""
         rules = self.rules
         if rules.roots is None:
             found = f"no file {folder.absolute() / source}" if len(source) <= SHOWN_CHARS else "no file of that name"
@@ -207,14 +207,14 @@ class Images:
             ) from error
 
     def _from_base64(self, source: str) -> bytes | None:
-        """None if the text is not base64."""
+        """Return the bytes, or None if the text is not base64."""
         try:
             return self._decoded(source, source)
         except (binascii.Error, ValueError):
             return None
 
     def _decoded(self, text: str, source: str) -> bytes:
-        """Base64, broken into lines or not. Raises ValueError, MediaError."""
+        """Decode base64, broken into lines or not. Raises ValueError, MediaError."""
         data = text.encode("ascii").translate(None, _SPACES)
         check_bytes(len(data) * 3 // 4 - 2, source, self.rules)
         return base64.b64decode(data, validate=True)
@@ -253,7 +253,7 @@ def _way_of(source: str, folder: Path = Path()) -> Way:
 
 
 def _looks_like_image(text: str) -> bool:
-    """True if the text is base64 whose first bytes are those of an image."""
+    """Return True if the text is base64 whose first bytes are those of an image."""
     head = "".join(text[: 2 * _SIGNATURE_CHARS].split())[:_SIGNATURE_CHARS]
     try:
         return _SIGNATURE.match(base64.b64decode(head, validate=True)) is not None
@@ -269,7 +269,7 @@ def _is_file(folder: Path, source: str) -> bool:
 
 
 def _paths_in(source: str) -> tuple[str, ...]:
-    """A `file://` URL's path, with and without percent-decoding; any other string as it is."""
+    """Return a `file://` URL's path, with and without percent-decoding; any other string as it is."""
     if source[:7].lower() != "file://":
         return (source,) if len(source) < _LONGEST_PATH else ()
     path = source[7:].removeprefix("localhost") if source[7:].startswith("localhost/") else source[7:]
@@ -283,7 +283,7 @@ def _num_bytes(file: IO[bytes]) -> int:
 
 
 def _webp_size(file: IO[bytes]) -> tuple[int, int]:
-    """(width, height) of a WebP's canvas; zeros if it is none."""
+    """Return (width, height) of a WebP's canvas; zeros if it is none."""
     head = file.read(30).ljust(30, b"\0")
     file.seek(0)
     if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
@@ -309,13 +309,13 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """A loaded image by its EXIF orientation. (TIFF is upright when loaded, and then has none.)"""
+    """Return a loaded image by its EXIF orientation. (TIFF is upright when loaded, and then has none.)"""
     method = _TRANSPOSE.get(_orientation(image))
     return image if method is None else image.transpose(method)
 
 
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
-    """`_upright(image).size`, without decoding if the header is enough."""
+    """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
         return image.size  # otherwise Pillow would decode it all to find a later chunk
     turned = _orientation(image) >= 5

@@ -24,12 +24,12 @@ _pattern: re.Pattern[str] | None = None  # a group for each value, in that order
 
 
 def is_secret(name: str) -> bool:
-    """True if an environment variable's name says so."""
+    """Return True if an environment variable's name says so."""
     return _SECRET.search(name) is not None
 
 
 def remember(name: str, value: str) -> None:
-    """From now on `masked` shows `${name}` instead of `value`."""
+    """Make `masked` show `${name}` instead of `value`."""
     global _pattern
     if len(value) < MIN_CHARS or value in _known:
         return
@@ -48,7 +48,7 @@ def forget() -> None:
 
 
 def masked(text: str) -> str:
-    """The text without secrets."""
+    """Return the text without secrets."""
     if _pattern is None:
         return text
     written = list(_known.values())
@@ -56,8 +56,8 @@ def masked(text: str) -> str:
 
 
 def as_written(text: str) -> str:
-    """The text as a configuration has to write it, so that it reads back as it is: only in a URL, other forms mean
-    what the value means."""
+    """Return the text as a configuration has to write it, so that it reads back as it is: only in a URL, other forms
+    mean what the value means."""
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
@@ -67,8 +67,8 @@ def as_written(text: str) -> str:
 
 
 def bare_url(url: str) -> str:
-    """A URL, or what should have been one, as messages show it: without user and password, query and fragment, where a
-    token may stand. Parts are found as in any text, because a wrong URL has no parser."""
+    """Return a URL, or what should have been one, as messages show it: without user and password, query and fragment,
+    where a token may stand. Parts are found as in any text, because a wrong URL has no parser."""
     shown = re.split(r"[?#]", url, maxsplit=1)[0]
     scheme, separator, rest = shown.rpartition("://")
     authority, slash, path = rest.partition("/")
@@ -80,7 +80,7 @@ def bare_url(url: str) -> str:
 
 
 def masked_in(value: Any) -> Any:
-    """JSON's values, and tuples, without secrets. Keys of mappings are texts too."""
+    """Return JSON's values, and tuples, without secrets. Keys of mappings are texts too."""
     if _pattern is None:
         return value
     if isinstance(value, str):
@@ -93,7 +93,7 @@ def masked_in(value: Any) -> Any:
 
 
 def _in_any_form(value: str) -> str:
-    """A pattern: the value, decoded or not, with each character as it is, in lower case, or encoded."""
+    """Return a pattern for the value, decoded or not, with each character as it is, in lower case, or encoded."""
     return "|".join("".join(map(_any_form, text)) for text in dict.fromkeys((value, unquote(value))))
 
 

@@ -16,7 +16,7 @@ INSTALL = {
 
 
 def missing_package(error: ImportError) -> ConfigError | None:
-    """The user's error if a package of `INSTALL` is missing or cannot be imported, else None."""
+    """Return the user's error if a package of `INSTALL` is missing or cannot be imported, else None."""
     for cause in _causes(error):
         text = " ".join(str(cause).split())
         for package, remedy in INSTALL.items():

@@ -49,7 +49,7 @@ _VERSIONS = {"transformers", "torchvision", "pillow"}  # they may round differen
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessing:
-    """How the learner's processor makes pixel values of an image: level * scale + shift, for each channel."""
+    """The learner's way from an image to pixel values: level * scale + shift, for each channel."""
 
     settings: Mapping[str, str]
     scale: tuple[float, ...]
@@ -68,8 +68,8 @@ class ImageProcessing:
         )
 
     def processed(self, pixel_values: torch.Tensor, grids: torch.Tensor, dtype: str) -> ProcessedImages:
-        """`pixel_values` `[P, patch_dim]`: of all images of one request, one after another; `grids` `[I, 3]`; `dtype`:
-        the other side's."""
+        """Summarize one request. `pixel_values` `[P, patch_dim]`: all its images, one after another; `grids` `[I, 3]`;
+        `dtype`: the other side's."""
         parts = pixel_values.split(grids.prod(dim=1).tolist())
         return ProcessedImages(
             images=[
@@ -81,7 +81,7 @@ class ImageProcessing:
         )
 
     def as_type(self, pixel_values: torch.Tensor, dtype: str) -> Iterator[torch.Tensor]:
-        """In parts."""
+        """Yield the values in the other side's `dtype`, in parts."""
         import torch
 
         channels = len(self.scale)
@@ -95,8 +95,8 @@ class ImageProcessing:
 
 
 def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int]) -> ProcessedImage:
-    """`parts`: one image's patches `[P, patch_dim]`, some at a time, `size` values in all; `grid`: how many patches in
-    time, height and width."""
+    """Summarize one image. `parts`: its patches `[P, patch_dim]`, some at a time, `size` values in all; `grid`: how
+    many patches in time, height and width."""
     import torch
 
     digest, values, begin = hashlib.sha256(), list[float](), 0
@@ -178,7 +178,7 @@ def _told(settings: Mapping[str, str]) -> str:
 
 
 def _likely_cause(mine: ProcessedImages, theirs: ProcessedImages, others: Sequence[str]) -> str:
-    """A guess, in a sentence."""
+    """Guess the cause, in a sentence."""
     if others and mine.settings:
         differences = [f"{name} {theirs.settings.get(name)}, not {mine.settings.get(name)}" for name in others]
         return f"Likely cause: settings of the image processor or versions differ: {'; '.join(differences)}."

@@ -15,13 +15,13 @@ import yaml
 
 
 def json_in(path: Path) -> Any:
-    """The content of a JSON file. A pipe or a device is refused, because it has no end."""
+    """Return the content of a JSON file. A pipe or a device is refused, because it has no end."""
     _refuse_other_than_file(path)
     return json_of(path.read_bytes())
 
 
 def json_of(text: str | bytes) -> Any:
-    """A JSON text as a value."""
+    """Return a JSON text as a value."""
     try:
         return json.loads(text)
     except RecursionError as error:  # `[` a thousand times
@@ -40,7 +40,7 @@ def yaml_of(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
 
 
 def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of each line that is not empty, without a byte order mark."""
+    """Yield (number, content) of each line that is not empty, without a byte order mark."""
     _refuse_other_than_file(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -49,7 +49,7 @@ def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def is_file(path: Path) -> bool:
-    """False also for a name that no file can have: too long, or with a zero byte."""
+    """Return False also for a name that no file can have: too long, or with a zero byte."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """`is_file` for files and folders."""
+    """Return True for a file and for a folder; False as in `is_file`."""
     try:
         return path.exists()
     except (OSError, ValueError):

@@ -15,13 +15,13 @@ SEED_MODULUS = 2**31 - 1
 
 
 def base_seed(run_seed: int, global_step: int, micro_step_idx: int) -> int:
-    """A stable 64-bit hash (BLAKE2b over three little-endian int64) of the run's seed and the micro-step."""
+    """Return a stable 64-bit hash (BLAKE2b over three little-endian int64) of the run's seed and the micro-step."""
     packed = struct.pack("<qqq", run_seed, global_step, micro_step_idx)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def offset_seed(seed: int, req_idx: int) -> int:
-    """The seed of the request `req_idx` places after the one with `seed`."""
+    """Return the seed of the request `req_idx` places after the one with `seed`."""
     return (seed + req_idx) % SEED_MODULUS
 
 

@@ -15,7 +15,7 @@ MAX_CHARS = 4096
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """None if there is none. Raises ConfigError, which does not show it."""
+    """Return the token; None if there is none. Raises ConfigError, which does not show it."""
     token = environment.get(TOKEN_VARIABLE, "").strip()
     wrong = sum(not 0x21 <= ord(char) <= 0x7E for char in token)
     if wrong or len(token) > MAX_CHARS:

@@ -11,7 +11,7 @@ DISTRIBUTION = "rollout-matching"
 
 
 def version() -> str:
-    """The version, or `unknown` in a clone that was not installed."""
+    """Return the version, or `unknown` in a clone that was not installed."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -60,13 +60,13 @@ awake_s = _AwakeClock().now_s
 
 
 class Deadline:
-    """`limit_s` seconds from now, during which this process runs. For any number of threads."""
+    """A limit of `limit_s` seconds from now, counted while this process runs. Any number of threads may use it."""
 
     def __init__(self, limit_s: float) -> None:
         self._at_s = awake_s() + limit_s
 
     def left_s(self) -> float:
-        """At least 0."""
+        """Return the seconds that are left, at least 0."""
         return max(0.0, self._at_s - awake_s())
 
     def is_over(self) -> bool:
@@ -75,7 +75,7 @@ class Deadline:
 
 @contextlib.asynccontextmanager
 async def time_limit(limit_s: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` by this clock: cancels the body after `limit_s`, and raises TimeoutError."""
+    """Cancel the body after `limit_s` by this clock, and raise TimeoutError, as `asyncio.timeout` does."""
     deadline, loop = Deadline(limit_s), asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         timer: asyncio.Handle
@@ -95,7 +95,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 
 
 async def ends_within(limit_s: float, task: asyncio.Future[Any]) -> bool:
-    """True if it ends in time. It goes on if it does not."""
+    """Return True if it ends in time. It goes on if it does not."""
     deadline = Deadline(limit_s)
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:
         if deadline.is_over():
@@ -104,7 +104,7 @@ async def ends_within(limit_s: float, task: asyncio.Future[Any]) -> bool:
 
 
 def wait_for(changed: threading.Condition, holds: Callable[[], bool], limit_s: float) -> bool:
-    """True if `holds` became true within `limit_s`. The caller has the condition's lock."""
+    """Return True if `holds` became true within `limit_s`. The caller has the condition's lock."""
     deadline = Deadline(limit_s)
     while not changed.wait_for(holds, timeout=deadline.left_s()):
         if deadline.is_over():

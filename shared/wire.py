@@ -64,7 +64,8 @@ class ErrorBody(WireModel):
         )
 
     def to_exception(self) -> ProjectError:
-        """The error that was raised on the other side (its base class where this side does not know the name)."""
+        """Return the error that was raised on the other side (its base class where this side does not know the
+        name)."""
         cls = error_classes().get(self.error, ProjectError)
         return cls(self.what, found=self.found, wanted=self.wanted, remedy=self.remedy)
 
@@ -73,8 +74,8 @@ class ErrorBody(WireModel):
 
 
 class ClientModel(WireModel):
-    """Written by other programs too: null stands for a field that was left out, unless the field has a meaning for it.
-    That holds for unknown fields, too: newer clients have more of them."""
+    """A body that other programs write too: null stands for a field that was left out, unless the field has a meaning
+    for it. That holds for unknown fields, too: newer clients have more of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -165,8 +166,8 @@ class RolloutInferRequest(ClientModel):
 
 
 class RequestConfig(ClientModel):
-    """How to decode. `seed` is that of the call's first answer. Answer `j` to request `i` is seeded with the request's
-    own seed + `j`, or, if it has none, with `seed + i * n + j`, mod 2**31-1."""
+    """Settings for decoding. `seed` is that of the call's first answer. Answer `j` to request `i` is seeded with the
+    request's own seed + `j`, or, if it has none, with `seed + i * n + j`, mod 2**31-1."""
 
     max_tokens: int | None = Field(
         default=512, ge=1, le=2**31 - 1, description="null: as many as the model's context has room for"
@@ -256,7 +257,7 @@ class ChatCompletionResponse(WireModel):
 
 
 class ProcessedImage(WireModel):
-    """What an image processor makes of one image, see `pixels.py`."""
+    """One image as an image processor made it, see `pixels.py`."""
 
     digest: str = Field(description="of all values")
     grid: list[int] = Field(description="patches in time, height, width")
@@ -264,7 +265,7 @@ class ProcessedImage(WireModel):
 
 
 class ProcessedImages(WireModel):
-    """What the vision tower is fed of one request, before the device."""
+    """The images of one request as the vision tower is fed them, before they are on the device."""
 
     images: list[ProcessedImage]
     dtype: Literal["uint8", "bfloat16", "float16", "float32"] = Field(
@@ -274,8 +275,8 @@ class ProcessedImages(WireModel):
 
 
 class RolloutInfos(WireModel):
-    """Who answered, and with which weights: `ver` is unique and rises on one server, `weights` says which they are.
-    `seed` is that of the first choice."""
+    """The server that answered, and its weights: `ver` is unique and rises on one server, `weights` is a digest. `seed`
+    is that of the first choice."""
 
     ver: int
     incarnation: str = Field(
@@ -421,9 +422,9 @@ class UpdateWeightsCall(WireModel):
 
 
 class ExpectScoresCall(WireModel):
-    """What the canary of update `ver` must score, by the learner's own model. Sent while the update is under way, or
-    just before: the learner computes it while the buckets travel. The answer only says that it has arrived; the verdict
-    is the answer to `/update_weights/`."""
+    """The learner's own log-probabilities, with which the canary of update `ver` compares the served ones. They are
+    sent while the update is under way, or just before: the learner computes them while the buckets travel. The answer
+    only says that they have arrived; the verdict is the answer to `/update_weights/`."""
 
     incarnation: Name
     ver: int = Field(ge=0, lt=2**63)

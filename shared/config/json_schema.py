@@ -19,13 +19,13 @@ SCHEMAS = {
 
 
 def json_schema(program: str) -> str:
-    """The JSON Schema of the file of `program`, a key of SCHEMAS."""
+    """Return the JSON Schema of the file of `program`, a key of SCHEMAS."""
     package, name = SCHEMAS[program]
     return (resources.files(package) / name).read_text(encoding="utf-8")
 
 
 def schema_option(program: str) -> Any:
-    """The option `--schema`: print the schema and end, whatever else is missing."""
+    """Return the option `--schema`: it prints the schema and ends, whatever else is missing."""
     help = "Print the JSON Schema of this file, for editors."
     return typer.Option("--schema", help=help, callback=_printer(program), is_eager=True)
 

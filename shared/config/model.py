@@ -46,7 +46,7 @@ class Mistake:
 
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
-        """An error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
+        """Return an error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
         what = error.what.removeprefix(f"{path}: ")  # the mistake's own line begins with the key
         found = f"{what}: {error.found}" if error.found else what
         return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
@@ -83,7 +83,7 @@ def _rebuild(what: str, found: str, wanted: str, remedy: str, mistakes: Sequence
 
 
 def dotted(path: KeyPath) -> str:
-    """`("a", "b", 0, "c")` as `a.b[0].c`; keys that are not plain words are quoted. The empty path is `ROOT`."""
+    """Return `("a", "b", 0, "c")` as `a.b[0].c`; keys that are not plain words are quoted. The empty path is `ROOT`."""
     text = ""
     for part in path:
         if isinstance(part, int):
@@ -95,7 +95,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def show(value: object) -> str:
-    """A value as quoted in a message: its type and its text, shortened."""
+    """Return a value as quoted in a message: its type and its text, shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -123,19 +123,19 @@ class Hidden(str):
 
 
 def hide(config: BaseModel, secrets: Mapping[str, str]) -> None:
-    """From now on `shown` writes these texts as they were written."""
+    """Make `shown` write these texts as they were written."""
     if isinstance(config, Section):
         config._secrets.update(secrets)
 
 
 def shown(config: Section) -> dict[str, Any]:
-    """All values as JSON takes them, without secrets."""
+    """Return all values as JSON takes them, without secrets."""
     values: dict[str, Any] = without_secrets(config.model_dump(mode="json"), config._secrets)
     return values
 
 
 def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
-    """The value with these texts as they were written, and no secret in any other."""
+    """Return the value with these texts as they were written, and no secret in any other."""
     if isinstance(value, dict):
         return {name: without_secrets(one, secrets) for name, one in value.items()}
     if isinstance(value, list):
@@ -148,7 +148,7 @@ def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
 
 
 def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
-    """A pydantic field. `meaning`, `unit` and `req` (requirement ids) go to CONFIG.md and the JSON Schema.
+    """Return a pydantic field. `meaning`, `unit` and `req` (requirement ids) go to CONFIG.md and the JSON Schema.
 
     A key without a default is required. `bounds` are pydantic's: `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`.
     """
@@ -157,7 +157,7 @@ def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bo
 
 
 def given(section: Section, name: str) -> str:
-    """The value of a number for a message, marked as the default if the user did not write it."""
+    """Return the value of a number for a message, marked as the default if the user did not write it."""
     number = getattr(section, name)
     value = f"{number:g}" if isinstance(number, float) else str(number)
     return value if name in section.model_fields_set else f"the default {value}"
@@ -179,7 +179,7 @@ _WORDS = {
 
 
 def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """A type with its bounds in words: `an integer >= 1 or null`."""
+    """Return a type with its bounds in words: `an integer >= 1 or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [part for arg in args[1:] for part in (arg.metadata if isinstance(arg, FieldInfo) else [arg])]
@@ -232,7 +232,7 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a field's mapping is read into, or None."""
+    """Return the model that a field's mapping is read into, or None."""
     for option in _alternatives(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
@@ -240,7 +240,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def item_of(annotation: Any) -> Any:
-    """The type of a list's items, or None."""
+    """Return the type of a list's items, or None."""
     for option in _alternatives(annotation):
         if get_origin(option) in (list, tuple):
             return get_args(option)[0]
@@ -248,7 +248,7 @@ def item_of(annotation: Any) -> Any:
 
 
 def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyPath, FieldInfo]]:
-    """Every key with its path; a section comes before its keys. The items of a list of sections have index 0."""
+    """Yield every key with its path; a section comes before its keys. The items of a list of sections have index 0."""
     for name, field in model.model_fields.items():
         here = (*path, name)
         yield here, field
@@ -273,7 +273,7 @@ def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
 
 
 def _type_at(model: type[BaseModel], path: KeyPath) -> Any:
-    """The type of a key's value or of a list's item, with its bounds; None where the schema has none."""
+    """Return the type of a key's value or of a list's item, with its bounds; None where the schema has none."""
     last = path[-1] if path else None
     if isinstance(last, int):
         parent = _section_at(model, path[:-2])
@@ -308,7 +308,7 @@ def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
 def mistake_of(
     model: type[BaseModel], values: Mapping[str, Any], detail: Mapping[str, Any]
 ) -> tuple[KeyPath, Mistake, tuple[KeyPath, ...]]:
-    """One error of pydantic as (path, mistake, every path whose value cannot be trusted)."""
+    """Return one error of pydantic as (path, mistake, every path whose value cannot be trusted)."""
     kind = detail["type"]
     path = _real_path(detail["loc"], values, keep_last=kind == "missing")
     name = dotted(path)
@@ -327,7 +327,7 @@ def mistake_of(
 
 
 def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
-    """The key that the user has to write. For a missing section with one required key, that key."""
+    """Return the key that the user has to write. For a missing section with one required key, that key."""
     section = _section_at(model, path)
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
@@ -382,8 +382,8 @@ def _remedy(value: Any, wanted: str, detail: Mapping[str, Any], annotation: Any)
 
 
 def _is_right_without_quotes(text: str, annotation: Any) -> bool:
-    """True if YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader does
-    not, so a text that stays one may become a number."""
+    """Return True if YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader
+    does not, so a text that stays one may become a number."""
     try:
         value = yaml_of(text)
         TypeAdapter(annotation).validate_python(value, strict=not isinstance(value, str))
@@ -446,5 +446,5 @@ class _View:
 
 
 def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:
-    """`values` as if they were a valid `model`; reading a wrong value raises UntrustedValueError."""
+    """Return `values` as if they were a valid `model`; reading a wrong value raises UntrustedValueError."""
     return cast(Model, _View(model, values, (), bad))

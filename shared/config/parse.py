@@ -55,7 +55,7 @@ class Document(dict[str, Any]):
 
 
 def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: Sequence[str] = ()) -> Document:
-    """The file with its bases and variables, and `path.to.key=VALUE` overrides laid over it.
+    """Return the file with its bases and variables, and `path.to.key=VALUE` overrides laid over it.
 
     Raises ConfigErrors if it is not a YAML mapping at all.
     """
@@ -70,7 +70,7 @@ def parse(
     retired: Retired | None = None,
     rules: Iterable[Callable[[Model], Iterable[Mistake]]] = (),
 ) -> Model:
-    """`data` as a `model`. Raises ConfigErrors with every mistake.
+    """Return `data` as a `model`. Raises ConfigErrors with every mistake.
 
     A `retired` key is refused with its own advice. `rules` check keys against each other. They get a valid
     configuration, or a view of an invalid one that refuses to show wrong values.
@@ -103,7 +103,7 @@ def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mis
 
 
 def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, Any], list[Mistake]]:
-    """The values without retired keys, and without sections that held nothing else; and the mistakes so far."""
+    """Return the values without retired keys, and without sections that held nothing else; and the mistakes so far."""
     values: dict[str, Any] = copy.deepcopy(dict(document))
     mistakes = list(document.mistakes)
     for path, (wanted, remedy) in retired.items():
@@ -129,14 +129,15 @@ def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
 
 
 def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
-    """One mistake per key, at the innermost place: for a union, pydantic reports every member."""
+    """Return one mistake per key, at the innermost place: for a union, pydantic reports every member."""
     first = dict(reversed(found))
     sections = {path[:depth] for path in first for depth in range(len(path))}
     return [mistake for path, mistake in reversed(first.items()) if path not in sections]
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    """The mistake with the line of its key, or of the nearest section around it if the key is not in the file."""
+    """Return the mistake with the line of its key, or of the nearest section around it if the key is not in the
+    file."""
     return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
 
 
@@ -167,7 +168,7 @@ add_numbers(_Dumper)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """YAML that `load_yaml` reads back as `values`: plain mappings, lists, strings, numbers, booleans, nulls."""
+    """Return YAML that `load_yaml` reads back as `values`: plain mappings, lists, strings, numbers, booleans, nulls."""
     escaped = _escape(values)
     return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 

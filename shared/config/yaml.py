@@ -98,7 +98,7 @@ class Parsed:
 
 
 def parse_text(raw: bytes, file: str) -> Parsed:
-    """The values of one YAML document. Raises ConfigErrors if it cannot be read at all."""
+    """Return the values of one YAML document. Raises ConfigErrors if it cannot be read at all."""
     builder = _Builder(file)
     node = _compose(raw, file)
     if node is not None:
@@ -205,8 +205,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] = ()) -> Parsed:
-    """`path` merged over its bases, then the overrides, with variables filled in. Raises ConfigErrors if a file cannot
-    be read at all."""
+    """Return `path` merged over its bases, then the overrides, with variables filled in. Raises ConfigErrors if a file
+    cannot be read at all."""
     reader = _Reader(env)
     merged = reader.read(path, ())
     for override in overrides:
@@ -221,7 +221,7 @@ class _Reader:
         self.num_files = 0
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Parsed:
-        """One file over its bases; `chain` holds the files that include it."""
+        """Return one file over its bases; `chain` holds the files that include it."""
         self.num_files += 1
         if path.resolve() in chain or self.num_files > MAX_FILES:
             names = " -> ".join(p.name for p in (*chain[-3:], path))
@@ -296,8 +296,8 @@ class _Reader:
 
 
 def _read_bytes(path: Path, *, is_base: bool) -> bytes:
-    """At most one byte more than a configuration may have. The file that the user names may be a pipe (`<(...)`). What
-    a file names is a file: a pipe would be waited for."""
+    """Return at most one byte more than a configuration may have. The file that the user names may be a pipe
+    (`<(...)`). What a file names is a file: a pipe would be waited for."""
     try:
         if is_base and path.exists() and not path.is_file():
             remedy = "name a file"
@@ -323,7 +323,7 @@ def _overlay(below: Parsed, above: Parsed) -> None:
 
 
 def merge(below: Any, above: Any) -> Any:
-    """`above` over `below`: mappings key by key, everything else replaced."""
+    """Return `above` over `below`: mappings key by key, everything else replaced."""
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: merge(below.get(key), item) for key, item in above.items()}
     return above
@@ -376,8 +376,8 @@ def _override(merged: Parsed, text: str) -> None:
 
 
 def _with_value(below: Any, path: KeyPath, value: Any) -> Any:
-    """`below` with `value` merged in at `path`; sections that are missing are made. Raises LookupError with the index
-    if a list has no such item."""
+    """Return `below` with `value` merged in at `path`; sections that are missing are made. Raises LookupError with the
+    index if a list has no such item."""
     if not path:
         return merge(below, value)
     head, *rest = path

@@ -70,7 +70,7 @@ class AdapterLoad:
         self._tensors |= {name: tensor.to(self._dtype, copy=True) for name, tensor in tensors}
 
     def finish(self) -> int:
-        """The number of tensors that are now served. Raises CoverageError, SyncError."""
+        """Return the number of tensors that are now served. Raises CoverageError, SyncError."""
         pairs = self._pairs()
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
         if rank > self._max_rank:
@@ -121,13 +121,14 @@ class AdapterLoad:
         ]
 
     def _adaptable_layers(self) -> set[str]:
-        """The layers that can be adapted, fused ones by their parts."""
+        """Return the layers that can be adapted, fused ones by their parts."""
         packed = self._manager.packed_modules
         return {part for name in self._manager.modules for part in packed.get(name, [name])}
 
 
 class BaseWeightLoad(WeightLoad):
-    """While it is open, the model looks as if no layer could be adapted, so names and layers are the checkpoint's."""
+    """A load into the base model. While it is open, the model looks as if no layer could be adapted, so names and
+    layers are the checkpoint's."""
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory, loras: Any) -> None:
         super().__init__(model, vllm_config, device, memory)

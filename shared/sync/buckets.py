@@ -52,7 +52,7 @@ def num_tensor_bytes(spec: TensorSpec) -> int:
 
 
 def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of these tensors in a buffer, with the gaps and without the seal."""
+    """Return the bytes of these tensors in a buffer, with the gaps and without the seal."""
     end = 0
     for spec in specs:
         end = _aligned(end) + num_tensor_bytes(spec)
@@ -74,8 +74,8 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[Te
 
 
 def pack(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
-    """The bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`, tensors
-    cast to the specs' dtypes.
+    """Return the bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`,
+    tensors cast to the specs' dtypes.
 
     Raises SyncError if a tensor is missing or has another shape than its spec.
     """
@@ -103,7 +103,7 @@ def _fitting(spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The bucket's tensors by name, in order, as views into `buffer` (uint8, 1-D, contiguous).
+    """Yield the bucket's tensors by name, in order, as views into `buffer` (uint8, 1-D, contiguous).
 
     Raises SyncError if the buffer's size is not that of the specs.
     """
@@ -132,7 +132,7 @@ def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
 
 
 def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool:
-    """True if the bytes are those that were sealed. Waits for the device, once."""
+    """Return True if the bytes are those that were sealed. Waits for the device, once."""
     return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index))
 
 

@@ -68,7 +68,7 @@ def _lane_sums(part: torch.Tensor, keys: torch.Tensor, lane: int) -> torch.Tenso
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """The bytes as int32, the last word filled with zeros; a copy only if a view is not possible."""
+    """Return the bytes as int32, the last word filled with zeros; a copy only if a view is not possible."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     aligned = data if data.is_contiguous() and data.storage_offset() % 4 == 0 else data.clone()

@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
 Backend = Literal["tcp", "nccl"]
 
-# What blocks knows more about what is missing than a deadline, so ours comes a little later.
 _HOST_ID = "rollout-matching-"  # begins the `NCCL_HOSTID` of a process on a shared GPU
+# The blocked call itself reports best what is missing, so our own deadline comes a little later.
 _GRACE_S = 1.0
 _LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
 
@@ -103,7 +103,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
-        """The broadcast, for the sender's thread. It raises CommunicatorError if the group was left."""
+        """Prepare the broadcast for the sender's thread. It raises CommunicatorError if the group was left."""
 
 
 def start_join(
@@ -247,7 +247,8 @@ class _Nccl(Communicator):
     def _leave(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            # Also ends kernels that wait for a peer. Through ctypes: only new versions of the binding have a method.
+            # An abort also ends kernels that wait for a peer. It goes through ctypes, because only new versions of the
+            # binding have a method.
             _in_background(lambda: nccl.nccl.lib.ncclCommAbort(nccl.comm))
 
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
@@ -270,8 +271,8 @@ _UUID_BYTES, _NCCL_ID_BYTES = 64, 128
 
 
 def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> Any:
-    """A group, for vLLM's binding, in which rank 0's unique id travels at the meeting, as so many bytes. In vLLM's own
-    it comes out of a store that anybody can write to, and is unpickled."""
+    """Return a group, for vLLM's binding, in which rank 0's unique id travels at the meeting as plain bytes. In vLLM's
+    own group it comes out of a store that anybody can write to, and is unpickled."""
     from vllm.distributed.utils import StatelessProcessGroup
 
     class Introduction(StatelessProcessGroup):
@@ -279,7 +280,8 @@ def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: boo
             self.rank, self.world_size = member.rank, member.world_size
 
         def broadcast_obj(self, obj: Any, src: int) -> Any:
-            """`obj`: NCCL's unique id, a C structure; empty on other ranks than 0."""
+            """Return NCCL's unique id as rank 0 has it. `obj` is the id, a C structure; it is empty on other ranks than
+            0."""
             assert src == 0
             assert ctypes.sizeof(obj) == _NCCL_ID_BYTES
             gpu = str(torch.cuda.get_device_properties(member.device).uuid).encode()
@@ -319,7 +321,7 @@ def _tell_apart() -> None:
 
 
 def _joined(group: Any) -> Any:
-    """`group`, or CommunicatorError if it was left."""
+    """Return `group`, or CommunicatorError if it was left."""
     if not group:
         raise _left()
     return group
@@ -330,7 +332,7 @@ def _left() -> CommunicatorError:
 
 
 def _named(begin: Begin, what: str) -> Begin:
-    """`begin`, whose errors say what failed."""
+    """Return `begin` with errors that say what failed."""
 
     def begin_named() -> Callable[[], None]:
         with _errors_as_ours(what):
@@ -378,7 +380,8 @@ def _in_background(call: Callable[[], object]) -> None:
 
 @atexit.register
 def _let_them_leave() -> None:
-    """A thread inside NCCL when the interpreter ends would abort the process (SIGABRT, after a good run)."""
+    """Wait for the groups that are being left: a thread inside NCCL when the interpreter ends would abort the process
+    (SIGABRT, after a good run)."""
     deadline = Deadline(_LEAVE_PATIENCE_S)
     for thread in _leaving:
         thread.join(deadline.left_s())

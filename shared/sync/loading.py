@@ -32,7 +32,7 @@ from shared.errors import CoverageError
 
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # in an error
-# What pads a parameter: it is still there the next time.
+# These operations pad a parameter. The padding is still there at the next load.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
@@ -109,7 +109,7 @@ class _Watcher(TorchDispatchMode):
 
 
 def _copies(watcher: _Watcher, tensors: Named) -> tuple[Copy, ...] | None:
-    """None if the copies do not account for all of `tensors`."""
+    """Return the copies of `tensors`; None if they do not account for all of `tensors`."""
     copies = []
     for target, source in watcher.pairs:
         index = next((i for i, (_, tensor) in enumerate(tensors) if _lies_in(source, tensor)), None)
@@ -168,7 +168,7 @@ class WeightLoad:
                 self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
 
     def finish(self) -> int:
-        """The number of tensors that were loaded. Raises CoverageError."""
+        """Return the number of tensors that were loaded. Raises CoverageError."""
         self.close()
         self._check_received()
         self._check_written()
@@ -200,7 +200,7 @@ class WeightLoad:
             yield name, tensor
 
     def _check_received(self) -> None:
-        """Against the checkpoint that the server was started with."""
+        """Compare the names that came with the checkpoint that the server was started with. Raises CoverageError."""
         config = self._vllm_config.model_config
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         model_class: Any = type(self._model)
@@ -239,7 +239,8 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
 
 
 def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """True if the served tensors are laid out as the checkpoint's, so that loading again overwrites them correctly."""
+    """Return True if the served tensors are laid out as the checkpoint's, so that loading again overwrites them
+    correctly."""
     if vllm_config.model_config.quantization is not None:
         return False
     kinds = {type(module).__name__ for module in model.modules()}

@@ -1,4 +1,4 @@
-"""How the ranks of a group meet: at one TCP address, within a deadline, and with nobody who lacks the group's secret.
+"""The meeting of a group's ranks: at one TCP address, within a deadline, and with nobody who lacks the group's secret.
 
 In: a `Seat`, and this rank's card: a few bytes that all others get. Out: all cards, and a connection between rank
 0 and every other rank. Rank 0 listens, and each connection to it begins so:
@@ -52,7 +52,7 @@ _WITHOUT_PORTS = "or do without a port: vllm.mode: colocate, or rollout_backend:
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a group meets, and who this process is in it."""
+    """The place where a group meets, and this process's rank in it."""
 
     host: str
     port: int
@@ -82,7 +82,7 @@ _num_strangers = 0
 
 
 def num_strangers() -> int:
-    """Connections that this process has dropped because they proved nothing."""
+    """Return the number of connections that this process has dropped because they proved nothing."""
     return _num_strangers
 
 
@@ -151,7 +151,7 @@ class _Member:
 
 
 class _Door:
-    """Where rank 0 listens, and who has come."""
+    """Rank 0's listening socket, and the ranks that have come."""
 
     def __init__(self, member: Seat) -> None:
         self._member = member
@@ -281,7 +281,7 @@ def _listen(member: Seat) -> socket.socket:
 
 
 def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
-    """One connection to rank 0; None if nobody there knew the secret: another group may still be there."""
+    """Connect to rank 0 once. Return None if nobody there knew the secret: another group may still be there."""
     try:
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
@@ -304,7 +304,7 @@ def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
 
 
 def _introduce(link: socket.socket, member: Seat, card: bytes, wait: _Wait) -> list[bytes] | None:
-    """All cards."""
+    """Prove the secret to rank 0 and return all cards; None if rank 0 did not know it."""
     challenge = _receive(link, _RANDOM_BYTES, wait, patience_s=HELLO_S)
     if challenge is None:
         return None
