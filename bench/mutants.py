@@ -1,18 +1,30 @@
 """Which small changes of the code do its unit tests notice: `python -m bench.mutants --out FILE`.
 
 A *mutant* is the code with one change: another operator, a condition that is turned round, a number that is one larger,
-a statement that is left out. It is *killed* when a test fails, or when the tests use up their time. Annotations, error
-texts, log calls and docstrings are not changed.
+a statement that is left out. It is *killed* when a test fails, or *killed by time* when the tests use up their time.
+
+Annotations, error texts, asserts, log calls and docstrings are not changed. Four kinds of change are not made, because
+by their kind they change no result:
+- `strict=True` of a `zip`: it states that the lengths are equal, as an assert does. (`strict=False` is changed.)
+- A number in the argument of `time.sleep` or `asyncio.sleep`: it says how long a pause is. (Operators, min and max are
+  changed there, and the call is left out: a wait may have to end by a deadline.)
+- The number of a module's constant whose name ends in `_S`: it is how many seconds a wait takes, and a second more is
+  another choice. (Not 0, which means no wait, nor a rate, `_PER_S`; nor defaults of parameters and fields.)
+- `<` to `<=` and the like beside a reading of a clock: they differ at one instant. (`<` is never changed to `>`.)
 
 In: the packages of TARGETS. Of all mutants `--number` are drawn, each module by its share, the same ones for a seed.
+The order is that of a hash of each mutant's own line, so a change of other code leaves the draw as it is.
 First, all unit tests run once, and the lines that each executes are written to FILE with the suffix `.lines.jsonl`
 (fifteen minutes of one core). A mutant is tried with tests that execute its line and pass without it: the *direct*
-ones, in files beside the module's own that import it, then those of the whole *area* (AREAS). Lines that only another
-process executes count as not executed.
+ones, in files beside the module's own that import it, then those of the whole *area* (AREAS). A line that no test
+executes may be executed by a process that a test starts: such a mutant is tried with all direct tests. If it lives, its
+line is *not executed here*: it may need CUDA or vLLM.
 
 Out: FILE, one JSON line per mutant. What is there is not done again, so a second command goes on; mutants that only
 direct tests have tried go on with the area's. `--again` tries those that live, and no others, when there are new tests.
-The last words are the share of killed mutants, and those that live.
+The last words are the share of killed mutants, of all and of those whose lines are executed here, how many were killed
+by time alone, and those that live. Every twentieth of the draw is also tried without its change, as a *control*: each
+control that is killed is a kill by chance, so their share bounds how many of the kills mean nothing.
 
 Every mutant is a process, forked from one that has imported what tests need from other projects. Each worker has a copy
 of the repository, so that processes which a test starts have the mutant too.
@@ -28,7 +40,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
@@ -42,7 +53,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
 import typer
@@ -79,10 +90,15 @@ _COPIED = ("shared", "rollout_server", "learner", "deploy", "bench", "tests", "d
 _CPU_FACTOR, _CPU_MORE_S = 4, 20  # of what the tests take without a mutant
 _QUICK_S = 2.0  # the quickest tests that take so long together are tried first: most mutants die there
 _AREA_S = 40.0  # of the area's tests, the quickest that take so long together
+_BLIND_S = 90.0  # the same, of the direct tests of a line that only another process may execute
+_EACH_CONTROL = 20  # mutants, for one control
 _WALL_S = 240.0
 
+_LATE = 98  # exit code of tests whose failure is that of a time limit
+_NO_CHANGE = "no change"
+
 Outcome = Literal["killed", "killed by time", "lives"]
-Tests = Literal["direct", "area"]
+Tests = Literal["direct", "area", "other processes"]
 
 
 # ---- mutants ---------------------------------------------------------------------------------------------------------
@@ -93,7 +109,7 @@ class Mutant:
     path: str
     line: int
     change: str
-    place: int  # among the mutants of its file
+    place: int  # among the mutants of its file; -1 without a change: a control
 
     @property
     def name(self) -> str:
@@ -123,6 +139,7 @@ _ARITHMETIC: Mapping[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd,
 }
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_CLOCKS = {"monotonic", "perf_counter", "awake_s"}
 _QUIET = {"debug", "info", "warning", "error", "exception", "say"}
 
 
@@ -146,7 +163,9 @@ class Change:
 def changes_of(source: str) -> list[Change]:
     """All mutants of a file."""
     tree = ast.parse(source)
-    return [Change(tree, node, other, what) for node in _changeable(tree) for what, other in _changes(node)]
+    alike = set(_alike(tree))
+    nodes = (node for node in _changeable(tree) if node not in alike)
+    return [Change(tree, node, other, what) for node in nodes for what, other in _changes(node)]
 
 
 def _changeable(tree: ast.AST) -> Iterator[ast.AST]:
@@ -174,6 +193,40 @@ def _is_words(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):  # an error that is made before it is raised
         return ast.unparse(node.func).rpartition(".")[2].endswith("Error")
     return False
+
+
+def _alike(tree: ast.Module) -> Iterator[ast.AST]:
+    """Nodes whose change no input can show, by their kind; the module's docstring says why."""
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=int() | float() as number)):
+                if name.isupper() and name.endswith("_S") and not name.endswith("_PER_S") and number != 0:
+                    yield statement.value
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="zip"), keywords=keywords):
+                yield from (one.value for one in keywords if one.arg == "strict" and ast.unparse(one.value) == "True")
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="time" | "asyncio"), attr="sleep"), args=[pause]):
+                yield from _lengths(pause)
+            case ast.Compare(left=left, ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE()], comparators=[right]):
+                if any(_reads_a_clock(part) for side in (left, right) for part in ast.walk(side)):
+                    yield node
+
+
+def _lengths(pause: ast.expr) -> Iterator[ast.expr]:
+    """The numbers of which a pause's length is made."""
+    match pause:
+        case ast.Constant():
+            yield pause
+        case ast.BinOp(left=left, right=right):
+            yield from (*_lengths(left), *_lengths(right))
+        case ast.Call(func=ast.Name(id="min" | "max"), args=args):
+            for one in args:
+                yield from _lengths(one)
+
+
+def _reads_a_clock(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _CLOCKS
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -245,16 +298,20 @@ def _with(tree: ast.Module, node: ast.AST, mutated: ast.AST) -> ast.Module:
 
 
 def draw(targets: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """The first `number` of all mutants, shuffled, so that a larger draw has those of a smaller one."""
+    """The first `number` of all mutants, in an order that follows from the seed. A larger draw has those of a smaller
+    one, and two draws from versions of the code have the mutants of the lines that are the same."""
     found = []
     for target in targets:
         path = ROOT / target
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            name = file.relative_to(ROOT).as_posix()
-            changes = changes_of(file.read_text())
-            found += [Mutant(name, change.line, change.what, place) for place, change in enumerate(changes)]
-    random.Random(seed).shuffle(found)
-    return found[:number]
+            name, lines = file.relative_to(ROOT).as_posix(), file.read_text().splitlines()
+            alike: Counter[tuple[str, ...]] = Counter()
+            for place, change in enumerate(changes_of("\n".join(lines))):
+                words = (name, lines[change.line - 1].strip(), change.what)
+                alike[words] += 1
+                key = hashlib.sha256(json.dumps([seed, *words, alike[words]]).encode()).digest()
+                found.append((key, Mutant(name, change.line, change.what, place)))
+    return [mutant for _, mutant in sorted(found, key=lambda one: one[0])[:number]]
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -327,24 +384,35 @@ class Lines:
 class Only:
     """A plugin of pytest: no other tests than these."""
 
-    def __init__(self, tests: Collection[str]) -> None:
-        self._tests = set(tests)
+    def __init__(self, tests: Collection[str], failed: Path) -> None:
+        self._tests, self._into = set(tests), failed
+        self.late = False  # a test failed because its own time was over
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self._tests]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.late = "from pytest-timeout" in report.longreprtext
+            self._into.write_text(report.nodeid)
 
 
 def executing(mutant: Mutant, known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Tests that execute the mutant's line and pass without it, and their seconds. `known`: files of tests."""
     found: dict[str, float] = {}
     for file, row in known.items():
-        lines = {now: set(paths.get(mutant.path, ())) for now, paths in row["lines"].items()}
+        module = {now: paths[mutant.path] for now, paths in row["lines"].items() if mutant.path in paths}
+        executed = {now for now, lines in module.items() if mutant.line in lines}
         for test, seconds in row["seconds"].items():
-            its = lines.get(test, set())
-            at_import = mutant.line in lines.get("", ()) and (its or lines.get(file))
-            if at_import or mutant.line in its | lines.get(file, set()):
+            at_import = "" in executed and (test in module or file in module)
+            if at_import or test in executed or file in executed:
                 found[test] = seconds
     return found
+
+
+def of_files(files: Collection[str], known: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """All tests of the files that pass, and their seconds."""
+    return {test: s for file in files if file in known for test, s in known[file]["seconds"].items()}
 
 
 class Copy:
@@ -376,7 +444,8 @@ class Copy:
             os.killpg(pid, signal.SIGKILL)
             ended = os.waitpid(pid, 0)
         code = os.waitstatus_to_exitcode(ended[1])
-        return code in (0, pytest.ExitCode.NO_TESTS_COLLECTED), late or code in (-signal.SIGXCPU, -signal.SIGKILL)
+        late |= code in (_LATE, -signal.SIGXCPU, -signal.SIGKILL)
+        return code in (0, pytest.ExitCode.NO_TESTS_COLLECTED), late
 
     def _test(self, files: Sequence[str], plugin: Lines | Only, cpu_s: int) -> int:
         os.setsid()
@@ -398,7 +467,8 @@ class Copy:
             plugin.start()
         else:
             options.append("-x")
-        return int(pytest.main([*options, *files], plugins=[plugin]))
+        code = int(pytest.main([*options, *files], plugins=[plugin]))
+        return _LATE if isinstance(plugin, Only) and plugin.late else code
 
     def lines(self, file: str, paths: Collection[str]) -> dict[str, Any]:
         """What the tests of a file execute; nothing if they do not end."""
@@ -408,19 +478,23 @@ class Copy:
         found: dict[str, Any] = json.loads(into.read_text()) if into.is_file() else {"seconds": {}, "lines": {}}
         return found
 
-    def outcome(self, mutant: Mutant, tests: Mapping[str, float]) -> Outcome:
+    def outcome(self, mutant: Mutant, tests: Mapping[str, float]) -> tuple[Outcome, str]:
+        """What the tests make of it, and the test that failed."""
+        failed = self.folder / "failed"
+        failed.unlink(missing_ok=True)
         file = self.folder / mutant.path
         original, times = file.read_text(), file.stat()
         compiled = list((file.parent / "__pycache__").glob(f"{file.stem}.*"))
         for path in compiled:
             path.rename(path.with_name(f"{path.name}.kept"))
-        file.write_text(changes_of(original)[mutant.place].source())
+        if mutant.place >= 0:
+            file.write_text(changes_of(original)[mutant.place].source())
         quick = _quickest(tests, _QUICK_S)
         try:
             for part in (quick, {test: s for test, s in tests.items() if test not in quick}):
                 files = sorted({test.partition("::")[0] for test in part})
                 cpu_s = _CPU_FACTOR * sum(part.values()) + _CPU_MORE_S
-                passed, late = self.run(files, Only(part), cpu_s) if part else (True, False)
+                passed, late = self.run(files, Only(part, failed), cpu_s) if part else (True, False)
                 if late or not passed:
                     break
         finally:
@@ -428,7 +502,8 @@ class Copy:
             os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
             for path in compiled:
                 path.with_name(f"{path.name}.kept").rename(path)
-        return "killed by time" if late else "lives" if passed else "killed"
+        outcome: Outcome = "killed by time" if late else "lives" if passed else "killed"
+        return outcome, failed.read_text() if failed.is_file() else ""
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -449,8 +524,9 @@ def main(
     for name in NEEDED:
         importlib.import_module(name)
     done = _read(out)
-    mutants = draw(target or TARGETS, sys.maxsize if again else number, seed)
-    lives = {name for name, row in done.items() if row["outcome"] == "lives"}
+    everything = draw(target or TARGETS, sys.maxsize, seed)
+    mutants = everything if again else [*everything[:number], *map(_control, everything[:number:_EACH_CONTROL])]
+    lives = {name for name, row in done.items() if row["outcome"] == "lives" and row["place"] >= 0}
     tried = lives if again else {name for name in lives if "tests" not in done[name]}
     todo = [one for one in mutants if one.name in tried or not (again or one.name in done)]
     with tempfile.TemporaryDirectory() as folder:
@@ -458,8 +534,8 @@ def main(
         compileall.compile_dir(master.folder, quiet=2)
         begin = (master.folder, Path(folder), deadline)
         with multiprocessing.get_context("fork").Pool(workers, _begin, begin) as pool:
-            known = _lines(out.with_suffix(".lines.jsonl"), pool, {mutant.path for mutant in mutants})
-            jobs = [(mutant, executing(mutant, known)) for mutant in todo]
+            known = _lines(out.with_suffix(".lines.jsonl"), pool, {mutant.path for mutant in everything})
+            jobs = [_job(mutant, known) for mutant in todo]
             for row in pool.imap_unordered(_judge, jobs):
                 if row is not None:
                     _append(out, row)
@@ -500,20 +576,41 @@ def _lines_of(job: tuple[str, str, Sequence[str]]) -> dict[str, Any]:
     return {"file": file, "sha256": digest, **_worker[0].lines(file, paths)}
 
 
-def _judge(job: tuple[Mutant, Mapping[str, float]]) -> dict[str, Any] | None:
+class _Job(NamedTuple):
+    """A mutant, and tests with their seconds."""
+
+    mutant: Mutant
+    direct: dict[str, float]
+    area: dict[str, float]
+    blind: dict[str, float]  # those that may execute it in another process, if no test executes it in its own
+
+
+def _job(mutant: Mutant, known: Mapping[str, Mapping[str, Any]]) -> _Job:
+    files, tests = set(fitting_tests(mutant.path)), executing(mutant, known)
+    direct = {test: s for test, s in tests.items() if test.partition("::")[0] in files}
+    area = {test: s for test, s in tests.items() if test not in direct}
+    return _Job(mutant, direct, area, {} if tests else of_files(files, known))
+
+
+def _control(mutant: Mutant) -> Mutant:
+    return Mutant(mutant.path, mutant.line, _NO_CHANGE, -1)
+
+
+def _judge(job: _Job) -> dict[str, Any] | None:
     """The row of a mutant; nothing after the deadline."""
-    mutant, tests = job
     place, deadline = _worker
     if time.monotonic() > deadline:
         return None
-    files = set(fitting_tests(mutant.path))
-    direct = {test: s for test, s in tests.items() if test.partition("::")[0] in files}
-    row = asdict(mutant) | {"executed_by": len(tests)}
-    if direct and (outcome := place.outcome(mutant, direct)) != "lives":
-        return row | {"outcome": outcome, "tests": "direct"}
-    rest = _quickest({test: s for test, s in tests.items() if test not in direct}, _AREA_S)
-    outcome = place.outcome(mutant, rest) if rest else "lives"
-    return row | {"outcome": outcome, "tests": "area"}
+    row = asdict(job.mutant) | {"executed_by": len(job.direct) + len(job.area)}
+    parts: list[tuple[Tests, dict[str, float]]] = [("direct", job.direct), ("area", _quickest(job.area, _AREA_S))]
+    if job.blind:
+        parts = [("other processes", _quickest(job.blind, _BLIND_S))]
+    for kind, tests in parts:
+        outcome, failed = place.outcome(job.mutant, tests) if tests else ("lives", "")
+        row |= {"outcome": outcome, "tests": kind, "failed": failed}
+        if outcome != "lives":
+            break
+    return row
 
 
 def _quickest(tests: Mapping[str, float], most_s: float) -> dict[str, float]:
@@ -541,15 +638,25 @@ def _name(row: Mapping[str, Any]) -> str:
     return Mutant(row["path"], row["line"], row["change"], row["place"]).name
 
 
-def report(done: Mapping[str, Mapping[str, object]]) -> None:
-    """The share of killed mutants by package, and those that live."""
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in done.values():
-        counts[str(Path(str(row["path"])).parent)][str(row["outcome"])] += 1
-    for package, found in sorted(counts.items()):
-        print(f"{package}: {found.total() - found['lives']} of {found.total()} killed")
-    lives = [name for name, row in done.items() if row["outcome"] == "lives"]
-    print(f"killed {len(done) - len(lives)} of {len(done)}", *sorted(lives), sep="\n", flush=True)
+def report(done: Mapping[str, Mapping[str, Any]]) -> None:
+    """The share of killed mutants by package, of all, and of those that are executed here; then those that live."""
+    rows = [row for row in done.values() if row["place"] >= 0]
+    packages = {str(Path(row["path"]).parent) for row in rows}
+    for package in sorted(packages):
+        print(f"{package}: {_share([row for row in rows if str(Path(row['path']).parent) == package])}")
+    lives = {_name(row): row for row in rows if row["outcome"] == "lives"}
+    hidden = {name for name, row in lives.items() if row.get("executed_by") == 0}
+    late = sum(row["outcome"] == "killed by time" for row in rows)
+    controls = [row for row in done.values() if row["place"] < 0]
+    print(f"by time alone: {late}", f"controls: {_share(controls)}", "executed here, and living:", sep="\n")
+    print(*sorted(lives.keys() - hidden), "not executed here:", *sorted(hidden), sep="\n")
+    print(f"all: {_share(rows)}", f"executed here: {_share([r for r in rows if _name(r) not in hidden])}", sep="\n")
+    sys.stdout.flush()
+
+
+def _share(rows: Collection[Mapping[str, Any]]) -> str:
+    killed = sum(row["outcome"] != "lives" for row in rows)
+    return f"killed {killed} of {len(rows)}" + (f" ({killed / len(rows):.1%})" if rows else "")
 
 
 if __name__ == "__main__":
