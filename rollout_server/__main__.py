@@ -42,7 +42,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
-    """The console script."""
+    """Start the console script."""
     app(prog_name="rollout-server")
 
 
@@ -84,7 +84,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def resolved(config: ServerConfig) -> dict[str, Any]:
-    """Every key with its value, and the values derived from them."""
+    """Return every key with its value, and the values derived from them."""
     derived = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
     values: dict[str, Any] = masked_in({**shown(config), **derived})
     return values
@@ -96,7 +96,7 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
     _prepare_environment(config)
-    # Until uvicorn takes over. SystemExit lets vLLM clean up.
+    # This handler holds until uvicorn takes over. SystemExit lets vLLM clean up.
     signal.signal(signal.SIGTERM, _exit_on_signal)
 
     from rollout_server import serving
@@ -112,11 +112,11 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
 
 
 def _temporary_folder() -> str:
-    """For all temporary files of this server's processes, such as the sockets by which vLLM's meet and torch's files
-    for its groups. They leave them behind. The folder is removed at any end; after SIGKILL by the next server that
-    starts."""
+    """Make the folder for all temporary files of this server's processes, such as the sockets of vLLM's processes and
+    torch's files for its groups. Those leave their files behind. The folder is removed at any end; after SIGKILL by the
+    next server that starts."""
     around = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else tempfile.gettempdir()
-    # What torch compiles outlives the server, so it stays where torch would put it.
+    # torch's compiled programs outlive the server, so they stay where torch would put them.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
     _remove_left(Path(around))
     folder = tempfile.mkdtemp(prefix=_FOLDER, dir=around)
@@ -136,7 +136,7 @@ def _user() -> str:
 
 
 def _remove_left(around: Path) -> None:
-    """Folders whose server was killed: they have a lock that nobody holds."""
+    """Remove the folders whose server was killed: nobody holds their lock."""
     for lock in around.glob(f"{_FOLDER}*/{_LOCK}"):
         if (handle := _lock(lock)) is not None:
             shutil.rmtree(lock.parent, ignore_errors=True)
@@ -144,8 +144,8 @@ def _remove_left(around: Path) -> None:
 
 
 def _lock(path: Path, *, new: bool = False) -> int | None:
-    """The file, open and locked until this process and those that it forked have ended. None if another process holds
-    it, or it is another user's."""
+    """Return the file, open and locked until this process and those that it forked have ended. None if another process
+    holds it, or it is another user's."""
     handle = -1
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)

@@ -89,7 +89,7 @@ _OUTPUT = RolloutOutput(
 
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
-    """`token`: the bearer token that every call but the probes must bring; None: no token."""
+    """Build the application. `token`: the bearer token that every call but the probes must bring; None: no token."""
     app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.config = service.config
     prefix = service.config.url_prefix
@@ -385,7 +385,7 @@ def _with_errors(handler: Handler, form: Callable[[ProjectError], Response] | No
 
 
 async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
-    """`call`, cancelled if the client hangs up. The body must have been read before."""
+    """Await `call`, and cancel it if the client hangs up. The body must have been read before."""
     working = asyncio.create_task(call)
     watching = asyncio.create_task(_hung_up(request))
     try:
@@ -407,7 +407,7 @@ async def _hung_up(request: Request) -> None:
 
 
 async def _answer_lines(answers: AsyncGenerator[tuple[int, bytes]]) -> AsyncGenerator[bytes]:
-    """Each answer as a line. Raises what fails before the first one; what fails later is the last line."""
+    """Yield each answer as a line. Raises what fails before the first one; what fails later is the last line."""
     began = False
     async with aclosing(answers):
         try:
@@ -429,7 +429,7 @@ def _as_project_error(path: str, error: Exception) -> ProjectError:
 
 
 async def _first(lines: AsyncGenerator[bytes]) -> bytes:
-    """The first line; nothing if the call has no requests."""
+    """Return the first line; nothing if the call has no requests."""
     return await anext(lines, b"")
 
 

@@ -150,7 +150,7 @@ async def _built_in_turns(model: type[Body], value: Any, where: str, turns: _Tur
 
 @functools.cache
 def _lists(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """The model's fields that may be lists of models, and of which."""
+    """Return the model's fields that may be lists of models, and of which."""
     items = {name: _item_model(field.annotation) for name, field in model.model_fields.items()}
     return {name: item for name, item in items.items() if item is not None}
 

@@ -222,7 +222,7 @@ class ServerConfig(Section):
         return self.base_url_for({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
 
     def base_url_for(self, host: str) -> str:
-        """The URL under which a machine reaches the endpoints that knows this one as `host`."""
+        """Return the URL under which a machine reaches the endpoints that knows this one as `host`."""
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.url_prefix}"
 
     @property

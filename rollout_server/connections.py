@@ -1,4 +1,4 @@
-"""How long and how much a connection may be, before anybody knows who it is (R16).
+"""Limits on a connection's time and size, before anybody knows who it is (R16).
 
 uvicorn's own connections wait for ever: for a request that never begins, for headers that come one byte at a time, for
 a caller that does not read its answer. A few hundred of them take all open files, and then not even `/health/` answers.
@@ -32,7 +32,8 @@ _MIN_CONNECTIONS = 16
 
 
 def with_open_files(config: ServerConfig) -> ServerConfig:
-    """`max_connections` as far as the limit on open files allows, which is raised as far as it may be.
+    """Return the configuration with `max_connections` as far as the limit on open files allows, which is raised as far
+    as it may be.
 
     Raises ConfigError if it allows hardly any.
     """
@@ -67,7 +68,7 @@ class Waiting:
         self._waiting.pop(connection, None)
 
     def make_room(self) -> None:
-        """There is one more than there may be."""
+        """Drop the connection that has waited longest if too many are open."""
         if self.num_open > self.config.max_connections + SPARE and self._waiting:
             next(iter(self._waiting)).drop()
 

@@ -48,7 +48,7 @@ _OTHER_BYTES = 1 << 30
 
 
 class Share:
-    """What one request holds of `max_pixels_in_flight`. Closing it also ends the decoding."""
+    """One request's part of `max_pixels_in_flight`. Closing it also ends the decoding."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -56,7 +56,7 @@ _MAX_TOKENS = "request_config.max_tokens"
 
 
 class WorkerReply(WireModel):
-    """What one worker answers to a call of `SyncWorker`; as JSON, because an exception could end the engine."""
+    """One worker's answer to a call of `SyncWorker`; it travels as JSON, because an exception could end the engine."""
 
     error: ErrorBody | None = None
     done: bool = True  # the join, or the update, has ended
@@ -67,7 +67,7 @@ class WorkerReply(WireModel):
 
 
 class Engine(Protocol):
-    """What the rest of the server knows about vLLM; tests bring a fake."""
+    """All that the rest of the server knows about vLLM; tests bring a fake."""
 
     model: str
     dtype: str
@@ -153,7 +153,7 @@ class StallWatch:
 
     @contextlib.asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """Around whatever waits for the engine. Raises what `check` raises, once it does."""
+        """Guard a wait for the engine. Raises what `check` raises, as soon as it does."""
         self.check()
         try:
             async with asyncio.timeout(None) as limit:
@@ -167,7 +167,8 @@ class StallWatch:
             raise
 
     async def run(self, ping: Callable[[], Awaitable[object]], used_s: Callable[[], dict[int, float]]) -> None:
-        """`used_s`: seconds of CPU time that each of the engine's processes has used so far; empty if it is stopped."""
+        """Watch the engine until it stalls. `used_s`: seconds of CPU time that each of the engine's processes has used
+        so far; empty if it is stopped."""
         while True:
             asking = asyncio.ensure_future(ping())
             if not await self._answers(asking, used_s):
@@ -181,8 +182,8 @@ class StallWatch:
             await asyncio.sleep(0.25 * self._stall_s)
 
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
-        """True if it does, with as many turns as it gets. No time passes while this process itself stands
-        still."""
+        """Return True if the engine answers, with as many turns as it gets. No time passes while this process itself
+        stands still."""
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
             if await ends_within(turn_s, asking):
@@ -231,8 +232,8 @@ class VllmEngine:
         return bool(self._llm.errored)
 
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
-        """`config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError, PromptTooLongError,
-        ServerError, NotFiniteError."""
+        """Return `config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError,
+        PromptTooLongError, ServerError, NotFiniteError."""
         num_new = config.max_tokens or 1  # null: what the context has room for, if there is any
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         async with self._rendered(request) as prompt:
@@ -258,8 +259,8 @@ class VllmEngine:
     async def score(
         self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
     ) -> Scores:
-        """Natural log-probabilities of the response after the prompt. `through_cache`: also those that the prefix cache
-        gives, if there is one. Raises what `generate` raises."""
+        """Return the natural log-probabilities of the response after the prompt. `through_cache`: also those that the
+        prefix cache gives, if there is one. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
@@ -276,12 +277,12 @@ class VllmEngine:
         )
 
     async def models(self) -> bytes:
-        """The body of `/v1/models`."""
+        """Return the body of `/v1/models`."""
         return await self._openai.models()
 
     async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
-        """The answer of vLLM's OpenAI layer by the weights of version `ver`; its events if `call.stream`. Raises what
-        `generate` raises."""
+        """Return the answer of vLLM's OpenAI layer by the weights of version `ver`; its events if `call.stream`. Raises
+        what `generate` raises."""
         with contextlib.ExitStack() as stack:
             share = stack.enter_context(contextlib.closing(self._renderer.decoders.share()))
             for text in texts(call):
@@ -312,9 +313,9 @@ class VllmEngine:
         await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: cpu_seconds(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
-        """Without a deadline in vLLM: replies of workers that are processes of their own have no number, so one that is
-        given up would be taken for the answer of the next call, or for a step's tokens. A worker that is stopped
-        stops the engine, which `StallWatch` notices."""
+        """Call all workers, without a deadline in vLLM: replies of workers that are processes of their own have no
+        number, so one that is given up would be taken for the answer of the next call, or for a step's tokens. A worker
+        that is stopped stops the engine, which `StallWatch` notices."""
         core = self._llm.engine_core
         call = (method, None, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
@@ -323,7 +324,7 @@ class VllmEngine:
         else:
             calls = [core.collective_rpc_async(*call)]
         try:
-            # Shielded: vLLM cannot take a worker call back, and its answer must find the caller.
+            # The gather is shielded: vLLM cannot take a worker call back, and its answer must find the caller.
             answers = [answer for one in await asyncio.shield(asyncio.gather(*calls)) for answer in one]
         except Exception as error:
             raise SyncError(f"{method} failed in a worker", found=f"{type(error).__name__}: {error}") from error
@@ -349,7 +350,7 @@ class VllmEngine:
             )
 
     def serve_adapter(self, name: str | None) -> None:
-        """From now on answer requests with the adapter that the workers hold; None: without an adapter."""
+        """Answer requests with the adapter that the workers hold from now on; None: without an adapter."""
         self._adapter = name and adapter_request(name)
 
     def shutdown(self) -> None:
@@ -362,7 +363,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Its images hold memory until this ends. If it is cancelled, so is their decoding."""
+        """Render the prompt. Its images hold memory until this ends. If it is cancelled, so is their decoding."""
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)
 
@@ -373,8 +374,8 @@ class VllmEngine:
         return self._images.look(prompt) if request.pixels and prompt.images else None
 
     async def _run(self, prompt: Prompt, params: Any, look: Look | None = None) -> Any:
-        """The finished output. `look`: at what the vision tower is fed. Raises ServerBusyError if the engine gives the
-        request back again and again."""
+        """Return the finished output. `look`: a look at what the vision tower is fed. Raises ServerBusyError if the
+        engine gives the request back again and again."""
         for _ in range(TRIES):
             asked = prompt.for_engine() if look is None else await look.render()
             answers = self._llm.generate(asked, params, str(next(self._ids)), lora_request=self._adapter)
@@ -386,11 +387,11 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _vllm_errors(self) -> Iterator[None]:
-        """vLLM's errors as ours."""
+        """Raise vLLM's errors as ours."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        # What a request is refused with; older versions raise ValueError only.
+        # vLLM refuses a request with this error; older versions raise ValueError only.
         refused: type[Exception] = getattr(exceptions, "VLLMClientError", ValueError)
         try:
             yield
@@ -422,7 +423,7 @@ class VllmEngine:
 
 
 def _start(engine_args: Any, config: ServerConfig) -> Any:
-    """An `AsyncLLM`.
+    """Start an `AsyncLLM`.
 
     On CPU the engine's process is forked if this process has a single thread. A new process would spend half of the
     server's start on imports, and vLLM's CPU backend asks for one whatever the number of threads.
@@ -442,14 +443,14 @@ def _start(engine_args: Any, config: ServerConfig) -> Any:
 
 
 def _num_threads() -> int:
-    """The number of threads of this process, including OpenMP's and others that Python does not know; 0 if that cannot
-    be found out."""
+    """Return the number of threads of this process, including OpenMP's and others that Python does not know; 0 if that
+    cannot be found out."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _gpus(num_workers: int) -> list[str]:
-    """The workers' devices by UUID, in the driver's spelling; [] on CPU."""
+    """Return the workers' devices by UUID, in the driver's spelling; [] on CPU."""
     from vllm.platforms import current_platform
 
     return [] if current_platform.is_cpu() else [current_platform.get_device_uuid(i) for i in range(num_workers)]

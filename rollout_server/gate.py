@@ -1,4 +1,4 @@
-"""Who may run when: calls and weight updates take turns (R10).
+"""The gate: calls and weight updates take turns (R10).
 
     serving(ver) --begin_update--> draining --drained--> updating --complete--> serving(new ver)
          draining, updating --fail--> poisoned --begin_update(full)--> draining
@@ -77,7 +77,7 @@ class Gate:
         return True
 
     def leave(self) -> None:
-        """A call that was let in has ended, well or not."""
+        """Count out a call that was let in, whether it ended well or not."""
         assert self.in_flight > 0, "more calls left than entered"
         self.in_flight -= 1
 
@@ -94,7 +94,7 @@ class Gate:
             raise self._poisoned()
 
     def open_group(self, incarnation: str) -> None:
-        """A learner opened the group again; any other group is gone. Not during an update."""
+        """Note that a learner opened the group again; any other group is gone. This cannot happen during an update."""
         assert self.update is None, "fail the update before its group is replaced"
         self._awaits_adapter = False
         self.incarnation = incarnation
@@ -120,13 +120,14 @@ class Gate:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 
     def begin_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
-        """From now on new calls wait. If the update is not allowed, raises SyncError and changes nothing."""
+        """Begin an update: new calls wait from now on. If the update is not allowed, raises SyncError and changes
+        nothing."""
         self.check_update(incarnation, ver, mode)
         self.update = Update(incarnation=incarnation, ver=ver, mode=mode)
         self.state = "draining"
 
     def drained(self) -> bool:
-        """True if all calls in flight have ended. The weights may be overwritten from then on."""
+        """Return True if all calls in flight have ended. The weights may be overwritten from then on."""
         assert self.update is not None, "no update under way"
         if self.in_flight == 0:
             self.state = "updating"
@@ -170,7 +171,7 @@ def _refused(found: str, wanted: str) -> SyncError:
 
 @dataclass
 class Outcome:
-    """What an update has to say when it ends well."""
+    """The result that an update reports when it ends well."""
 
     weights: str = ""  # their digest
 
@@ -251,6 +252,6 @@ class WaitingGate:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        # Not a Condition: a cancelled wait for its lock would lose the news that a call has ended.
+        # This is no Condition: a cancelled wait for its lock would lose the news that a call has ended.
         self._changed.set()
         self._changed = asyncio.Event()

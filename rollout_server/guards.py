@@ -1,4 +1,4 @@
-"""Who may call, and how much one call may send: plain ASGI layers around the routes, which buffer nothing."""
+"""Checks of the caller and of a body's size: plain ASGI layers around the routes, which buffer nothing."""
 
 from __future__ import annotations
 

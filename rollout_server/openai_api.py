@@ -55,7 +55,7 @@ class StreamOptions(ClientModel):
 
 
 class OpenAICall(ClientModel):
-    """What both calls have. A field that is left out has vLLM's default: the checkpoint's generation settings."""
+    """The fields of both calls. A field that is left out has vLLM's default: the checkpoint's generation settings."""
 
     model: Name | None = Field(default=None, description="the served model's name, or nothing")
     n: int = Field(default=1, ge=1, le=MAX_ANSWERS)
@@ -133,8 +133,8 @@ class OpenAILayer:
         return _json(await self._started().models.show_available_models())
 
     async def complete(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
-        """The answer by the weights of version `ver`; with `call.stream` its events, as they come. `images` are those
-        of the call's messages, in order. Raises RequestError, NotFiniteError, and what vLLM raises."""
+        """Return the answer by the weights of version `ver`; with `call.stream` its events, as they come. `images` are
+        those of the call's messages, in order. Raises RequestError, NotFiniteError, and what vLLM raises."""
         for _ in range(TRIES):
             with contextlib.suppress(_GivenBackError):
                 answer = await self._answer(call, images, ver)
@@ -142,7 +142,7 @@ class OpenAILayer:
         raise given_back()
 
     async def _answer(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
-        """One try. Raises _GivenBackError, or its events do, before the first one."""
+        """Try once. Raises _GivenBackError, or its events do, before the first one."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
         _watch.set(watch)
@@ -204,7 +204,7 @@ def texts(call: OpenAICall) -> list[str]:
 
 
 def image_parts(call: OpenAICall) -> list[str]:
-    """The call's images in order. Raises RequestError for a part without one."""
+    """Return the call's images in order. Raises RequestError for a part without one."""
     sources = []
     for message in call.messages if isinstance(call, ChatCall) else ():
         for part in message.content if not isinstance(message.content, str) else ():
@@ -235,7 +235,7 @@ def _content(message: Message, images: Iterator[Any]) -> str | list[dict[str, An
 def _completion_request(call: OpenAICall) -> Any:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    # As for chats, and as clients expect who send token ids: the prompt is what was sent.
+    # Clients that send token ids expect the prompt to be exactly what they sent, as for chats.
     return CompletionRequest(**_fields(call), add_special_tokens=False)
 
 
@@ -268,8 +268,8 @@ def given_back() -> ServerBusyError:
 
 @dataclass
 class _Watch:
-    """What the engine gives during one try, below vLLM's layer: that makes an event of every error in a stream, and
-    does not say how many tokens an answer has."""
+    """The engine's outputs during one try, seen below vLLM's layer. That layer makes an event of every error in a
+    stream, and does not say how many tokens an answer has."""
 
     ver: int
     n: int  # answers to each prompt
@@ -281,7 +281,7 @@ class _Watch:
         return [WeightVersionSpan(version=str(self.ver), start=0, end=self.num_tokens[choice]).model_dump()]
 
     def said(self, event: str) -> str:
-        """The event; if answers end with it, with the versions of their weights."""
+        """Return the event; if answers end with it, with the versions of their weights."""
         if _ENDS not in event:
             return event
         value = json.loads(event.removeprefix(_DATA))
@@ -325,7 +325,8 @@ class _Client:
         return self._watched(outputs, watch, first)
 
     async def _watched(self, outputs: AsyncGenerator[Any], watch: _Watch, first: int) -> AsyncGenerator[Any]:
-        """`first`: the choice that the prompt's first answer becomes."""
+        """Yield one prompt's outputs and count their tokens. `first`: the choice that the prompt's first answer
+        becomes."""
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 try:

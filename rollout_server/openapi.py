@@ -43,7 +43,7 @@ class Route:
 
 
 def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Return the document (OpenAPI 3.1)."""
     schemas, definitions = _schemas(routes)
     paths: dict[str, Any] = {}
     for route in routes:
@@ -85,7 +85,7 @@ def _key(route: Route, part: str) -> str:
 
 
 def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of every body by `_key`, and the definitions that they refer to."""
+    """Return the schema of every body by `_key`, and the definitions that they refer to."""
     inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
     for route in routes:
         if route.call is not None:
@@ -104,7 +104,7 @@ td{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top}"""
 
 
 def page(api: Mapping[str, Any]) -> str:
-    """The document as HTML."""
+    """Return the document as HTML."""
     parts = [part for path, methods in api["paths"].items() for part in _operations(path, methods)]
     models = [part for name, schema in sorted(api["components"]["schemas"].items()) for part in _model(name, schema)]
     title = escape(api["info"]["title"])
@@ -145,7 +145,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def in_words(schema: Mapping[str, Any], link: Callable[[str], str], shown: Callable[[Any], str]) -> str:
-    """A type in words. `link` writes the name of a model, `shown` a value."""
+    """Return a type in words. `link` writes the name of a model, `shown` a value."""
     inner = functools.partial(in_words, link=link, shown=shown)
     if "$ref" in schema:
         return link(schema["$ref"].rpartition("/")[2])

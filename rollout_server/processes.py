@@ -1,4 +1,4 @@
-"""How the engine's processes behave: they give their core to others when idle, and never outlive the server (Linux).
+"""The engine's processes: they give their core to others when idle, and never outlive the server (Linux).
 
 `sleep_when_idle`: vLLM's workers, if they are processes of their own (several ranks), read orders from shared memory
 and busy-wait for a whole second after the last one. Without a GPU, others need that second: in a loop of rollout,
@@ -49,7 +49,7 @@ def end_with_server() -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Children of a process, their children, and so on."""
+    """Return the children of a process, their children, and so on."""
     found: set[int] = set()
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -59,8 +59,9 @@ def descendants(pid: int) -> set[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Seconds of CPU time that each of these processes has used so far, with the children that it started: an engine
-    that waits for its compiler works. Empty if one is stopped (SIGSTOP, a debugger). One that has ended is left out."""
+    """Return the seconds of CPU time that each of these processes has used so far, with the children that it started:
+    an engine that waits for its compiler works. Empty if one is stopped (SIGSTOP, a debugger). One that has ended is
+    left out."""
     used, named = {}, set(pids)
     for pid in named:
         with contextlib.suppress(OSError):  # it has ended

@@ -113,8 +113,8 @@ def too_long(found: str, max_model_len: int) -> PromptTooLongError:
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:
-    """The request's images in the order of their places in the messages: a part's own, or the next of `images`. What is
-    left of `images` has no place, and comes last."""
+    """Return the request's images in the order of their places in the messages: a part's own, or the next of `images`.
+    What is left of `images` has no place, and comes last."""
     left, sources = iter(request.images), []
     for message in request.messages:
         if isinstance(message.content, str):

@@ -1,4 +1,4 @@
-"""What the endpoints do, without HTTP: roll out, score, report (R06, R10, R11, R13).
+"""The endpoints' work, without HTTP: roll out, score, report (R06, R10, R11, R13).
 
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
@@ -60,7 +60,7 @@ _MANY_LOGPROBS = 1024  # take 10 ms or more to write
 
 class RolloutService:
     def __init__(self, engine: Engine, config: ServerConfig, server_id: str = "") -> None:
-        """`server_id`: the name of this start of the server; "": a random one."""
+        """Set up the service. `server_id`: the name of this start of the server; "": a random one."""
         self.config = config
         self.engine = engine
         self.gate = Gate(engine.weights)
@@ -114,7 +114,7 @@ class RolloutService:
         self.metrics.infer_seconds.observe(time.monotonic() - start)
 
     async def complete(self, call: OpenAICall) -> bytes:
-        """The answer of vLLM's OpenAI layer. Raises what the gate, the media rules and the engine raise."""
+        """Return the answer of vLLM's OpenAI layer. Raises what the gate, the media rules and the engine raise."""
         check_number("n", call.num_prompts * call.n, self.config)
         with self._counted():
             async with self._admitted(call.num_prompts * call.n) as ver:
@@ -124,7 +124,7 @@ class RolloutService:
         return answer
 
     async def completion_events(self, call: OpenAICall) -> AsyncGenerator[bytes]:
-        """The same as server-sent events, as they come; the gate is held until the last one is made."""
+        """Yield the same as server-sent events, as they come; the gate is held until the last one is made."""
         check_number("n", call.num_prompts * call.n, self.config)
         async with aclosing(relay(partial(self._put_events, call))) as events:
             async for event in events:
@@ -163,8 +163,8 @@ class RolloutService:
 
     @asynccontextmanager
     async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
-        """The version that answers these requests. Raises ServerBusyError if there are too many, and what the gate
-        raises."""
+        """Yield the version that answers these requests. Raises ServerBusyError if there are too many, and what the
+        gate raises."""
         most = self.config.max_requests_in_flight
         if self._num_requests and self._num_requests + num_requests > most:
             raise ServerBusyError(
@@ -181,7 +181,7 @@ class RolloutService:
             self._num_requests -= num_requests
 
     async def _checked(self, work: Awaitable[T]) -> T:
-        """`work`. A log-probability in it that is not finite poisons the server."""
+        """Return the result of `work`. A log-probability in it that is not finite poisons the server."""
         try:
             return await work
         except NotFiniteError as error:
@@ -254,8 +254,8 @@ class RolloutService:
             return await self._answers.get(request.uuid, fingerprint, compute)
 
     def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> bytes:
-        """JSON of a `RolloutOutput`. Its choices are written one by one: together they may take a second, in which
-        nothing else runs."""
+        """Return the JSON of a `RolloutOutput`. Its choices are written one by one: together they may take a second, in
+        which nothing else runs."""
         whole = self._without_choices(generations, infos).model_dump_json().encode()
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
@@ -336,7 +336,7 @@ class RecentAnswers(Generic[T]):
         self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
 
     async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The answer of this uuid, or `compute()` if there is none. Raises RequestError if the uuid was used for
+        """Return the answer of this uuid, or `compute()` if there is none. Raises RequestError if the uuid was used for
         another request, and whatever `compute` raises. If all who wait are cancelled, so is the computation."""
         entry = self._entries.get(uuid)
         if entry is None:
@@ -381,7 +381,7 @@ def _num_chars(message: Message) -> int:
 
 
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
-    """A digest of all that decides an answer. The call's own seed counts only through the request's."""
+    """Return a digest of all that decides an answer. The call's own seed counts only through the request's."""
     digest = hashlib.blake2b(digest_size=16)
     for value in (request.model_dump(exclude={"data_dict"}), config.model_copy(update={"seed": seed}).model_dump()):
         _feed(digest, value)
@@ -389,7 +389,7 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
 
 
 def _feed(digest: hashlib.blake2b, value: Any) -> None:
-    """Each value with its type and length, so that no two of them read alike. As JSON, a long text would be copied
+    """Hash each value with its type and length, so that no two of them read alike. As JSON, a long text would be copied
     several times, while no other thread runs."""
     if isinstance(value, str):
         content = value.encode(errors="surrogatepass")

@@ -27,8 +27,9 @@ _GB = 1e9
 
 
 class Staging:
-    """`activation_bytes`: what the engine's largest batch needs of the device beside weights and KV cache; None:
-    unknown, and all that torch holds is left to it. Raises StagingError if the buckets do not fit."""
+    """New weights on one worker, beside the model. `activation_bytes`: what the engine's largest batch needs of the
+    device beside weights and KV cache; None: unknown, and all that torch holds is left to it. Raises StagingError if
+    the buckets do not fit."""
 
     runs_meanwhile = True
 
@@ -51,11 +52,12 @@ class Staging:
         return place == self.place and self.sizes == [bucket.num_bytes + SEAL_BYTES for bucket in buckets]
 
     def buffer(self, index: int) -> torch.Tensor | None:
-        """Where bucket `index` is received: uint8 `[bytes]`; None: anywhere, because it is kept elsewhere."""
+        """Return the buffer that receives bucket `index`: uint8 `[bytes]`; None: any buffer, because the bucket is kept
+        elsewhere."""
         return self._buffers[index] if self._on_device else None
 
     def kept(self) -> Iterable[Iterable[tuple[str, torch.Tensor]]]:
-        """The tensors of each bucket, as checkpoint names and views. Of whole weights only."""
+        """Return the tensors of each bucket, as checkpoint names and views. The weights must be whole."""
         assert self.is_whole, "loaded before everything had arrived"
         return (unpack(buffer, bucket.tensors) for buffer, bucket in zip(self._buffers, self._buckets, strict=True))
 
@@ -75,7 +77,7 @@ class Staging:
         self._num_tensors += len(arrived)
 
     def finish(self) -> int:
-        """The number of tensors that are kept."""
+        """Return the number of tensors that are kept."""
         assert self._num_kept == len(self._buckets), "finished before everything had arrived"
         self.is_whole = True
         return self._num_tensors
@@ -108,7 +110,7 @@ def _check_fits(num_bytes: int, device: torch.device, activation_bytes: int | No
 
 
 def _room(device: torch.device, activation_bytes: int | None) -> tuple[int, str]:
-    """Bytes that may be taken, and where."""
+    """Return the number of bytes that may be taken, and where."""
     if device.type != "cuda":
         return _available_bytes() - SPARE_BYTES, "in the host's memory"
     free = torch.cuda.mem_get_info(device)[0] - SPARE_BYTES

@@ -64,7 +64,7 @@ _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 @dataclass
 class SyncTotals:
-    """Since the server started, for `/metrics/`."""
+    """Totals since the server started, for `/metrics/`."""
 
     completed: int = 0
     failed: int = 0
@@ -169,7 +169,7 @@ class WeightUpdates:
             kept, self._staged = self._staged, None
             staged = _check_staged(call, kept) if call.staged else None
             start = time.monotonic()
-            # What was served before was not checked by any canary.
+            # Weights that no canary has checked may hold NaN, and NaN stays in KV blocks that later weights read.
             clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
             try:
                 async with self._waiting_gate.exclusive(
@@ -264,7 +264,8 @@ class WeightUpdates:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, self._config.max_sync_timeout_s)})
 
     def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
-        """The digest of what is served once this is loaded: an adapter's together with that of the weights below."""
+        """Return the digest of what is served once this is loaded: an adapter's together with that of the weights
+        below."""
         if call.mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {loaded.weights}".encode(), digest_size=16).hexdigest()
         self._full_weights = loaded.weights
@@ -355,7 +356,7 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
 
 
 async def _score_behind_load(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
-    """None if loading takes longer than a slice."""
+    """Return the last reply and the scores; None if loading takes longer than a slice."""
     loading = asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S))
     await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
     scoring = asyncio.create_task(_score(engine, call))

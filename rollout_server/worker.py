@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: join the group, receive buckets, check them, load them (R09).
+"""The part that runs inside vLLM's workers: join the group, receive buckets, check them, load them (R09).
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
 workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, and the next.
@@ -40,7 +40,7 @@ from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, StageW
 P = ParamSpec("P")
 BUCKETS_AHEAD = 2  # buckets that travel while another one is loaded
 
-# At import: the engine takes seconds to start, and the server may die meanwhile.
+# This runs at import: the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
 sleep_when_idle()
 adapt_linear_layers_only()
@@ -49,7 +49,7 @@ adapt_linear_layers_only()
 def _answering(
     method: Callable[Concatenate[SyncWorker, P], WorkerReply],
 ) -> Callable[Concatenate[SyncWorker, P], str]:
-    """The method's reply as JSON, or its error."""
+    """Make the method answer with its reply, or its error, as JSON."""
 
     @functools.wraps(method)
     def answer(self: SyncWorker, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -118,7 +118,7 @@ class SyncWorker:
         if staging is None or not staging.begin(call.buckets, call.place):
             del staging
             self._drop_staged()  # its memory counts as free for the next one
-            # As vLLM measured it, or nothing: on CPU, and where `kv_cache_memory_bytes` was given.
+            # vLLM measured this itself. It measured nothing on CPU, and if `kv_cache_memory_bytes` was given.
             activations = getattr(self, "peak_activation_memory", None)
             self._sync_staging = staging = Staging(call.buckets, call.place, self.device, activation_bytes=activations)
         self._sync_receiving = Receiving(call, self._joined().result(), staging, staging.buffer)
@@ -198,7 +198,7 @@ class SyncWorker:
 
 def _clear(kept: Any) -> None:
     if isinstance(kept, torch.Tensor):
-        # Without a GPU most of it was never touched, and takes no memory until it is written.
+        # On CPU, most of it was never touched, and takes no memory until it is written.
         if kept.is_cuda or not torch.isfinite(kept.sum(dtype=torch.float32)):
             kept.zero_()
     else:
@@ -212,7 +212,7 @@ def _read(buckets: str) -> list[Bucket]:
 
 
 class Load(Protocol):
-    """Where the tensors go: `open`, `add` per bucket, then `finish`; `close` in every case."""
+    """The receiver of the tensors: `open`, `add` per bucket, then `finish`; `close` in every case."""
 
     @property
     def runs_meanwhile(self) -> bool:
@@ -223,7 +223,7 @@ class Load(Protocol):
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
     def finish(self) -> int:
-        """The number of tensors that were loaded."""
+        """Return the number of tensors that were loaded."""
 
     def close(self) -> None: ...
 
