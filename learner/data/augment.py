@@ -1,4 +1,4 @@
-"""`data.augment`: which other picture of a photograph is seen in an epoch, and where its objects are in it.
+"""`data.augment` decides which other picture of a photograph is seen in an epoch, and where its objects are in it.
 
 In: training samples, and an epoch. Out: samples with a `View`, and with objects, regions and size of the augmented
 picture. No pixel is read here: `learner.data.views` makes the picture where it is needed, in a data worker or for a
@@ -132,8 +132,8 @@ def augmented(
     too_long: Callable[[Sample], str | None] = lambda _: None,
     rollouts: bool = False,
 ) -> Augmented | None:
-    """How training samples are seen; None: as they are. `rollouts`: by the thread that makes rollouts ahead. Only steps
-    that learn ground truth see augmented pictures, unless `data.augment.rollouts` is set."""
+    """Return the way in which training samples are seen; None: as they are. `rollouts`: the thread that makes rollouts
+    ahead asks. Only steps that learn ground truth see augmented pictures, unless `data.augment.rollouts` is set."""
     augment, stage2 = config.data.augment, config.stage2_ab
     if augment is None or (rollouts and not augment.rollouts):
         return None
@@ -141,7 +141,8 @@ def augmented(
     b_ratio = 0.0 if stage2 is None or augment.rollouts or plan.async_actor_learner else stage2.schedule.b_ratio
 
     def seen(index: int, epoch: int, position: int) -> Sample:
-        """In step, a step has one position, and a rollout sees the photograph itself."""
+        """Return the sample as it is seen. In step, a step has one position, and a rollout sees the photograph
+        itself."""
         return samples[index] if scheduled_channel(position, b_ratio) == "B" else augmenter(index, epoch)
 
     return seen
@@ -162,8 +163,8 @@ def require_augmentable(sample: Sample) -> None:
 
 
 def draw_crop(sample: Sample, rng: np.random.Generator, config: AugmentConfig, place: Rect | None = None) -> Crop:
-    """A crop of the photograph. `place` None: it is the whole picture, of the crop's size times `scale`, and of the
-    photograph's shape, also after a quarter turn: models see shapes that they know."""
+    """Return a crop of the photograph. `place` None: it is the whole picture, of the crop's size times `scale`, and of
+    the photograph's shape, also after a quarter turn: models see shapes that they know."""
     turn, horizontal, vertical = (
         bool(rng.random() < chance) for chance in (config.quarter_turn, config.horizontal_flip, config.vertical_flip)
     )
@@ -187,7 +188,7 @@ def _stays_upright(sample: Sample, config: AugmentConfig) -> bool:
 
 
 def _window(size: Size, wanted: tuple[float, float], rng: np.random.Generator) -> Rect:
-    """A part of a picture of `size`, of about the wanted size, in whole pixels."""
+    """Return a part of a picture of `size`, of about the wanted size, in whole pixels."""
     width, height = (min(max(1, round(side)), most) for side, most in zip(wanted, size, strict=True))
     left, top = (int(rng.integers(most - side + 1)) for side, most in ((width, size[0]), (height, size[1])))
     return left, top, left + width, top + height
@@ -206,7 +207,7 @@ def _factor(rng: np.random.Generator, most: float) -> float:
 
 
 def moved(obj: DetectionObject, crop: Crop) -> list[float]:
-    """The object's coordinates in the augmented picture, in pixels, wherever they lie. A box has its corners in
+    """Return the object's coordinates in the augmented picture, in pixels, wherever they lie. A box has its corners in
     order."""
     left, top, right, bottom = crop.window
     pixels = to_pixels(obj.bins, *crop.size)
@@ -222,7 +223,7 @@ def moved(obj: DetectionObject, crop: Crop) -> list[float]:
 
 
 def _turned(u: float, v: float, crop: Crop) -> tuple[float, float]:
-    """A point of the window, as shares of its sides, after turn and mirrors."""
+    """Return a point of the window, as shares of its sides, after turn and mirrors."""
     if crop.quarter_turn:
         u, v = v, 1.0 - u
     return (1.0 - u if crop.flip_horizontal else u), (1.0 - v if crop.flip_vertical else v)
@@ -231,7 +232,7 @@ def _turned(u: float, v: float, crop: Crop) -> tuple[float, float]:
 def placed(
     obj: DetectionObject, crop: Crop, size: Size, config: AugmentConfig
 ) -> tuple[list[DetectionObject], list[DetectionObject]]:
-    """The object in a picture of `size`: (as a label, as an ignore region), one of them or neither."""
+    """Return the object in a picture of `size`: (as a label, as an ignore region), one of them or neither."""
     coords = moved(obj, crop)
     seen = within(obj.kind, coords, crop.place)
     here = _in_picture(obj, coords, crop, size)
@@ -242,7 +243,7 @@ def placed(
 
 
 def _in_picture(obj: DetectionObject, coords: Sequence[float], crop: Crop, size: Size) -> list[DetectionObject]:
-    """The part of the object at its crop's place; nothing where it is less than a pixel wide or high."""
+    """Return the part of the object at its crop's place; nothing where it is less than a pixel wide or high."""
     seen = within(obj.kind, coords, crop.place)
     if not seen or _shorter_side(seen) < 1.0:
         return []

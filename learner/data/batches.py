@@ -36,7 +36,7 @@ from shared.errors import CheckpointError
 
 
 class WindowStep(NamedTuple):
-    """Which accumulation window, and which of the optimizer steps that learn it; both from 0."""
+    """The accumulation window, and the optimizer step among those that learn it; both counted from 0."""
 
     window: int
     m_step: int
@@ -68,7 +68,7 @@ class Shortfall(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """What a micro-batch will hold, before its prompts are encoded; fields as in `MicroBatch`."""
+    """A micro-batch before its prompts are encoded; fields as in `MicroBatch`."""
 
     samples: tuple[Sample, ...]
     first_req_idx: int
@@ -103,7 +103,7 @@ class Batches(Iterator[MicroBatch]):
         encoder: PromptEncoder,
         augmented: Augmented | None = None,
     ) -> None:
-        """`augmented`: how samples are seen, if not as they are."""
+        """Set up the stream. `augmented`: how samples are seen, if not as they are."""
         self._samples, self._augmented = samples, augmented
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
@@ -127,23 +127,24 @@ class Batches(Iterator[MicroBatch]):
         return self._sampler.global_size(micro_batch)
 
     def shortfall(self, number: int) -> Shortfall | None:
-        """The shortfall of the step that learns the next `number` micro-batches, or those up to an epoch's end."""
+        """Return the shortfall of the step that learns the next `number` micro-batches, or those up to an epoch's
+        end."""
         micro_batch = self._first % self.per_epoch
         size = sum(self.size(i) for i in range(micro_batch, min(micro_batch + number, self.per_epoch)))
         return self.shortfall_of(size, number)
 
     def shortfall_of(self, size: int, number: int) -> Shortfall | None:
-        """The shortfall of a step that learns `size` samples in at most `number` micro-batches."""
+        """Return the shortfall of a step that learns `size` samples in at most `number` micro-batches."""
         whole = min(number * self._sampler.global_batch, self._sampler.num_places)
         return Shortfall(size=size, whole=whole) if size < whole else None
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch. Raises DataError where a sample can't be encoded."""
+        """Return the next micro-batch. Raises DataError where a sample can't be encoded."""
         return self.take(next(self._coming()))
 
     def take(self, position: int, *, then: Iterable[int] | None = None) -> MicroBatch:
-        """The micro-batch at `position`, which was not handed out before. `then`: what will probably be asked for next,
-        to be encoded meanwhile; None: what follows in order."""
+        """Return the micro-batch at `position`, which was not handed out before. `then`: what will probably be asked
+        for next, to be encoded meanwhile; None: what follows in order."""
         assert position in self.left(position // self.per_epoch), f"micro-batch {position} was handed out"
         self._prefetch(position, self._coming() if then is None else then)
         share, samples = self._share(position)
@@ -168,12 +169,12 @@ class Batches(Iterator[MicroBatch]):
             self._first += 1
 
     def left(self, epoch: int) -> list[int]:
-        """Micro-batches of `epoch` that were not handed out, in order."""
+        """Return the micro-batches of `epoch` that were not handed out, in order."""
         first = epoch * self.per_epoch
         return [p for p in range(max(first, self._first), first + self.per_epoch) if p not in self._taken]
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """The next `number` micro-batches, or those up to an epoch's end. Takes and encodes nothing."""
+        """Return the next `number` micro-batches, or those up to an epoch's end. Takes and encodes nothing."""
         found = []
         for position in islice(self._coming(), number):
             share, samples = self._share(position)
@@ -183,8 +184,8 @@ class Batches(Iterator[MicroBatch]):
         return found
 
     def state(self) -> dict[str, Any]:
-        """Where training stands in the data, as JSON: the first micro-batch that was not handed out, those behind it
-        that were, and of which data."""
+        """Return where training stands in the data, as JSON: the first micro-batch that was not handed out, those
+        behind it that were, and of which data."""
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -203,14 +204,15 @@ class Batches(Iterator[MicroBatch]):
         self._seen.clear()
 
     def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
-        """In which epoch each of these samples was handed out last, to any rank, before the next micro-batch."""
+        """Return the epoch in which each of these samples was handed out last, to any rank, before the next
+        micro-batch."""
         epoch, micro_batch = divmod(self._first, self.per_epoch)
         order = self._sampler.order(epoch)[: micro_batch * self._sampler.global_batch]
         now = {self._samples[i].sample_id for i in order.tolist()}
         return [epoch if sample_id in now else max(0, epoch - 1) for sample_id in sample_ids]
 
     def seen_in(self, epoch: int, sample_id: str) -> Sample:
-        """A sample as it is handed out in `epoch`."""
+        """Return a sample as it is handed out in `epoch`."""
         place = next(i for i, sample in enumerate(self._samples) if sample.sample_id == sample_id)
         if self._augmented is None:
             return self._samples[place]
@@ -263,8 +265,8 @@ class Batches(Iterator[MicroBatch]):
 
 
 class ShareReader:
-    """What `Batches` hands out on this rank, part by part, for another thread. `pool` is closed with the reader.
-    `augmented` as in `Batches`."""
+    """The micro-batches of `Batches` on this rank, part by part, for another thread. `pool` is closed with the reader.
+    `augmented` is as in `Batches`."""
 
     def __init__(
         self,
@@ -300,7 +302,7 @@ class ShareReader:
 
 
 def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob]:
-    """Jobs of the pool's size, in order. A sample that comes several times in a row (`grpo`) is encoded once."""
+    """Submit jobs of the pool's size, in order. A sample that comes several times in a row (`grpo`) is encoded once."""
     runs = [(first, 1 + sum(1 for _ in again)) for _, again in groupby(samples, key=id) for first in [next(again)]]
     jobs = (runs[i : i + pool.job_size] for i in range(0, len(runs), pool.job_size))
     return [_Repeated(pool.submit([one for one, _ in job]), [times for _, times in job]) for job in jobs]
@@ -318,7 +320,7 @@ class _Repeated:
 
 
 def encoder_pool(config: RunConfig, encoder: PromptEncoder, *, samples_per_micro_batch: int) -> EncoderPool:
-    """Who encodes prompts: `data.num_workers` processes, or this one."""
+    """Return the pool that encodes prompts: `data.num_workers` processes, or this one."""
     if not config.data.num_workers:
         return LocalPool(encoder)
     return WorkerPool(
@@ -330,7 +332,8 @@ def encoder_pool(config: RunConfig, encoder: PromptEncoder, *, samples_per_micro
 
 
 def _cost(share: Share) -> int:
-    """What a share takes of the look-ahead. An empty one takes its part too, so that their number stays bounded."""
+    """Return what a share takes of the look-ahead. An empty one takes its part too, so that their number stays
+    bounded."""
     return max(1, len(share.indices))
 
 
@@ -364,7 +367,7 @@ class WindowRepeater(Iterator[MicroBatch]):
         return self._next
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch, new or again. Raises DataError where a sample can't be encoded."""
+        """Return the next micro-batch, new or again. Raises DataError where a sample can't be encoded."""
         if self._taken == len(self._kept):  # only in a window's first pass
             self._kept.append(next(self._batches))
         batch = replace(self._kept[self._taken], window_step=self._next)
@@ -389,7 +392,8 @@ class WindowRepeater(Iterator[MicroBatch]):
         return self._batches.seen_in(epoch, sample_id)
 
     def state(self) -> dict[str, Any]:
-        """The data's own state at the window's beginning, and how many passes over the window are done; as JSON."""
+        """Return the data's own state at the window's beginning, and how many passes over the window are done; as
+        JSON."""
         return {**self._start, **self._next._asdict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

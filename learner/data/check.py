@@ -55,7 +55,7 @@ class CheckedSplit:
 
 
 def splits(config: RunConfig) -> dict[str, str]:
-    """The annotations of `train`, and of `val` and `test` if they are given."""
+    """Return the annotations of `train`, and of `val` and `test` if they are given."""
     return {split: path for split in SPLITS if (path := config.data.path_of(split)) is not None}
 
 
@@ -68,7 +68,7 @@ def check_retained(config: RunConfig) -> dict[str, CheckedSplit]:
 
 
 def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> CheckedSplit:
-    """What is in the annotations at `path`, which are those of `split`; never raises DataError. `key`: what names
+    """Check what is in the annotations at `path`, which are those of `split`; never raises DataError. `key`: what names
     them, if not `data.SPLIT`."""
     key = key or f"data.{split}"
     data, geometry = as_read_for(config.data, split), config.task.geometry
@@ -89,7 +89,7 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
 
 
 def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
-    """The first one, if there is one."""
+    """Return the first object that cannot be augmented, if there is one."""
     from learner.data.augment import require_augmentable  # here, because it loads numpy
 
     try:

@@ -13,7 +13,7 @@ _GAP = 12  # pixels
 
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
-    """All in a row on white."""
+    """Return all pictures in a row on white."""
     width = sum(picture.width for picture in pictures) + _GAP * (len(pictures) - 1)
     made = Image.new("RGB", (max(1, width), max([1, *(picture.height for picture in pictures)])), "white")
     left = 0
@@ -26,7 +26,7 @@ def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
 def draw_object(
     picture: Image.Image, name: str, kind: GeometryKind, bins: Sequence[int], color: tuple[int, int, int]
 ) -> None:
-    """A box, or a polygon's outline, with its name."""
+    """Draw a box, or a polygon's outline, with its name."""
     canvas, pixels = ImageDraw.Draw(picture), to_pixels(bins, *picture.size)
     x, y = pixels[0::2], pixels[1::2]
     points = list(zip(x, y, strict=True))

@@ -40,7 +40,7 @@ class EncodingJob(Protocol):
     """Samples that are being encoded."""
 
     def result(self) -> list[EncodedPrompt]:
-        """Their prompts, in order. Raises the encoder's errors, and DeadlineError."""
+        """Return their prompts, in order. Raises the encoder's errors, and DeadlineError."""
         ...
 
 
@@ -162,7 +162,7 @@ def _start_fork_server() -> None:
 
 
 def _modules_of(encoder: PromptEncoder) -> set[str]:
-    """The modules that a process imports to unpickle it."""
+    """Return the modules that a process imports to unpickle it."""
     modules = set()
 
     class Unpickler(pickle.Unpickler):

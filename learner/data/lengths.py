@@ -51,13 +51,14 @@ class RowLimit:
 
 
 def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
-    """A lower bound of the sample's segment, whatever the rollout: its prompt, every object's coordinates, the end."""
+    """Return a lower bound of the sample's segment, whatever the rollout: its prompt, every object's coordinates, the
+    end."""
     coordinates = _FEWEST_COORDINATES * len(sample.objects) if _are_detected(sample.objects) else 0
     return encoder.num_tokens(sample) + coordinates + 1
 
 
 def _are_detected(objects: Iterable[object]) -> bool:
-    """True if the truth is that of the detection task, whose tokens have bounds. Others are tokenized."""
+    """Return True if the truth is that of the detection task, whose tokens have bounds. Others are tokenized."""
     return all(isinstance(obj, DetectionObject) for obj in objects)
 
 
@@ -72,8 +73,8 @@ class Overflow:
 def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
-    """True if one row per micro-step and rank is too little for what `sampler` hands out (D6). `fewest[i]`: a lower
-    bound of sample i's segment. It is looked for after 1, 2, 4, ... micro-steps and at the run's end.
+    """Return True if one row per micro-step and rank is too little for what `sampler` hands out (D6). `fewest[i]`: a
+    lower bound of sample i's segment. It is looked for after 1, 2, 4, ... micro-steps and at the run's end.
 
     Even if all ranks' rows held the shortest segments and were filled to the last token, so many would be left.
     """
@@ -91,7 +92,7 @@ def carry_overflow(
 
 
 def _most_tokens(objects: Iterable[DetectionObject]) -> int:
-    """An upper bound: a token has at least one byte."""
+    """Return an upper bound: a token has at least one byte."""
     sizes = (
         _OBJECT_BYTES + _ESCAPED_BYTES * len(obj.desc.encode(errors="replace")) + _NUMBER_BYTES * len(obj.bins)
         for obj in objects

@@ -61,7 +61,7 @@ class PromptEncoder:
         return cls(tokenizer, processor, Images(rules or ImageRules()), pixels)
 
     def encode(self, sample: Sample) -> EncodedPrompt:
-        """The prompt up to the assistant's answer. Raises DataError for a bad image or wrong turns."""
+        """Return the prompt up to the assistant's answer. Raises DataError for a bad image or wrong turns."""
         text = self._text(sample)
         if self.processor is None:
             return EncodedPrompt(token_ids=tuple(self._token_ids(text)), vision=None)
@@ -74,7 +74,7 @@ class PromptEncoder:
         return EncodedPrompt(token_ids=tuple(inputs["input_ids"][0].tolist()), vision=vision)
 
     def for_engine(self, sample: Sample) -> Prompt:
-        """The same prompt for a vLLM engine in this process. The engine processes images itself, so it gets one
+        """Return the same prompt for a vLLM engine in this process. The engine processes images itself, so it gets one
         placeholder per image, and the images. Raises like `encode`."""
         return Prompt(
             token_ids=self._token_ids(self._text(sample)),
@@ -88,7 +88,7 @@ class PromptEncoder:
         return None if self.processor is None else ImageProcessing.of(self.processor.image_processor)
 
     def num_tokens(self, sample: Sample) -> int:
-        """`len(encode(sample).token_ids)`, computed from the sizes of its images only. Raises like `encode`."""
+        """Return `len(encode(sample).token_ids)`, computed from the sizes of its images only. Raises like `encode`."""
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
         if sample.images and count is None:  # this processor cannot count them
             return len(self.encode(sample).token_ids)
@@ -146,7 +146,7 @@ class PromptCheck:
             self.pixels(prompt.vision, rollout.pixels, sample_id=sample_id, name=rollout.server_id)
 
     def pixels(self, mine: VisionInputs, theirs: ProcessedImages, *, sample_id: str, name: str) -> None:
-        """`name`: of the other side. Raises ServerMismatchError."""
+        """Compare the pixels. `name` is the other side's. Raises ServerMismatchError."""
         if self._processing is None:
             return
         seen = self._processed.get(mine)
@@ -195,8 +195,8 @@ def check_prompt_prefix(
 
 
 def _has_vision(path: str) -> bool:
-    """True if the model takes images. The folder of an adapter has no configuration of a model, but has the processor
-    of its base."""
+    """Return True if the model takes images. The folder of an adapter has no configuration of a model, but has the
+    processor of its base."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))

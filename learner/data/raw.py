@@ -95,7 +95,7 @@ class BadRecords:
         return actions[kind]
 
     def malformed(self, place: Place, error: ValidationError) -> None:
-        """All mistakes that pydantic found in one record."""
+        """Report all mistakes that pydantic found in one record."""
         for detail in error.errors(include_url=False):
             self.meet("malformed", _in_words(place, detail))
 
@@ -130,7 +130,7 @@ def _with_way_out(kind: Kind, error: DataError) -> DataError:
 
 
 def _in_words(place: Place, detail: Mapping[str, Any]) -> DataError:
-    """One of pydantic's errors."""
+    """Return one of pydantic's errors as ours."""
     name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "json_invalid":
         text = detail["input"]
@@ -181,7 +181,8 @@ class SampleMaker:
     too_long: Callable[[Sample], str | None] | None = None
 
     def make(self, record: RawRecord, seen: SeenImages) -> Sample | None:
-        """None where the record is not used. After an error the rest of the record is looked at all the same."""
+        """Return the sample; None where the record is not used. After an error the rest of the record is looked at all
+        the same."""
         errors = self.bad.num_errors
         number = len(record.images)
         sizes = self._sizes(record, seen)
@@ -226,7 +227,7 @@ class SampleMaker:
         return self.bad.meet("image_missing", bad)
 
     def _size(self, record: RawRecord, seen: SeenImages) -> Size | None:
-        """Width and height of the annotated image; None where the record is dropped, or they are not known."""
+        """Return width and height of the annotated image; None where the record is dropped, or they are not known."""
         place, error = record.place, seen.error
         size = (record.width, record.height) if record.width and record.height else None
         if error is not None:
@@ -241,7 +242,7 @@ class SampleMaker:
         return size or known[0]
 
     def _sizes(self, record: RawRecord, seen: SeenImages) -> tuple[Size, ...] | None:
-        """The same for each of a record's images; one size if it has none."""
+        """Return the same for each of a record's images; one size if it has none."""
         place, number = record.place, len(record.images)
         if number < 2:
             size = self._size(record, seen)
@@ -268,7 +269,7 @@ class SampleMaker:
         return known if len(known) == number else None
 
     def _names_image(self, obj: RawObject, number: int) -> bool:
-        """True if it is clear which of a record's images the object is in."""
+        """Return True if it is clear which of a record's images the object is in."""
         if (obj.image is None and number < 2) or (obj.image is not None and 1 <= obj.image <= max(1, number)):
             return True
         wanted = f"`image`: which of the {number} images it is in, from 1" if number > 1 else "image 1, or no `image`"
@@ -285,7 +286,7 @@ class SampleMaker:
         return True
 
     def _sound(self, obj: RawObject) -> RawObject | None:
-        """The object with its class's name as it is taught; None where it is no object at all."""
+        """Return the object with its class's name as it is taught; None where it is no object at all."""
         if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in obj.coords):  # not NaN either
             error = obj.place.error(f"{obj.name} has no coordinates", found=obj.written, wanted="numbers of pixels")
             self.bad.meet("malformed", error)
@@ -310,8 +311,8 @@ class SampleMaker:
                 yield obj
 
     def _object(self, obj: RawObject, sizes: Sequence[Size], relative: bool) -> DetectionObject | None:
-        """In bins of its image; None where it is not used. Of ignore regions only the part inside the image counts.
-        `sizes` are those of the record's images."""
+        """Return the object in bins of its image; None where it is not used. Of ignore regions only the part inside the
+        image counts. `sizes` are those of the record's images."""
         image = obj.image if len(sizes) > 1 else None
         size = sizes[0 if image is None else image - 1]
         if obj.desc is None and not obj.ignored:
@@ -379,7 +380,7 @@ def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
 
 
 def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
-    """True if a box has an area, in pixels or in bins."""
+    """Return True if a box has an area, in pixels or in bins."""
     if not encloses_something(kind, coords):
         return False
     if kind == "bbox_2d":
@@ -390,7 +391,7 @@ def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
 
 
 def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[float]:
-    """The part inside `bounds` (of a polygon in several parts the largest); [] where nothing is."""
+    """Return the part inside `bounds` (of a polygon in several parts the largest); [] where nothing is."""
     cut = [min(max(value, float(bounds[i % 2])), float(bounds[2 + i % 2])) for i, value in enumerate(coords)]
     if kind == "bbox_2d" or cut == list(coords):
         return cut if encloses_something(kind, cut) else []
@@ -401,7 +402,7 @@ def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[fl
 
 
 def ring_of(shape: Any) -> list[float]:
-    """x1, y1, x2, y2, ... of a shape's outline: of its largest part, without holes; [] where it has no area."""
+    """Return x1, y1, x2, y2, ... of a shape's outline: of its largest part, without holes; [] where it has no area."""
     import shapely
 
     parts = shapely.get_parts(shape)

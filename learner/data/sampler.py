@@ -83,7 +83,7 @@ class DistributedSampler:
         )
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """[num_places] all indices, in the epoch's order."""
+        """Return all indices [num_places], in the epoch's order."""
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, self._make_order(epoch))
         return self._order[1]
@@ -96,7 +96,7 @@ class DistributedSampler:
 
 
 def sampler_of(num_samples: int, *, config: RunConfig, plan: Plan, rank: int) -> DistributedSampler:
-    """The order that the run's data has on this rank."""
+    """Return the order that the run's data has on this rank."""
     return DistributedSampler(
         num_samples,
         num_ranks=plan.world_size,

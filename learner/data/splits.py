@@ -63,7 +63,7 @@ def load_split(
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
 ) -> Split:
-    """Every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`.
+    """Read every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`.
 
     `too_long` says of a sample how long it is, where it does not fit a row. `reader` is `data.reader`. What is dropped
     or clipped is logged. Raises DataError, which lists all records that can't be used, with file and line or id.
@@ -85,7 +85,7 @@ def read_split(
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
 ) -> Split:
-    """The same as `load_split`, with all errors in `bad`. Raises DataError only if the annotations are empty or
+    """Do the same as `load_split`, with all errors in `bad`. Raises DataError only if the annotations are empty or
     unreadable."""
     bad = BadRecords(data.bad_records)
     whole, part = part_of(path)
@@ -170,7 +170,7 @@ Record = TypeVar("Record", RawRecord, RawRecord | Sample)
 
 
 def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterator[tuple[Record, SeenImages]]:
-    """Each record with what its images are, some of them looked at ahead, side by side."""
+    """Yield each record with what its images are, some of them looked at ahead, side by side."""
     left = iter(records)
     with ThreadPoolExecutor(_THREADS) as pool:
         while window := list(islice(left, _AHEAD)):

@@ -1,4 +1,4 @@
-"""What is in a split, for people: classes, boxes, sizes, what looks wrong, and photographs that two splits share.
+"""A split's content, for people: classes, boxes, sizes, what looks wrong, and photographs that two splits share.
 
 In: the samples of `read_split`. Out: a `Survey`, and lines of text. Of images the header has been read already; only
 `shared_images` reads from their files, 64 kB of each.
@@ -79,12 +79,12 @@ def _sides(sample: Sample) -> Iterator[float]:
 
 
 def photographs(number: int) -> str:
-    """`1 photograph`, `2 photographs`."""
+    """Return `1 photograph`, `2 photographs`."""
     return f"{number} photograph{'' if number == 1 else 's'}"
 
 
 def lines_of(found: Survey) -> list[str]:
-    """For a terminal."""
+    """Return the lines for a terminal."""
     few, middle, many = found.boxes_per_image
     shown = list(found.classes.items())[:_MAX_NAMED]
     classes = ", ".join(f"{name} {count}" for name, count in shown)
@@ -126,7 +126,7 @@ def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelLimits:
-    """How a processor of Qwen-VL's kind resizes: each side to a multiple of `factor` pixels, which is the side of a
+    """The resizing of a processor of Qwen-VL's kind: each side to a multiple of `factor` pixels, which is the side of a
     visual token's square, and width x height to `least` to `most` pixels."""
 
     least: int = 1
@@ -136,7 +136,7 @@ class PixelLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What the model sees of a photograph."""
+    """A photograph's size as the model sees it."""
 
     size: tuple[int, int]
     share: float  # of the photograph's pixels
@@ -144,8 +144,8 @@ class Seen:
 
 
 def pixel_limits(model: ModelConfig) -> PixelLimits | None:
-    """Those of `model`, or the checkpoint's own where the section leaves them open. None if nothing is known: the
-    checkpoint is not on this machine, or its processor has no such limits."""
+    """Return the limits of `model`, or the checkpoint's own where the section leaves them open. None if nothing is
+    known: the checkpoint is not on this machine, or its processor has no such limits."""
     own = _own_limits(Path(model.path))
     if own is None:
         return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)
@@ -172,7 +172,7 @@ def _own_limits(folder: Path) -> PixelLimits | None:
 
 
 def seen_by_model(size: tuple[int, int], limits: PixelLimits) -> Seen:
-    """A photograph of `size` (width, height) as the processors of Qwen-VL models resize it."""
+    """Return a photograph of `size` (width, height) as the processors of Qwen-VL models resize it."""
     factor, area = limits.factor, max(1, size[0] * size[1])
     across, down = (max(1, round(side / factor)) for side in size)
     if across * down * factor**2 > limits.most:
@@ -186,13 +186,13 @@ def seen_by_model(size: tuple[int, int], limits: PixelLimits) -> Seen:
 
 
 def seen_in_words(seen: Seen) -> str:
-    """One line about the largest photograph."""
+    """Return one line about the largest photograph."""
     size = f"{seen.size[0]} x {seen.size[1]}"
     return f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens"
 
 
 def small_boxes(found: Survey, seen: Seen) -> str | None:
-    """A warning if the median box is very small as the model sees it."""
+    """Return a warning if the median box is very small as the model sees it."""
     side = found.smallest_side_px * seen.share**0.5
     if not found.num_boxes or side >= _SMALL_SIDE_PX:
         return None

@@ -24,14 +24,16 @@ _QUALITY = 85
 
 @cache
 def _transforms() -> Any:
-    """torchvision's functions. Imported here, because torch takes seconds and most of `learner.data` needs none."""
+    """Return torchvision's functions. They are imported here, because torch takes seconds and most of `learner.data`
+    needs none."""
     from torchvision.transforms.v2 import functional
 
     return functional
 
 
 def render(view: View, images: Images) -> Image.Image:
-    """RGB. Raises MediaError for a photograph that can't be read or is not of the size that was annotated."""
+    """Return the picture in RGB. Raises MediaError for a photograph that can't be read or is not of the size that was
+    annotated."""
     parts = [_cut(crop, images) for crop in view.crops]
     if len(parts) == 1:
         (picture,) = parts
@@ -85,14 +87,14 @@ def open_images(sample: Sample, images: Images) -> list[Image.Image]:
 
 
 def sent_images(sample: Sample, images: Images) -> list[str]:
-    """The sample's images as strings for a server: an augmented picture as PNG, which loses nothing. Raises
+    """Return the sample's images as strings for a server: an augmented picture as PNG, which loses nothing. Raises
     MediaError."""
     return list(sample.images) if sample.view is None else [_data_url(render(sample.view, images), "PNG")]
 
 
 def shown_images(sample: Sample) -> list[str]:
-    """The sample's images as strings for a log that people look at: an augmented picture as a small JPEG. Empty if its
-    photographs can't be read here."""
+    """Return the sample's images as strings for a log that people look at: an augmented picture as a small JPEG. Empty
+    if its photographs can't be read here."""
     if sample.view is None:
         return list(sample.images)
     try:
@@ -104,7 +106,7 @@ def shown_images(sample: Sample) -> list[str]:
 
 
 def shown_sizes(sample: Sample) -> dict[str, Any]:
-    """Width and height of what `shown_images` shows, as JSON; of several images also each one's, as `sizes`."""
+    """Return width and height of what `shown_images` shows, as JSON; of several images also each one's, as `sizes`."""
     sizes = {"sizes": [list(size) for size in sample.sizes]} if sample.sizes else {}
     return {"width": sample.width, "height": sample.height, **sizes}
 

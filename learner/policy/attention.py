@@ -42,7 +42,7 @@ _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signa
 
 @dataclass(frozen=True, eq=False)
 class SegmentLayout:
-    """Where a row's S pieces lie: segments, or shared prompts and their answers."""
+    """The places of a row's S pieces: segments, or shared prompts and their answers."""
 
     lengths: tuple[int, ...]  # [S], tokens
     max_length: int  # keys of the longest: an upper bound of both lengths
@@ -62,7 +62,8 @@ class SegmentLayout:
     def shared(
         cls, lengths: Sequence[int], prefixes: Sequence[range], device: torch.device, *, max_patches: int = 0
     ) -> SegmentLayout:
-        """`prefixes`: per piece, the row's tokens that it attends to before its own."""
+        """Return a layout with shared prompts. `prefixes`: per piece, the row's tokens that it attends to before its
+        own."""
         starts = _ends(lengths)[:-1].tolist()
         own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])
@@ -108,7 +109,7 @@ def segment_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind `SEGMENT_ATTENTION`, in the form that transformers calls; returns `[1, T, H, D]`.
+    """Compute the attention behind `SEGMENT_ATTENTION`, in the form that transformers calls; returns `[1, T, H, D]`.
 
     Raises ConfigError for a model whose attention has a window, a soft cap or sinks shorter than its segments.
     """
@@ -234,8 +235,8 @@ def share_calls(
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """One batch of equally long sequences `[S, H, L, D]`; keys and values may have fewer heads, and more tokens: those
-    are before the first query's."""
+    """Attend within one batch of equally long sequences `[S, H, L, D]`; keys and values may have fewer heads, and more
+    tokens: those are before the first query's."""
     grouped = q.shape[1] != k.shape[1]
     num_before = k.shape[2] - q.shape[2]
     later: torch.Tensor | None = None

@@ -61,8 +61,8 @@ class CanaryScorer:
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
     def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
-        """Under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one weight per layer;
-        otherwise the adapter travels by itself."""
+        """Score the answers under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one
+        weight per layer; otherwise the adapter travels by itself."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
                 self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums
@@ -81,7 +81,7 @@ class CanaryScorer:
 
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
-        """Checksums of the weights that are used as they are trained. A sharded model's parts have none."""
+        """Return checksums of the weights that are used as they are trained. A sharded model's parts have none."""
         if self._policy.is_sharded or not way.merged or not self._with_checksums:
             return {}
         return {name: checksum(tensor) for name, tensor in way.unreplaced.items()}
@@ -133,7 +133,7 @@ class RepeatedLogprobs:
             self._capture()
 
     def __call__(self) -> list[list[float]]:
-        """Natural log-probabilities per answer, under the weights as they are now."""
+        """Return the natural log-probabilities per answer, under the weights as they are now."""
         return self.begin()()
 
     def begin(self) -> Read:
@@ -190,7 +190,7 @@ class RepeatedLogprobs:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.device(policy.device):  # the default stream is on the first current device
                 stream = torch.cuda.Stream()
-                # thread_local: other threads may broadcast meanwhile
+                # "thread_local" lets other threads broadcast during the capture.
                 with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                     self._logprobs = policy.answer_logprobs(self._inputs)
         self.checksums = checksums  # the graph's own memory: a replay writes it anew

@@ -71,7 +71,8 @@ def _with_gradients(
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Inside, compiled layers run uncompiled. Compiling does not pay for passes that run once or use a cache."""
+    """Run compiled layers uncompiled inside the context. Compiling does not pay for passes that run once or use a
+    cache."""
     return torch.compiler.set_stance("force_eager")
 
 
@@ -91,7 +92,7 @@ def compiling() -> Iterator[None]:
 
 @cache
 def compiled_function(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`function`, compiled for arguments of all lengths. A second call returns the same compiled function."""
+    """Return `function`, compiled for arguments of all lengths. A second call returns the same compiled function."""
     return torch.compile(function, dynamic=True, backend=BACKEND)
 
 

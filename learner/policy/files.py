@@ -31,7 +31,7 @@ def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor
 
 
 def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """The trained model as Hugging Face files (with an adapter: the adapter's), with tokenizer and processor.
+    """Save the trained model as Hugging Face files (with an adapter: the adapter's), with tokenizer and processor.
 
     `weights`: the result of `gathered_weights`."""
     if policy.adapter is not None:
@@ -65,7 +65,8 @@ def load_weights(path: Path, policy: Policy) -> None:
             peft.set_peft_model_state_dict(policy.adapter, _parts(stored, own))
             return
         model = policy.model
-        # With this model's configuration: a checkpoint of another model must not decide how much memory is allocated.
+        # The configuration is this model's own: a checkpoint of another model must not decide how much memory is
+        # allocated.
         loaded, info = type(model).from_pretrained(
             path, config=model.config, dtype=model.dtype, attn_implementation="sdpa", output_loading_info=True
         )
@@ -87,5 +88,5 @@ def contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _parts(stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's part of each stored tensor."""
+    """Return this rank's part of each stored tensor."""
     return {name: part_of(tensor, own[name]) if name in own else tensor for name, tensor in stored.items()}

@@ -57,7 +57,8 @@ class LayerGraphs:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Layers run as they are. `can_capture` is false afterwards if one of them read a value on the host."""
+        """Watch the layers run as they are. `can_capture` is false afterwards if one of them read a value on the
+        host."""
 
         def watch(forward: Forward, *args: Any, **kwargs: Any) -> Any:
             with _HostReads() as reads:
@@ -78,7 +79,7 @@ class LayerGraphs:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """The graphs run in place of their layers."""
+        """Run the graphs in place of their layers."""
         calls = iter(self._calls)
         with self._through(lambda _, *args, **kwargs: _replayed(next(calls), args, kwargs)):
             yield

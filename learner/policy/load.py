@@ -73,7 +73,7 @@ def _covers_one_patch(conv: torch.nn.Conv3d) -> bool:
     return conv.kernel_size == conv.stride and set(conv.padding) == {0} and conv.groups == 1
 
 
-# Configuration keys of models whose logits are more than head(hidden).
+# These configuration keys mark models whose logits are more than head(hidden).
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -127,8 +127,8 @@ class Policy:
         return float(sum((4 + again + 2 * p.requires_grad) * p.numel() for p in weights))
 
     def set_training(self, training: bool) -> None:
-        """`model.train(training)`. torch sets the attribute of each of thousands of modules by a slow way: 0.1 s for a
-        model of 4B with adapters, at every row and every sync."""
+        """Do what `model.train(training)` does. torch sets the attribute of each of thousands of modules by a slow way:
+        0.1 s for a model of 4B with adapters, at every row and every sync."""
         if self.model.training == training:
             return
         for module in self._modules:
@@ -183,13 +183,13 @@ class Policy:
 
     @torch.no_grad()
     def _reference_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
-        """[N] by the model without its adapter."""
+        """Return the log-probabilities [N] by the model without its adapter."""
         assert self.adapter is not None, "refused by learner/config/sections/grpo.py"
         with uncompiled(), lora.without_adapter(self.adapter):
             return token_logprobs(hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets)
 
     def backward(self, row: PackedRow) -> RowLoss:
-        """One micro-batch of learning: adds the gradient of the row's summed loss. An empty row adds zeros (D5).
+        """Learn one micro-batch: add the gradient of the row's summed loss. An empty row adds zeros (D5).
 
         Raises LossError if the loss is not finite, before the gradients change, and ConfigError if compiling fails at
         the first row.
@@ -209,7 +209,7 @@ class Policy:
         )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
-        """Once per step, on every rank: turn summed gradients into those of the step's weighted mean loss."""
+        """Turn summed gradients into those of the step's weighted mean loss: once per step, on every rank."""
         now = [name for name, p in self.model.named_parameters() if p.requires_grad]
         assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"
         summed_by = Ranks() if self.is_sharded else ranks  # each backward pass has summed the parts over ranks
@@ -223,12 +223,12 @@ class Policy:
     # ---- scoring ---------------------------------------------------------------------------------------------------
 
     def logprobs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
-        """Natural log-probability of each response token given all tokens before it, in the precision of training. All
-        answers share one packed forward pass."""
+        """Return the natural log-probability of each response token given all tokens before it, in the precision of
+        training. All answers share one packed forward pass."""
         return self.split(self.answer_logprobs(self.answer_inputs(answers)), answers)
 
     def answer_inputs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> PackedInputs:
-        """The inputs of `logprobs`' forward pass."""
+        """Return the inputs of `logprobs`' forward pass."""
         segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
         row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
         return pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
@@ -250,7 +250,7 @@ class Policy:
 
     @staticmethod
     def split(logprobs: torch.Tensor, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
-        """The result of `answer_logprobs`, one list per answer."""
+        """Return the result of `answer_logprobs`, one list per answer."""
         return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -266,11 +266,12 @@ class Policy:
         return CheckpointWeights(self.model)
 
     def adapter_weights(self) -> AdapterWeights | None:
-        """The adapter by itself, and the base weights below it; None without an adapter. See `lora.py`."""
+        """Return the adapter by itself, and the base weights below it; None without an adapter. See `lora.py`."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
     def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # For a sharded model without autocast's cache: it would keep 16-bit copies of layers that sharding has freed.
+        # A sharded model runs without autocast's cache, which would keep 16-bit copies of layers that sharding has
+        # freed.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=not self.is_sharded):
             return self._sharded.run(work) if self._sharded else work()
 

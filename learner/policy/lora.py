@@ -47,7 +47,8 @@ def base_model_path(config: ModelConfig) -> str | None:
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftModel | None:
-    """The adapter of `config.path`, or a new one from `config.lora`. With an adapter the rest of the model is frozen.
+    """Attach the adapter of `config.path`, or a new one from `config.lora`. With an adapter the rest of the model is
+    frozen.
 
     Raises ConfigError if a name in `target_modules` is no layer's.
     """
@@ -94,7 +95,7 @@ def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """Each unknown name, with known ones that are like it."""
+    """Return each unknown name, with known ones that are like it."""
     told = []
     for name in unknown:
         like = [one for one in known if one.strip(".").endswith(f".{name.strip('.')}")][:_MOST_NEAR]
@@ -105,7 +106,7 @@ def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 @contextmanager
 def without_adapter(adapter: peft.PeftModel) -> Iterator[None]:
-    """The model as it is without its adapter. What is trainable afterwards is what was trainable before."""
+    """Use the model without its adapter. Afterwards the same parameters are trainable as before."""
     trained = [(p, p.requires_grad) for p in adapter.parameters()]
     try:
         with adapter.disable_adapter():
@@ -159,7 +160,8 @@ class AdapterWeights:
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """In `dtype` (None: as trained), detached. Tensors may share memory with the model."""
+        """Yield the adapter's tensors in `dtype` (None: as trained), detached. Tensors may share memory with the
+        model."""
         for module, layer in self._layers.items():
             (adapter,) = layer.active_adapters
             lora_a, lora_b = (whole(half[adapter].weight.detach()) for half in (layer.lora_A, layer.lora_B))
@@ -182,13 +184,13 @@ def _only(halves: torch.nn.ModuleDict) -> torch.nn.Linear:
 
 
 def _is_idle(layer: LoraLayer) -> bool:
-    """Neither trained (`model.freeze`) nor with any effect, so an engine does not need it."""
+    """Return True if the layer is not trained (`model.freeze`) and has no effect, so an engine does not need it."""
     frozen = not any(p.requires_grad for name, p in layer.named_parameters() if "lora_" in name)
     return frozen and not any(whole(half.weight).any() for half in layer.lora_B.values())
 
 
 def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
-    """Why plain LoRA on linear layers does not describe what is trained, or empty."""
+    """Return why plain LoRA on linear layers does not describe what is trained, or empty."""
     if not layers:
         return "no layer of the model is adapted"
     for name, layer in layers.items():
@@ -206,7 +208,7 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 
 
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
-    """Module name in the checkpoint by module name in the model. Modules that the checkpoint fuses or splits are
+    """Return the module names in the checkpoint by those in the model. Modules that the checkpoint fuses or splits are
     absent."""
     weights = {
         f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")

@@ -52,14 +52,14 @@ class SmoothCoordinates:
         self._bin_of[self._token_ids] = torch.arange(len(token_ids))
 
     def to(self, device: torch.device) -> SmoothCoordinates:
-        """Itself, with its tables on this device."""
+        """Return itself, with its tables on this device."""
         self._shares, self._token_ids, self._bin_of = (
             table.to(device) for table in (self._shares, self._token_ids, self._bin_of)
         )
         return self
 
     def logprobs(self, head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """`token_logprobs` of a chunk, of smooth targets [N]."""
+        """Return the `token_logprobs` of a chunk, of smooth targets [N]."""
         logprobs = head(hidden).float().log_softmax(-1)  # [N, vocabulary]
         exact = logprobs.gather(1, targets[:, None]).squeeze(1)
         bins = self._bin_of[targets.clamp(max=len(self._bin_of) - 1)]
@@ -78,8 +78,8 @@ def weighted_loss(
     function: LossFunction | None = None,
     smoothing: SmoothCoordinates | None = None,
 ) -> torch.Tensor:
-    """The sum of weighted losses, or what `function` makes of them: float32 scalar. With N = 0 it is a zero whose
-    gradients are zero, not absent (D5). This includes the head's weights."""
+    """Return the sum of weighted losses, or what `function` makes of them, as a float32 scalar. With N = 0 it is a zero
+    whose gradients are zero, not absent (D5). This includes the head's weights."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
     if smoothing is None:
@@ -116,14 +116,15 @@ def _function_error(found: str) -> LossError:
 def token_logprobs(
     hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *, compiled: bool = False
 ) -> torch.Tensor:
-    """Natural log-probabilities `[N]` of `targets` after `hidden` `[N, hidden]`, by a float32 log-softmax."""
+    """Return the natural log-probabilities `[N]` of `targets` after `hidden` `[N, hidden]`, by a float32
+    log-softmax."""
     return _in_chunks(compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs, hidden, head, targets)
 
 
 def logprobs_and_entropy(
     hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *, compiled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` [N], and the entropy in nats [N] of each distribution, which has no gradient."""
+    """Return `token_logprobs` [N], and the entropy in nats [N] of each distribution, which has no gradient."""
     of_chunk = compiled_function(_chunk_logprobs_and_entropy) if compiled else _chunk_logprobs_and_entropy
     both = _in_chunks(of_chunk, hidden, head, targets)
     return both[0], both[1].detach()
@@ -135,7 +136,7 @@ def _in_chunks(
     head: torch.nn.Module,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """`of_chunk` of at most LOGITS_CHUNK tokens at a time; they are its last dimension."""
+    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time; they are its last dimension."""
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
     # Copies, because a program compiled for views would not fit whole tensors.
@@ -169,5 +170,5 @@ def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """True if memory was too small. On CPU torch has no error type for it, only words."""
+    """Return True if memory was too small. On CPU torch has no error type for it, only words."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

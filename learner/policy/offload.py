@@ -40,7 +40,8 @@ class HostMemory:
         self._used = [0] * len(self._blocks)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Uninitialised memory with the tensor's type, shape and strides. Raises ConfigError if memory is short."""
+        """Return uninitialised memory with the tensor's type, shape and strides. Raises ConfigError if memory is
+        short."""
         fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
         index = next(fitting, len(self._blocks))
         if index == len(self._blocks):
@@ -104,7 +105,7 @@ class Offload:
 
 
 def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer | None) -> Offload:
-    """The offload that the configuration asks for. Raises ConfigError if the state cannot be moved safely."""
+    """Return the offload that the configuration asks for. Raises ConfigError if the state cannot be moved safely."""
     moves = config.enabled and policy.device != HOST
     moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
 

@@ -24,7 +24,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # same shape as the parameter, and sharded
 
 
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of the update after `step` others: linear warmup to `peak`, then the schedule."""
+    """Return the learning rate of the update after `step` others: linear warmup to `peak`, then the schedule."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))

@@ -30,7 +30,8 @@ from learner.policy.policy_gradient import PolicyInputs, gather_policy
 from learner.records import PackedRow, Segment, VisionInputs
 from learner.tasks.supervision import check_supervision
 
-# What an empty row computes on (D5): two tokens, nothing supervised. (A compiler treats a size of 1 as a special case.)
+# An empty row computes on these two tokens, none of them supervised (D5). (A compiler treats a size of 1 as a special
+# case.)
 _BLANK = Segment(
     sample_id="",
     input_ids=np.zeros(2, np.int64),
@@ -61,8 +62,8 @@ class PackedInputs:
 def pack_inputs(
     row: PackedRow, model: PreTrainedModel, device: torch.device, *, always_image: bool = False
 ) -> PackedInputs:
-    """The row's tensors on `device`. `always_image`: a row without images gets a blank one, so that the vision tower
-    runs in every pass. It is in a segment of its own without supervised tokens.
+    """Return the row's tensors on `device`. `always_image`: a row without images gets a blank one, so that the vision
+    tower runs in every pass. It is in a segment of its own without supervised tokens.
 
     Raises LossError if a supervised token is outside its segment's assistant span.
     """
@@ -107,7 +108,7 @@ class _Piece(NamedTuple):
 def _lay_out(
     groups: Sequence[Sequence[Segment]], supervised: Sequence[np.ndarray]
 ) -> tuple[list[_Piece], NDArray[np.int64]]:
-    """The row's pieces in order, and where each segment's supervised tokens are predicted."""
+    """Return the row's pieces in order, and where each segment's supervised tokens are predicted."""
     pieces: list[_Piece] = []
     predict_at: list[NDArray[np.int64]] = []
     at, indices = 0, iter(supervised)
@@ -150,7 +151,7 @@ def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
 
 
 def image_token_id(model: PreTrainedModel) -> int | None:
-    """The id of the image placeholder; None for a text-only model."""
+    """Return the id of the image placeholder; None for a text-only model."""
     return getattr(model.config, "image_token_id", None)
 
 
@@ -159,7 +160,7 @@ def _max_patches(grids: torch.Tensor | None) -> int:
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Segment, ...]:
-    """The smallest image that gives one token, alone in a segment; empty for a text-only model."""
+    """Return the smallest image that gives one token, alone in a segment; empty for a text-only model."""
     token_id = image_token_id(model)
     if token_id is None:
         return ()
@@ -176,7 +177,7 @@ def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torc
 
 
 def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Token ids `[1, T]` with image tokens outside prompts replaced, and a mask of the replaced ones."""
+    """Return the token ids `[1, T]` with image tokens outside prompts replaced, and a mask of the replaced ones."""
     ids = torch.from_numpy(np.concatenate([p.segment.input_ids[p.begin : p.end] for p in pieces]))[None]
     in_prompt = np.concatenate([np.arange(p.begin, p.end) < p.segment.prompt_length for p in pieces])
     written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
@@ -208,7 +209,7 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
 
 
 def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor:
-    """`[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment starts at 0."""
+    """Return the positions: `[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment starts at 0."""
     if not hasattr(model.base_model, "get_rope_index"):
         return torch.cat([torch.arange(piece.begin, piece.end) for piece in pieces])[None]
     prompts: dict[tuple[object, ...], torch.Tensor] = {}  # most prompts of a row are the same, and the index is slow
@@ -228,7 +229,7 @@ def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor
 
 
 def _prompt_positions(segment: Segment, is_image: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """`[3, 1, P]`, by the model's own rules."""
+    """Return a prompt's positions `[3, 1, P]`, by the model's own rules."""
     assert segment.vision is not None
     positions, _ = model.base_model.get_rope_index(
         input_ids=torch.from_numpy(segment.input_ids[: segment.prompt_length])[None],

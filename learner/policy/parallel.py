@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_max(self, value: float) -> float:
-        """The largest rank's value. Raises CollectiveError, like every call below."""
+        """Return the largest rank's value. Raises CollectiveError, like every call below."""
         if self.world_size == 1:
             return float(value)
         tensor = torch.tensor(value, dtype=torch.float64)
@@ -55,7 +55,7 @@ class Ranks:
         return float(tensor)
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -74,8 +74,8 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def all_succeed(self, work: Callable[[], T]) -> list[T]:
-        """Every rank's `work()`, in rank order. If one raised a ProjectError, every rank raises it (the lowest rank's),
-        so that no rank waits for one that has stopped."""
+        """Return every rank's `work()`, in rank order. If one raised a ProjectError, every rank raises it (the lowest
+        rank's), so that no rank waits for one that has stopped."""
         outcome: T | ProjectError
         try:
             outcome = work()
@@ -130,7 +130,7 @@ _ROLL_CALL_S = 2.0  # a healthy rank notices the same failure at the same time, 
 
 
 def absent_ranks(rank: int, world_size: int) -> list[int]:
-    """After a collective failed: the ranks that do not report the failure as well, so hang or are gone. Empty if that
+    """Return the ranks that do not report the failure of a collective as well: they hang or are gone. Empty if that
     cannot be found out."""
     missing: list[int] = []
 
@@ -143,7 +143,7 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
             time.sleep(0.05)
             missing[:] = [other for other in missing if not store.check([f"roll call/{other}"])]
 
-    # On a thread of its own: the store answers to nobody if its process hangs.
+    # The roll call has a thread of its own: the store answers to nobody if its process hangs.
     thread = threading.Thread(target=_quietly, args=(call_the_roll,), name="roll call", daemon=True)
     thread.start()
     thread.join(2 * _ROLL_CALL_S)
@@ -179,8 +179,8 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         if "OMP_NUM_THREADS" not in environment:
-            # As torchrun does for several ranks. The CPU's work is small: two threads do not encode an image faster,
-            # and a thread per core takes time from the thread that launches kernels.
+            # torchrun does the same for several ranks. The CPU's work is small: two threads do not encode an image
+            # faster, and a thread per core takes time from the thread that launches kernels.
             torch.set_num_threads(1)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
     if world_size > 1:

@@ -39,7 +39,8 @@ class PolicyInputs:
 
 
 def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray]) -> PolicyInputs | None:
-    """On the CPU; None if no segment is to be reinforced. `supervised`: indices of each segment's tokens."""
+    """Gather the inputs on the CPU; None if no segment is to be reinforced. `supervised`: indices of each segment's
+    tokens."""
     if all(segment.policy is None for segment in segments):
         return None
     parts: list[list[np.ndarray]] = [[], [], [], []]

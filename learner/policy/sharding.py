@@ -45,7 +45,7 @@ class ShardedForward(torch.nn.Module):
         return work()
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One forward pass: `work` computes it with the model. Collective. Raises CollectiveError."""
+        """Run one forward pass: `work` computes it with the model. Collective. Raises CollectiveError."""
         assert isinstance(self, FSDPModule)
         with collective_errors():
             result: torch.Tensor = self(work)
@@ -81,12 +81,12 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """True if a tensor is only this rank's part of a sharded one."""
+    """Return True if a tensor is only this rank's part of a sharded one."""
     return isinstance(tensor, DTensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a part, on every rank, detached. Other tensors come back unchanged. Collective. Raises
+    """Return the whole tensor of a part, on every rank, detached. Other tensors come back unchanged. Collective. Raises
     CollectiveError."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -110,7 +110,7 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 
 @torch.no_grad()
 def whole_copy(module: M) -> M:
-    """A copy of `module` and its submodules with whole parameters. Those that are whole already are shared.
+    """Return a copy of `module` and its submodules with whole parameters. Those that are whole already are shared.
     Collective."""
     duplicate = copy.copy(module)
     duplicate._parameters = {
@@ -122,7 +122,7 @@ def whole_copy(module: M) -> M:
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole `tensor`, sharded like `like` and on its device. If `like` is whole, `tensor`
+    """Return this rank's part of a whole `tensor`, sharded like `like` and on its device. If `like` is whole, `tensor`
     itself."""
     if not isinstance(like, DTensor):
         return tensor

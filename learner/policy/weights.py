@@ -41,7 +41,7 @@ class CheckpointWeights:
     def __init__(self, model: PreTrainedModel, *, merge: bool = True) -> None:
         self._model, self._merge = model, merge
         self._own = _own_state(model)
-        # Looked up once: finding a layer by its name takes as long as launching its merge.
+        # The layers are looked up once: finding a layer by its name takes as long as launching its merge.
         self._adapted = {
             f"{name}{_BASE}weight": layer
             for name, layer in model.named_modules(remove_duplicate=False)
@@ -98,7 +98,8 @@ Checksums = dict[str, torch.Tensor]  # by the checkpoint's name of a tensor; see
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the tensor's bytes as 64-bit words, wrapping: int64 `[]` on its device. Nothing waits for the device.
+    """Return the sum of the tensor's bytes as 64-bit words, wrapping: int64 `[]` on its device. Nothing waits for the
+    device.
 
     Zeros between tensors add nothing, so a bucket's sum is the sum of its tensors' sums. It finds a tensor of other
     values, not values that changed places.
@@ -140,7 +141,8 @@ def as_sent(
 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
-    """The weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not replace."""
+    """Return the weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not
+    replace."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
         for module_name, module in replaced_modules(model, dtype, merged=merged)
@@ -153,8 +155,8 @@ def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: boo
 def replaced_modules(
     model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Modules whose own weights can travel with other values than are trained, by name: an adapted layer as a whole,
-    without its parts."""
+    """Yield the modules whose own weights can travel with other values than are trained, by name: an adapted layer as a
+    whole, without its parts."""
     adapted = {module for module in model.modules() if merged and isinstance(module, LoraLayer)}
     parts = {part for layer in adapted for part in layer.modules()}
     for name, module in model.named_modules():
@@ -218,8 +220,8 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 
 
 def merged_weight(layer: LoraLayer, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An adapted layer's weight with its adapter merged, in float32 also under autocast, and then rounded to `dtype`: a
-    new, whole tensor."""
+    """Return an adapted layer's weight with its adapter merged, in float32 also under autocast, and then rounded to
+    `dtype`: a new, whole tensor."""
     with torch.autocast(layer.get_base_layer().weight.device.type, enabled=False):
         plain = _merged_plain(layer, dtype)
     if plain is not None:
@@ -236,8 +238,8 @@ def merged_weight(layer: LoraLayer, dtype: torch.dtype = torch.float32) -> torch
 
 
 def _merged_plain(layer: LoraLayer, dtype: torch.dtype) -> torch.Tensor | None:
-    """One plain LoRA on a linear layer, in peft's own order of operations and so bit for bit as peft merges it. None
-    for any other layer: peft merges that one.
+    """Merge one plain LoRA on a linear layer, in peft's own order of operations and so bit for bit as peft merges it.
+    None for any other layer: peft merges that one.
 
     A product, and a kernel that scales, adds and rounds: between them the weight is written once in float32, where
     peft's way writes it four times."""
@@ -252,7 +254,7 @@ def _merged_plain(layer: LoraLayer, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def merges_plainly(layer: LoraLayer) -> bool:
-    """True for one LoRA in float32 on a whole linear layer. Then merging waits for nothing."""
+    """Return True for one LoRA in float32 on a whole linear layer. Then merging waits for nothing."""
     if type(layer) is not Linear or len(active := layer.active_adapters) != 1:
         return False
     name, base = active[0], layer.get_base_layer().weight

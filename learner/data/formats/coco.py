@@ -90,8 +90,8 @@ def image_folder(names: Sequence[str], source: Source) -> Path:
 
 
 def _near_folder(names: Sequence[str], source: Source) -> Path | None:
-    """Where the first image is, if it is not beside the file but in a folder near it, as COCO's own is in `train2017`
-    beside `annotations`. Absolute, because records are relative to the file's folder."""
+    """Return the first image's folder if it is not the file's own but near it, as COCO's `train2017` is beside
+    `annotations`. It is absolute, because records are relative to the file's folder."""
     own = source.file.absolute().parent
     if source.data.image_root is not None or not names or is_file(own / names[0]):
         return None
@@ -101,8 +101,8 @@ def _near_folder(names: Sequence[str], source: Source) -> Path | None:
 
 
 def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
-    """The file, and the sections of which something could not be read. Those mistakes are in `source.bad`. The items
-    without one are returned all the same, so that what they refer to is checked in the same run."""
+    """Return the file, and the sections of which something could not be read. Those mistakes are in `source.bad`. The
+    items without one are returned all the same, so that what they refer to is checked in the same run."""
     model = OutlinedFile if source.geometry == "poly" else CocoFile
     place = Place(source.file, "COCO JSON")
     try:

@@ -1,4 +1,4 @@
-"""Which format annotations have, and the reader of each."""
+"""The format that annotations have, and the reader of each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shared.reading import is_there
 
 
 def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
-    """The format and the path that a reader takes, of a file or of a folder in a known layout. `wanted`: the split that
-    `path` stands for, None if several keys name it. Raises DataError."""
+    """Return the format and the path that a reader takes, of a file or of a folder in a known layout. `wanted`: the
+    split that `path` stands for, None if several keys name it. Raises DataError."""
     name, split = name_and_split(path)
     if is_there(Path(name)) and Path(name).is_dir() and data.format != "datasets" and not _is_saved(Path(name)):
         found = choose(Path(name), split, wanted)
@@ -31,7 +31,8 @@ def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
 
 
 def format_of(data: DataConfig, path: str) -> Format:
-    """`data.format`, or what the files look like. Raises DataError where there is nothing, or nothing known."""
+    """Return `data.format`, or the format that the files look like. Raises DataError where there is nothing, or nothing
+    known."""
     if data.format == "datasets":
         return "datasets"
     file = Path(path)
@@ -66,7 +67,7 @@ def _described(path: Path) -> str:
 
 
 def _is_saved(folder: Path) -> bool:
-    """True if it is a Hugging Face data set."""
+    """Return True if it is a Hugging Face data set."""
     marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.*")
     return any(next(folder.glob(mark), None) for mark in marks)
 

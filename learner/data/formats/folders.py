@@ -41,7 +41,7 @@ _LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """What `data.train` and its like name: a path that a reader takes, and its format."""
+    """The annotations that `data.train` and its like name: a path that a reader takes, and its format."""
 
     format: Format
     path: str
@@ -51,7 +51,8 @@ Found = dict[str, Annotations]  # by split; "": all
 
 
 def splits_in(folder: Path) -> Found:
-    """By split, `train` first; {} where nothing is known. Raises DataError if a data.yaml or classes.txt is wrong."""
+    """Return the annotations by split, `train` first; {} where nothing is known. Raises DataError if a data.yaml or
+    classes.txt is wrong."""
     for look in (_yolo, _folder_each, _coco, _jsonl, _voc):
         found = look(folder)
         if found:
@@ -61,7 +62,7 @@ def splits_in(folder: Path) -> Found:
 
 
 def split_named(name: str) -> str | None:
-    """`train`, `val` or `test`, if a word of a file's name says so; None: none does, or several do."""
+    """Return `train`, `val` or `test`, if a word of a file's name says so; None: none does, or several do."""
     words = {_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _WORDS}
     return words.pop() if len(words) == 1 else None
 
@@ -110,7 +111,7 @@ def _jsonl(folder: Path) -> dict[str, Annotations]:
 
 
 def _by_name(files: list[Path], format_: Format) -> dict[str, Annotations]:
-    """A file per split, or the only file; {} where two could be meant."""
+    """Return a file per split, or the only file; {} where two could be meant."""
     named = [(split, file) for file in files if (split := split_named(file.stem))]
     if named and len({split for split, _ in named}) == len(named):
         return {split: Annotations(format_, str(file)) for split, file in named}
@@ -138,9 +139,9 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def choose(folder: Path, split: str, wanted: str | None) -> Annotations | None:
-    """The annotations of one split of a folder; None if nothing in it is known. `split`: as in the path (`data:val`),
-    empty if not. `wanted`: the key that the path stands for (`train`), None if several keys have the same path. Raises
-    DataError."""
+    """Return the annotations of one split of a folder; None if nothing in it is known. `split`: as in the path
+    (`data:val`), empty if not. `wanted`: the key that the path stands for (`train`), None if several keys have the same
+    path. Raises DataError."""
     found = splits_in(folder)
     if not found:
         return None

@@ -46,7 +46,7 @@ def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def _open_dataset(name: str, split: str) -> Any:
-    """The rows, images not decoded. Raises DataError."""
+    """Return the rows, images not decoded. Raises DataError."""
     try:
         import datasets
     except ImportError as error:
@@ -77,7 +77,7 @@ def _open_dataset(name: str, split: str) -> Any:
 
 
 def _image_string(image: Any) -> str:
-    """The image string of an undecoded image, a string, or a picture that Pillow has."""
+    """Return the image string of an undecoded image, a string, or a picture that Pillow has."""
     if isinstance(image, str):
         return image
     if isinstance(image, Mapping):
@@ -98,7 +98,7 @@ def _image_string(image: Any) -> str:
 def _of_dataset_row(
     number: int, row: Mapping[str, Any], place: Place, features: Any, source: Source
 ) -> Iterator[RawRecord]:
-    """A row with the columns of the project's JSONL. Columns fill what a row lacks with None."""
+    """Read a row with the columns of the project's JSONL. Columns fill what a row lacks with None."""
     images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
     try:
         if not isinstance(images, list):
@@ -118,7 +118,7 @@ def _without_nones(value: Any) -> Any:
 
 
 def _rows_of(objects: Any) -> list[dict[str, Any]]:
-    """Objects as rows: some data sets keep a list per field."""
+    """Return the objects as rows: some data sets keep a list per field."""
     if not isinstance(objects, Mapping):
         return [dict(obj) for obj in objects or ()]
     columns = {key: values for key, values in objects.items() if isinstance(values, list)}
@@ -128,7 +128,7 @@ def _rows_of(objects: Any) -> list[dict[str, Any]]:
 def _of_dataset_image(
     number: int, row: Mapping[str, Any], place: Place, features: Any, source: Source
 ) -> Iterator[RawRecord]:
-    """A row with `image` and `objects`."""
+    """Read a row with `image` and `objects`."""
     try:
         names = _class_names(features["objects"])
         objects = [

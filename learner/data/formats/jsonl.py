@@ -32,7 +32,7 @@ from shared.wire import Message
 
 
 class ObjectRow(RowModel):
-    """Pixels: `bbox_2d` is x1, y1, x2, y2; `poly` is x1, y1, x2, y2, ...; exactly one of them."""
+    """An object in pixels: `bbox_2d` is x1, y1, x2, y2; `poly` is x1, y1, x2, y2, ...; exactly one of them."""
 
     desc: str = ""
     bbox_2d: list[Number] | None = Field(default=None, min_length=4, max_length=4)
@@ -69,7 +69,7 @@ class Row(RowModel):
     sizes: list[tuple[Size, Size]] = []
 
     def faults(self) -> Iterator[tuple[str, str, str]]:
-        """(what is wrong, found, wanted) of its sizes."""
+        """Yield (what is wrong, found, wanted) for the row's sizes."""
         number = len(self.images)
         if number > 1 and self.sizes and len(self.sizes) != number:
             found = f"{len(self.sizes)} sizes, {number} images"
@@ -99,7 +99,7 @@ def read_jsonl(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def of_row(parse: Callable[[], Row], default_id: str, place: Place, bad: BadRecords) -> Iterator[RawRecord]:
-    """The row's record, if it is one."""
+    """Yield the row's record, if it is one."""
     try:
         row = parse()
         faults = [place.error(what, found=found, wanted=wanted) for what, found, wanted in row.faults()]

@@ -21,7 +21,7 @@ _MOST_CHARACTERS = 7  # of one run length in text form: 35 bits
 
 
 def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> list[float]:
-    """x1, y1, x2, y2, ... of the largest part, holes filled."""
+    """Return x1, y1, x2, y2, ... of the largest part, holes filled."""
     import shapely
 
     if isinstance(segmentation, Mapping):
@@ -38,7 +38,7 @@ def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> l
 
 
 def mask_of(rle: Mapping[str, Any], width: int, height: int, max_pixels: int) -> NDArray[np.int8]:
-    """[height, width] of zeros and ones. Run lengths go column by column, zeros first."""
+    """Return [height, width] of zeros and ones. Run lengths go column by column, zeros first."""
     import numpy as np
 
     size, counts = rle.get("size"), rle.get("counts")

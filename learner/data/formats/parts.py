@@ -17,7 +17,7 @@ _PART = re.compile(r"(?P<path>.+)\[(?P<first>\d{1,3}%)?:(?P<last>\d{1,3}%)?\]")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Percent: from `first` on, below `last`."""
+    """A part in percent: from `first` on, below `last`."""
 
     first: int = 0
     last: int = 100
@@ -28,7 +28,7 @@ class Part:
 
 
 def part_of(path: str) -> tuple[str, Part]:
-    """The path without its part, and the part. Raises DataError."""
+    """Return the path without its part, and the part. Raises DataError."""
     found = _PART.fullmatch(path)
     if found is None:
         return path, Part()

@@ -21,7 +21,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What a reader is given."""
+    """The input of a reader."""
 
     data: DataConfig
     path: str
@@ -42,7 +42,7 @@ class Source:
 
 
 def name_and_split(path: str) -> tuple[str, str]:
-    """`data.yaml:train` as two; the split is empty where there is none."""
+    """Split `data.yaml:train` in two; the split is empty where there is none."""
     name, colon, split = path.rpartition(":")
     return (name, split) if colon and "/" not in split and not is_there(Path(path)) else (path, "")
 
@@ -61,14 +61,14 @@ def need_split(path: str, split: str, known: Sequence[str]) -> str:
 
 
 class RowModel(BaseModel):
-    """Fields that are not ours are let through: datasets carry provenance, scores, licences. 640.0 and "640" are
-    numbers, too."""
+    """A row of somebody else's file. Fields that are not ours are let through: datasets carry provenance, scores,
+    licences. 640.0 and "640" are numbers, too."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
 def text_of(file: Path, place: Place, wanted: str) -> str:
-    """A file's text, without a byte order mark. Raises DataError."""
+    """Return a file's text, without a byte order mark. Raises DataError."""
     try:
         if not file.is_file():  # a pipe or a device has no end
             raise FileNotFoundError(f"no file {file}")

@@ -20,7 +20,7 @@ _NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")
 
 
 def number(value: Any) -> float:
-    """A finite number, also as text."""
+    """Return a finite number, also from a text."""
     wanted = "a number"
     if isinstance(value, str):
         value = value.strip()
@@ -37,7 +37,7 @@ def number(value: Any) -> float:
 
 
 def numbers(values: Any) -> list[float]:
-    """A list of numbers. A text is none, although it can be iterated over."""
+    """Return a list of numbers. A text is none, although it can be iterated over."""
     if not isinstance(values, list | tuple):
         raise ValueError("a list of numbers")
     return [number(value) for value in values]
@@ -51,7 +51,7 @@ def box(values: Any) -> tuple[float, float, float, float]:
 
 
 def whole(value: Any) -> int:
-    """A whole number that is not negative."""
+    """Return a whole number that is not negative."""
     try:
         found = number(value)
     except ValueError as error:
@@ -62,7 +62,7 @@ def whole(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """Yes or no, in the words of several tools. Nothing, `None` and `Unspecified` are no."""
+    """Return yes or no, read in the words of several tools. Nothing, `None` and `Unspecified` are no."""
     if isinstance(value, bool):
         return value
     text = "" if value is None else str(value).strip().lower() if isinstance(value, str | int | float) else "?"
@@ -72,7 +72,7 @@ def flag(value: Any) -> bool:
 
 
 def any_flag(values: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """True if one of the flags is set. All are read, so that each is yes or no."""
+    """Return True if one of the flags is set. All are read, so that each is yes or no."""
     found = False
     for name in names:
         try:
@@ -83,14 +83,14 @@ def any_flag(values: Mapping[str, Any], names: Sequence[str]) -> bool:
 
 
 def class_name(value: Any) -> str:
-    """A text that is not blank, as it stands: spaces around it are removed where all formats meet."""
+    """Return a text that is not blank, as it stands: spaces around it are removed where all formats meet."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a name: a text that is not blank")
     return value
 
 
 def identity(value: Any) -> str:
-    """An id, which is a text, or a whole number that may be written as 7, 7.0 or "7"."""
+    """Return an id, which is a text, or a whole number that may be written as 7, 7.0 or "7"."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:

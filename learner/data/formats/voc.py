@@ -37,7 +37,7 @@ def image_folder(folder: Path, source: Source) -> Path:
 
 
 def files_of(source: Source) -> tuple[Path, list[Path]]:
-    """The folder of the XML files, and those of this split. Raises DataError."""
+    """Return the folder of the XML files, and those of this split. Raises DataError."""
     listing = source.file
     if listing.is_dir():
         return listing, sorted(listing.glob("*.xml"))
@@ -135,7 +135,7 @@ def _check_place(tag: object, parent: object) -> None:
 
 
 def _text(parent: ElementTree.Element | None, name: str) -> str:
-    """The text of the only child of that name; empty without one. Raises ValueError."""
+    """Return the text of the only child of that name; empty without one. Raises ValueError."""
     found = parent.findall(name) if parent is not None else []
     if len(found) > 1:
         raise ValueError(f"{len(found)} times <{name}>")
@@ -143,7 +143,7 @@ def _text(parent: ElementTree.Element | None, name: str) -> str:
 
 
 def _side(size: ElementTree.Element | None, name: str) -> int | None:
-    """A number of pixels; None where it is missing or 0, as some tools write it where they do not know."""
+    """Return a number of pixels; None where it is missing or 0, as some tools write it where they do not know."""
     text = _text(size, name)
     try:
         return whole(text or 0) or None
@@ -177,7 +177,7 @@ def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> R
 
 
 def image_of(name: str, file: Path, root: Path) -> str:
-    """The image that the XML names; some tools leave its ending out, or rename the files afterwards."""
+    """Return the image that the XML names; some tools leave its ending out, or rename the files afterwards."""
     if name and is_file(root / name):
         return name
     stems = [Path(name).name, Path(name).stem, file.stem]

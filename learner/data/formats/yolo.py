@@ -253,7 +253,7 @@ def _check_files(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """True if it has labels, and no image: not `classes.txt`, and not the labels of another split."""
+    """Return True if it has labels, and no image: not `classes.txt`, and not the labels of another split."""
     image = _other_folder(file, "labels", "images")
     if any(is_there(image.with_suffix(suffix)) for end in SUFFIXES for suffix in (end, end.upper())):
         return False
@@ -278,8 +278,8 @@ def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
-    """True if all labels are a box and keypoints. Outlines differ in length, or some have a point that is not in the
-    box which their first two points would be, and they do not cross themselves."""
+    """Return True if all labels are a box and keypoints. Outlines differ in length, or some have a point that is not in
+    the box which their first two points would be, and they do not cross themselves."""
     if not labels or len(labels[0]) <= 4 or len({len(values) for values in labels}) > 1:
         return False
     if all(_is_box_with_points(values, 3) for values in labels):
@@ -288,8 +288,8 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
 
 
 def _is_keypoints(values: Sequence[float]) -> bool:
-    """True if one label among others is a box and keypoints. That may be by chance, so as an outline it must cross
-    itself, which outlines do not, or have three visibilities, which are whole numbers."""
+    """Return True if one label among others is a box and keypoints. That may be by chance, so as an outline it must
+    cross itself, which outlines do not, or have three visibilities, which are whole numbers."""
     if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
         return True
     crosses = len(values) % 2 == 0 and _crosses_itself(values)
@@ -303,7 +303,8 @@ def _crosses_itself(values: Sequence[float]) -> bool:
 
 
 def _is_box_with_points(values: Sequence[float], dims: int) -> bool:
-    """`dims` 3: each point is followed by its visibility. A point that was not labelled is 0, 0."""
+    """Return True for a box with points. `dims` 3: each point is followed by its visibility. A point that was not
+    labelled is 0, 0."""
     x, y, width, height = values[:4]
     rest = values[4:]
     if len(rest) % dims or (dims == 3 and any(value not in _VISIBILITIES for value in rest[2::3])):
@@ -346,7 +347,7 @@ def sample_id_of(image: Path, content: YoloFile) -> str:
 
 
 def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawObject:
-    """`class x y width height` (of the centre), or `class x1 y1 x2 y2 x3 y3 ...`. Raises DataError."""
+    """Read `class x y width height` (of the centre), or `class x1 y1 x2 y2 x3 y3 ...`. Raises DataError."""
     try:
         first, *rest = line.split()
         desc, values = content.classes.get(whole(first)), [number(text) for text in rest]
