@@ -35,7 +35,8 @@ def sequence_advantages(
 
 
 def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """`values`: V[0..n] of each rollout of a group. Returns per rollout [n + 1]: of each object, and of closing."""
+    """Return per rollout the advantage [n + 1] of each object, and of closing. `values`: V[0..n] of each rollout of a
+    group."""
     longest = max(map(len, values))
     to_go = np.full((len(values), longest), np.nan)
     for row, value in zip(to_go, values, strict=True):
@@ -48,8 +49,8 @@ def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.
 
 
 def overlong_penalty(num_tokens: int, *, most: int, buffer: int, penalty: float) -> float:
-    """What an answer loses for its length (DAPO, arXiv:2503.14476): 0 up to `most - buffer` tokens, then linearly up to
-    `penalty` at `most`."""
+    """Return what an answer loses for its length (DAPO, arXiv:2503.14476): 0 up to `most - buffer` tokens, then
+    linearly up to `penalty` at `most`."""
     if not buffer:
         return 0.0
     return penalty * min(1.0, max(0.0, (num_tokens - (most - buffer)) / buffer))

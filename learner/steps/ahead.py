@@ -70,7 +70,7 @@ class StarvedError(DeadlineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """How much a call and a pack hold on one rank."""
+    """The size of a call and of a pack on one rank."""
 
     samples_per_pack: int
     call_size: int  # samples
@@ -93,7 +93,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepChoice:
-    """What rank 0 decided for a step."""
+    """Rank 0's decision for a step."""
 
     decision: ChannelDecision
     share: int
@@ -132,7 +132,7 @@ class Stage2Ahead(Stage2Steps):
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
-        """True if the producers can use the present weights, and those that they have are used up."""
+        """Return True if the producers can use the present weights, and those that they have are used up."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False
@@ -185,7 +185,7 @@ class Stage2Ahead(Stage2Steps):
         return self._parts.batches.num_taken // self._parts.batches.per_epoch
 
     def _too_far(self, step: int, updates: int) -> bool:
-        """True if a rollout by weights of so many updates would be too old in `step`."""
+        """Return True if a rollout by weights of so many updates would be too old in `step`."""
         lag = self._bounds.max_update_lag
         return lag is not None and step - updates > lag
 
@@ -239,7 +239,7 @@ class Stage2Ahead(Stage2Steps):
     # ---- both channels ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
-        """The share that Channel-A learns; the ones that it will probably learn next are encoded meanwhile."""
+        """Return the share that Channel-A learns; the ones that it will probably learn next are encoded meanwhile."""
         share, batches = self._share_of_step, self._parts.batches
         behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]
         batch = batches.take(share, then=behind)
@@ -248,7 +248,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """The rows of a share that was found ready, so the clock's phase `wait` is short."""
+        """Yield the rows of a share that was found ready, so the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):
@@ -261,7 +261,7 @@ class Stage2Ahead(Stage2Steps):
         yield from rows
 
     def _rows(self, packs: Sequence[Sequence[Segment]]) -> list[PackedRow]:
-        """Rows, as few as the packs of each version need (R25: no row mixes versions)."""
+        """Return the rows, as few as the packs of each version need (R25: no row mixes versions)."""
         by_ver = sorted(packs, key=lambda pack: pack[0].ver or 0)
         versions = groupby(by_ver, key=lambda pack: pack[0].ver)
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]

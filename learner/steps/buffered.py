@@ -24,14 +24,14 @@ from shared.errors import WindowMismatchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptRows:
-    """What the E-step made of one micro-batch."""
+    """The rows that the E-step made of one micro-batch."""
 
     fingerprint: tuple[Any, ...]
     rows: list[PackedRow]
 
 
 class BufferedSteps(FreshSteps):
-    """`repeater`: the data that is read."""
+    """Steps that learn a window's rows several times. `repeater` is the data that is read."""
 
     def __init__(self, repeater: WindowRepeater, *args: Any, **settings: Any) -> None:
         super().__init__(repeater, *args, **settings)
@@ -51,7 +51,8 @@ class BufferedSteps(FreshSteps):
         return super().wants_sync(global_step) and not self._is_midway
 
     def metrics(self) -> Mapping[str, float]:
-        """Window, which of its steps (0: the first), and how many updates its rollouts are behind (0: an E-step)."""
+        """Return the window, which of its steps it is (0: the first), and how many updates its rollouts are behind (0:
+        an E-step)."""
         return self._metrics
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -59,7 +60,7 @@ class BufferedSteps(FreshSteps):
         super().restore(state)
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
-        """In an E-step as without a buffer; in an M-step nothing is made."""
+        """Begin the window as without a buffer if this is an E-step. An M-step makes nothing."""
         if not self._is_midway:
             self._due_before = super()._due_on_resume()
             self._window, self._made_at, self._kept = self._repeater.next_step.window, self._global_step, []
@@ -99,7 +100,7 @@ class BufferedSteps(FreshSteps):
 
 
 def copy_row(row: PackedRow) -> PackedRow:
-    """A row that shares no array and no tensor with `row`, except `policy`, which the first pass writes into."""
+    """Return a row that shares no array and no tensor with `row`, except `policy`, which the first pass writes into."""
     return replace(row, segments=tuple(_copy_segment(segment) for segment in row.segments))
 
 

@@ -49,7 +49,7 @@ _TELL_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What one completion did."""
+    """The result of one completion."""
 
     global_step: int
     ver: int  # of the weights that answered
@@ -67,7 +67,7 @@ class Completion:
         return {name: getattr(self, name) for name in names} | {"estimate": self.estimate.to_json()}
 
     def __str__(self) -> str:
-        """A line for the console."""
+        """Return a line for the console."""
         if self.min_votes is None:
             return f"labels: nothing completed: {self.why}"
         missing = self.estimate.missing
@@ -101,7 +101,7 @@ class LabelCompletion:
         self._done_at: int | None = None
 
     def is_due(self, global_step: int) -> bool:
-        """True if labels are completed before this step. Equal on all ranks."""
+        """Return True if labels are completed before this step. Equal on all ranks."""
         if self._done_at is None:
             return True
         every = self._settings.refresh
@@ -196,7 +196,8 @@ class LabelCompletion:
         ]
 
     def _completed(self, sample: Sample, found: Sequence[Candidate], min_votes: int) -> tuple[Sample, int]:
-        """The sample with its new labels, and how many of these there was no room for: those with the fewest votes."""
+        """Return the sample with its new labels, and the number of those without room: the ones with the fewest
+        votes."""
         settings, left_out = self._settings, 0
         full = completed(sample, found, min_votes, overlap=settings.overlap, ignore_below=settings.ignore_below)
         while len(full.objects) > len(sample.objects) and self._too_long(full) is not None:
@@ -223,7 +224,8 @@ class LabelCompletion:
             self._annotations.write(self._samples)
 
     def _newest(self, global_step: int, beside: Path) -> dict[str, Any] | None:
-        """The completion that the run had before this step. Files of later steps are removed from this run's folder."""
+        """Return the completion that the run had before this step. Files of later steps are removed from this run's
+        folder."""
         by_step = dict(_files(beside / FOLDER)) | dict(_files(self._folder))
         for step, path in by_step.items():
             if step > global_step and path.parent == self._folder:

@@ -80,9 +80,9 @@ def evaluate(
 
 
 def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:
-    """One JSON line per sample: images, sizes, what the task says of the answer, version, and its counts. Objects have
-    their place in bins, and as `pixels` of their image. Beside it, where the answers have objects, the predictions as
-    COCO results: `step_N.coco.json`. `categories`: ids of class names, of annotations that have some.
+    """Write one JSON line per sample: images, sizes, what the task says of the answer, version, and its counts. Objects
+    have their place in bins, and as `pixels` of their image. Beside it, where the answers have objects, the predictions
+    as COCO results: `step_N.coco.json`. `categories`: ids of class names, of annotations that have some.
 
     In COCO results an image's id is its sample's. If a sample has several images, `#2` follows for the second."""
     lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))

@@ -70,7 +70,7 @@ class _Scored:
 
 
 class _StepStandard(NamedTuple):
-    """What all rewards of a step, on all ranks, are compared with (`advantage: batch`)."""
+    """The standard that all rewards of a step, on all ranks, are compared with (`advantage: batch`)."""
 
     mean: float
     deviation: float
@@ -97,7 +97,7 @@ class GroupSource(RolloutSource):
         super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer, image_processing=image_processing)
         self._ranks, self._on_group = ranks, on_group
         self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
-        # Of the window, with `advantage: batch`: its groups by global_step and micro_step_idx, and their standard.
+        # With `advantage: batch`, this holds the window's groups by global_step and micro_step_idx, and their standard.
         self._scored: dict[tuple[int, int], list[list[_Scored]]] = {}
         self._standard: _StepStandard | None = None
 
@@ -125,7 +125,7 @@ class GroupSource(RolloutSource):
         prompts: Sequence[EncodedPrompt],
         standard: _StepStandard | None,
     ) -> list[Segment]:
-        """The segment of each rollout, in order. `prompts` are those of the rollouts."""
+        """Return the segment of each rollout, in order. `prompts` are those of the rollouts."""
         found: list[Segment] = []
         prompt = iter(prompts)
         for group, per_token in zip(groups, self._advantages(groups, standard), strict=True):
@@ -142,7 +142,7 @@ class GroupSource(RolloutSource):
     def _advantages(
         self, groups: Sequence[Sequence[_Scored]], standard: _StepStandard | None
     ) -> list[list[NDArray[np.float64]]]:
-        """Per group, per rollout: of each token [T]."""
+        """Return the advantage of each token [T], per group and rollout."""
         steps = self._steps(groups, standard.mean if standard is not None else 0.0)
         if self.grpo.normalize_std:
             by = [standard.deviation] * len(groups) if standard is not None else map(_deviation, self._compared(groups))
@@ -153,7 +153,8 @@ class GroupSource(RolloutSource):
         ]
 
     def _steps(self, groups: Sequence[Sequence[_Scored]], step_mean: float) -> list[list[NDArray[np.float64]]]:
-        """Per group, per rollout: the advantage of each object and of closing [n + 1], or of the whole answer [1]."""
+        """Return the advantage of each object and of closing [n + 1], or of the whole answer [1], per group and
+        rollout."""
         whole = [sequence_advantages(one[None], self.grpo.advantage, step_mean=step_mean)[0] for one in _rest(groups)]
         steps = [[np.array([advantage]) for advantage in base] for base in whole]
         if self.grpo.credit == "object":
@@ -165,14 +166,15 @@ class GroupSource(RolloutSource):
         return steps
 
     def _compared(self, groups: Sequence[Sequence[_Scored]], step_mean: float = 0.0) -> list[NDArray[np.float64]]:
-        """Per group: the values whose deviation divides its advantages. Objects differ also where rewards are equal, so
-        by objects it is what each of them gained."""
+        """Return per group the values whose deviation divides its advantages. Objects differ also where rewards are
+        equal, so by objects it is what each of them gained."""
         if self.grpo.credit == "object":
             return [np.concatenate(group) for group in self._steps(groups, step_mean)]
         return [np.array([one.reward for one in group]) for group in groups]
 
     def _step_standard(self, groups: Sequence[Sequence[_Scored]]) -> _StepStandard:
-        """Over `groups`, this rank's part of the step, and those of all other ranks. Collective."""
+        """Return mean and deviation over `groups`, this rank's part of the step, and those of all other ranks.
+        Collective."""
         mean = float(self._of_all_ranks(_rest(groups)).mean())
         return _StepStandard(mean=mean, deviation=_deviation(self._of_all_ranks(self._compared(groups, mean))))
 
@@ -196,7 +198,8 @@ class GroupSource(RolloutSource):
         return replace(segment, policy=_policy_tokens(segment, advantages, rollout.logprobs), extra_weight=extra)
 
     def _weights(self, length: int) -> tuple[float, float]:
-        """The weight of each token, and the weight that is no token's. A step's loss is divided by all of them."""
+        """Return the weight of each token, and the weight that is no token's. A step's loss is divided by all of
+        them."""
         if self.grpo.loss == "token":
             return 1.0, 0.0
         if self.grpo.loss == "sequence":
@@ -209,8 +212,8 @@ class GroupSource(RolloutSource):
     def segments(
         self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
-        """Segments of each rollout, in order. Behind them, of each group, what is taught besides: the ground truth with
-        `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
+        """Return the segments of each rollout, in order. Behind them comes what is taught of each group besides: the
+        ground truth with `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
         rollouts = self._rollouts(step, global_step=global_step, clock=clock)
         with clock.phase("target"):
             groups = self._scored.pop((global_step, step.micro_step_idx), None)
@@ -235,8 +238,8 @@ class GroupSource(RolloutSource):
         return self._taught(group, prompt, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
 
     def _taught(self, group: Sequence[_Scored], prompt: EncodedPrompt, target: Target, factor: float) -> list[Segment]:
-        """A segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if nothing
-        of it has a weight."""
+        """Return a segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if
+        nothing of it has a weight."""
         lengths = [rollout.num_tokens for rollout in group]
         weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
         sample_id = group[0].rollout.sample.sample_id
@@ -268,7 +271,7 @@ class _GroupStream(SegmentStream):
 
 
 def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
-    """Per group [K]: what is compared rollout by rollout, the rewards without what objects earn one by one."""
+    """Return per group [K] what is compared rollout by rollout: the rewards without what objects earn one by one."""
     return [
         np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
         for group in groups

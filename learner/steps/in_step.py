@@ -36,8 +36,8 @@ log = logging.getLogger("learner.stage2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """How rows are learned while others roll out. `capacity` of a row is in tokens; `in_order` and `share_prompts`: see
-    `ArrivingRows`."""
+    """The parts of learning rows while others roll out. `capacity` of a row is in tokens; `in_order` and
+    `share_prompts`: see `ArrivingRows`."""
 
     rollouts: StreamingSource
     capacity: int
@@ -46,7 +46,7 @@ class Overlap:
 
 
 class Stage2InStep(Stage2Steps):
-    """`overlap` None: nothing overlaps. `deadline_s` bounds the wait for a row."""
+    """Channel-B within the step. `overlap` None: nothing overlaps. `deadline_s` bounds the wait for a row."""
 
     def __init__(self, parts: Stage2Parts, *, overlap: Overlap | None, deadline_s: float) -> None:
         super().__init__(parts)
@@ -59,7 +59,7 @@ class Stage2InStep(Stage2Steps):
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """Between steps no call is in flight here."""
+        """Yield the fence at once: between steps no call is in flight here."""
         fence = Fence()
         yield fence
         self._ver = fence.ver if fence.ver is not None else self._ver
@@ -68,7 +68,7 @@ class Stage2InStep(Stage2Steps):
         return self._share(self._parts.rollouts) if self._overlap is None else self._overlapped(self._overlap)
 
     def _overlapped(self, overlap: Overlap) -> Generator[PackedRow]:
-        """The time that learning has to wait for rollouts is the clock's phase `wait`."""
+        """Yield rows while others roll out. The time that learning waits for rollouts is the clock's phase `wait`."""
         with self._clock.phase("data"):
             batch = next(self._parts.batches)
         if not batch.samples:
@@ -108,7 +108,7 @@ class Stage2InStep(Stage2Steps):
         return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Seconds in which rollouts of the step were under way; most of them are hidden behind learning."""
+        """Return the seconds in which rollouts of the step were under way; most of them are hidden behind learning."""
         if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()
@@ -129,11 +129,11 @@ class StepRollouts:
         self._error: BaseException | None = None
         self._began = time.perf_counter()
         self.seconds = 0.0  # that the rollouts took, when they have ended
-        # daemon: an interpreter that exits because of an error must not wait for an answer
+        # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
         self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
 
     def next_row(self, deadline_s: float) -> PackedRow | None:
-        """The next row to learn; None after the last. Waits up to `deadline_s` seconds.
+        """Return the next row to learn; None after the last. Waits up to `deadline_s` seconds.
 
         Raises DeadlineError, or what ended the rollouts.
         """
@@ -169,7 +169,7 @@ class StepRollouts:
             log.warning("%s", late)  # the first error must stay the one that is raised
 
     def _produce(self) -> None:
-        """The body of the thread."""
+        """Produce rows: the body of the thread."""
         error: BaseException | None = None
         try:
             for place, segment in self._segments:

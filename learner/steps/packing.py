@@ -41,7 +41,8 @@ def check_length(segment: Segment, capacity: int) -> None:
 
 
 def pack_all(segments: Sequence[Segment], capacity: int, *, share_prompts: bool = False) -> list[PackedRow]:
-    """All of `segments` in as few rows as best-fit decreasing or FIFO needs, rows in order of their oldest segment.
+    """Pack all of `segments` in as few rows as best-fit decreasing or FIFO needs, rows in order of their oldest
+    segment.
 
     Raises DataError where a segment is longer than `capacity`.
     """
@@ -53,8 +54,8 @@ def pack_all(segments: Sequence[Segment], capacity: int, *, share_prompts: bool 
 
 
 def prompt_units(segments: Sequence[Segment], capacity: int) -> list[tuple[Segment, ...]]:
-    """Segments with the same prompt together, in order of arrival, each unit of at most `capacity` tokens. A segment is
-    at most `capacity` long."""
+    """Return segments with the same prompt together, in order of arrival, each unit of at most `capacity` tokens. A
+    segment is at most `capacity` long."""
     units: list[list[Segment]] = []
     newest: dict[tuple[Any, ...], list[Segment]] = {}
     for segment in segments:
@@ -74,12 +75,12 @@ def _row(units: Sequence[Sequence[Segment]], capacity: int, share_prompts: bool)
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `lengths` per row; each length is at most `capacity`. O(n log n) comparisons."""
+    """Return the indices of `lengths` per row; each length is at most `capacity`. O(n log n) comparisons."""
     return min(_best_fit_decreasing(lengths, capacity), fifo(lengths, capacity), key=len)
 
 
 def fifo(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """The baseline: rows in order of arrival."""
+    """Pack rows in order of arrival: the baseline."""
     rows: list[list[int]] = []
     free = -1
     for index, length in enumerate(lengths):
@@ -92,7 +93,8 @@ def fifo(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Longest first, each into the fullest row that can take it (Johnson 1973: at most 11/9 of the optimum + 1)."""
+    """Pack the longest first, each into the fullest row that can take it (Johnson 1973: at most 11/9 of the optimum +
+    1)."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), ascending
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -108,7 +110,8 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1) -> list[int]:
-    """Indices of the subset with the largest sum up to `capacity` among those that hold the first `num_first`.
+    """Return the indices of the subset with the largest sum up to `capacity` among those that hold the first
+    `num_first`.
 
     Exact: reachable sums are bits of one integer, so an item costs one shift. Of equal sums the one without the later
     items is taken, so that old segments leave first.
@@ -167,7 +170,7 @@ class ArrivingRows:
         return sum(map(group_tokens, self._units())) >= self._capacity
 
     def take(self) -> PackedRow | None:
-        """The next closed row, oldest first; None while there is none, and after the last."""
+        """Return the next closed row, oldest first; None while there is none, and after the last."""
         if not self.closed:
             return None
         if self.complete and not self._in_order:
@@ -191,10 +194,10 @@ class ArrivingRows:
 
 
 class RowMaker(Protocol):
-    """To be subclassed."""
+    """A way to make rows of segments. Subclasses say which."""
 
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
-        """The rows to learn now. Raises DataError for a segment that is longer than a row."""
+        """Return the rows to learn now. Raises DataError for a segment that is longer than a row."""
         ...
 
     def carried(self) -> list[str]:
@@ -207,7 +210,7 @@ class RowMaker(Protocol):
 
 
 class CompleteRows(RowMaker):
-    """All segments now, in as few rows as they need."""
+    """A row maker that packs all segments now, in as few rows as they need."""
 
     def __init__(self, capacity: int, *, share_prompts: bool = False) -> None:
         self._capacity, self._share_prompts = capacity, share_prompts
@@ -217,7 +220,7 @@ class CompleteRows(RowMaker):
 
 
 class SingleRows(RowMaker):
-    """All segments now, each in a row of its own."""
+    """A row maker that gives each segment a row of its own, now."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -229,7 +232,8 @@ class SingleRows(RowMaker):
 
 
 class CarriedRows(RowMaker):
-    """One row at a time, empty where nothing waits. At most `max_segments` (`training.packing_buffer`) are carried."""
+    """A row maker that makes one row at a time, empty where nothing waits. At most `max_segments`
+    (`training.packing_buffer`) are carried."""
 
     def __init__(self, capacity: int, *, max_segments: int) -> None:
         self._capacity, self._max_segments = capacity, max_segments

@@ -43,7 +43,7 @@ def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Im
 
 
 def _draw(picture: Image.Image, number: int, scene: Mapping[str, Any]) -> None:
-    """What a scene has in its image with this number."""
+    """Draw what a scene has in its image with this number."""
     for objects, color in ((scene["truth"], TRUTH), (scene["predictions"], PREDICTED)):
         for item in objects:
             kind: GeometryKind = "bbox_2d" if "bbox_2d" in item else "poly"

@@ -52,7 +52,7 @@ class ProducerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStages:
-    """How a call becomes segments. Both run in the producer's thread, never two at once.
+    """The two stages from a call to segments. Both run in the producer's thread, never two at once.
 
     `read(share, places)`: this rank's samples and prompts, the same at every reading. `roll_out(call, part)`: one
     segment per sample of `part`, in order.
@@ -70,7 +70,8 @@ class CallStages:
 
 
 def check_segments(call: Call, wanted_ids: Sequence[str], segments: Sequence[Segment]) -> None:
-    """One segment per sample, in order, all of the version that the call was permitted under; else RolloutError."""
+    """Check that there is one segment per sample, in order, all of the version that the call was permitted under.
+    Raises RolloutError."""
     found_ids = [segment.sample_id for segment in segments]
     if found_ids != wanted_ids or len(wanted_ids) != len(call.places):
         raise RolloutError(
@@ -211,7 +212,7 @@ class Producer:
                 self._finish_call(call, segments)
 
     def _begin_call(self) -> Call | None:
-        """A permission, or None: the thread leaves, and will be started again."""
+        """Return a permission, or None: the thread leaves, and will be started again."""
         with self._changed:
             if not self._queue.may_start:
                 self._thread = None
@@ -239,7 +240,7 @@ class Producer:
     def _wake(self) -> None:
         """Start a producer if there is something to do and nobody is doing it."""
         if self._thread is None and self._queue.may_start:
-            # daemon: an interpreter that is leaving because of an error must not wait for an answer
+            # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
             self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
             self._thread.start()
 

@@ -55,7 +55,8 @@ class RefilledSteps(FreshSteps):
         return self._data.num_taken % self._data.per_epoch == 0
 
     def _lacks_groups(self) -> bool:
-        """Collective: every rank has learned the rows of the step's micro-batches so far."""
+        """Return True if the step needs more groups. Collective: every rank has learned the rows of the step's
+        micro-batches so far."""
         return sum(self._ranks.all_gather_object(self._with_signal)) < self._groups_per_step
 
     def _segments(self, *args: Any) -> list[Segment]:

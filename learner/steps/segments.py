@@ -1,4 +1,4 @@
-"""From samples to segments: exactly one segment per sample, in order; nothing is skipped.
+"""The way from samples to segments: exactly one segment per sample, in order; nothing is skipped.
 
 `GroundTruthSource` teaches the ground truth (trainer variant `sft`, Channel-A). `RolloutSource` runs the stages
 Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_sft`, Channel-B).
@@ -24,7 +24,7 @@ from shared.pixels import ImageProcessing
 
 
 class SegmentSource(Protocol):
-    """To be subclassed."""
+    """A source of segments. Subclasses make them."""
 
     channel: Channel
     needs_rollouts: bool
@@ -36,13 +36,13 @@ class SegmentSource(Protocol):
     def segments(
         self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
-        """One segment per sample of the micro-step, in order."""
+        """Return one segment per sample of the micro-step, in order."""
         ...
 
 
 class SegmentStream(Protocol):
-    """Segments as they become ready: the place of each among the samples, and the segment. To be iterated once, by one
-    thread. The iteration raises what ended the rollouts."""
+    """Segments as they become ready: the place of each among the samples, and the segment. One thread iterates it,
+    once. The iteration raises what ended the rollouts."""
 
     def __iter__(self) -> Iterator[tuple[int, Segment]]: ...
 
@@ -53,7 +53,7 @@ class SegmentStream(Protocol):
 
 class StreamingSource(Protocol):
     def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
-        """The segments of `SegmentSource.segments`, each as it becomes ready."""
+        """Return the segments of `SegmentSource.segments`, each as it becomes ready."""
         ...
 
 
@@ -136,8 +136,8 @@ class RolloutSource(SegmentSource, StreamingSource):
         return _Segments(self, rollouts, prompts)
 
     def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
-        """The segment of one rollout. Raises PromptMismatchError or ServerMismatchError if the engine's prompt or
-        images are others, RewardError if a reward function fails."""
+        """Return the segment of one rollout. Raises PromptMismatchError or ServerMismatchError if the engine's prompt
+        or images are others, RewardError if a reward function fails."""
         self._check(prompt, rollout)
         assignment = self._task.match(self._task.parse(rollout))
         stats = {
@@ -168,7 +168,7 @@ class _Segments(SegmentStream):
 def in_groups(
     rollouts: Iterable[tuple[int, Rollout]], *, size: int, number: int
 ) -> Iterator[tuple[range, list[Rollout]]]:
-    """`number` rollouts as they end, `size` places in a row together (the last ones may be fewer), as soon as the last
+    """Yield `number` rollouts as they end, `size` places in a row together (the last ones may be fewer) once the last
     of them has ended: their places, and the rollouts in order."""
     ended: dict[int, dict[int, Rollout]] = {}
     for place, rollout in rollouts:
@@ -182,8 +182,8 @@ def in_groups(
 
 
 def silent(segment: Segment) -> Segment:
-    """Without loss and without weight: only its counts remain, and the prompt's last token, so that a row has it at no
-    cost."""
+    """Return the segment without loss and without weight: only its counts remain, and the prompt's last token, so that
+    a row has it at no cost."""
     return replace(
         segment,
         input_ids=segment.input_ids[segment.prompt_length - 1 : segment.prompt_length],

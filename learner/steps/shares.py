@@ -1,4 +1,5 @@
-"""Which samples a step learns, and what may be rolled out ahead of it (R24, R25, D11, D12). Pure: no threads, no clock.
+"""The samples that a step learns, and those that may be rolled out ahead of it (R24, R25, D11, D12). Pure: no threads,
+no clock.
 
 An epoch's order is cut into shares, one per optimizer step: what a dataloader batch of a whole step holds. Each share
 is learned in one step, as ground truth (Channel-A) or as rollouts (Channel-B), so a sample is learned once per epoch,
@@ -54,8 +55,8 @@ class Shares:
         self._b_ratio, self._ratio = b_ratio, exact_ratio(b_ratio)
 
     def of_b(self, step: int, epoch: int, *, through: int | None, most: int | None) -> list[int]:
-        """What to make for the scheduled Channel-B steps from `step` to `through` (None: the run's last), lowest first,
-        and at most `most` shares."""
+        """Return the shares to make for the scheduled Channel-B steps from `step` to `through` (None: the run's last),
+        lowest first, and at most `most` shares."""
         stop = self._total_steps if through is None else min(through + 1, self._total_steps)
         found: list[int] = []
         while step < stop and (most is None or len(found) < most):
@@ -65,13 +66,14 @@ class Shares:
         return found[:most]
 
     def of_a(self, step: int, epoch: int) -> int:
-        """What `step` learns as ground truth: the first share that no scheduled Channel-B step needs, else the last."""
+        """Return the share that `step` learns as ground truth: the first one that no scheduled Channel-B step needs,
+        else the last."""
         left = self._left(epoch)
         num_b = self._num_b(step, min(step + len(left), self._total_steps))
         return left[min(num_b, len(left) - 1)]
 
     def next_b(self, step: int) -> int | None:
-        """The first scheduled Channel-B step from `step` on; None: there is none."""
+        """Return the first scheduled Channel-B step from `step` on; None: there is none."""
         if self._ratio == 0:
             return None
         found = math.ceil((math.floor(step * self._ratio) + 1) / self._ratio) - 1
@@ -91,7 +93,7 @@ class PipelineStoppedError(ProjectError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How far the producer may run ahead."""
+    """Limits on how far the producer may run ahead."""
 
     start_below: int  # a call may start while fewer packs than this are queued
     keep_at_most: int  # packs; beyond it the oldest are dropped
@@ -100,7 +102,8 @@ class Bounds:
 
     @classmethod
     def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
-        """Asynchronous actor-learner (R25): prefetches what is asked for, and never less than a step takes (R27).
+        """Return the bounds of the asynchronous actor-learner (R25): it prefetches what is asked for, and never less
+        than a step takes (R27).
 
         Raises ConfigError if prefetching would only produce packs to drop.
         """
@@ -203,7 +206,7 @@ class ShareQueue:
         return self.phase == "open" and self.in_flight is None and self._next_run() is not None
 
     def start_call(self) -> Call:
-        """Up to `call_size` neighbours of the most urgent share that lacks some."""
+        """Start a call: up to `call_size` neighbours of the most urgent share that lacks some."""
         run = self._next_run() if self.in_flight is None else None
         assert run is not None, f"a call was started in phase {self.phase}"
         share, start, stop = run
@@ -264,7 +267,7 @@ class ShareQueue:
     # ---- the consumer's side ---------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> list[Drop]:
-        """From now on these shares may be made, the most urgent first, and no others. Returns packs of others."""
+        """Allow these shares to be made from now on, the most urgent first, and no others. Returns packs of others."""
         self.wanted = tuple(shares)
         return [self._drop(pack, "unwanted") for pack in list(self.queue) if pack.share not in self.wanted]
 
@@ -309,7 +312,7 @@ class ShareQueue:
     # ---- the fence -------------------------------------------------------------------------------------------------
 
     def request_fence(self) -> None:
-        """From now on no call starts. A second request changes nothing. Raises what ended the queue."""
+        """Let no call start from now on. A second request changes nothing. Raises what ended the queue."""
         self.check()
         self.phase = "fenced"
 

@@ -1,4 +1,4 @@
-"""Where a step's rows come from: the one protocol that the trainer knows, and its two plainest sources.
+"""The sources of a step's rows: the one protocol that the trainer knows, and its two plainest sources.
 
 The trainer asks, once per optimizer step, in this order:
 
@@ -31,7 +31,7 @@ from learner.steps.segments import SegmentSource
 
 
 class Fence:
-    """A closed fence. Whoever holds it says what happened behind it."""
+    """A closed fence. Its holder says what happened behind it."""
 
     ver: int | None = None
     updates = 0  # optimizer updates in the weights that were synced
@@ -42,10 +42,10 @@ class Fence:
 
 
 class StepSource(Protocol):
-    """One rank's rows, step by step. To be subclassed."""
+    """One rank's rows, step by step. Subclasses make them."""
 
     def wants_sync(self, global_step: int) -> bool:
-        """True if the servers should have the present weights before this step. Equal on all ranks."""
+        """Return True if the servers should have the present weights before this step. Equal on all ranks."""
         ...
 
     def fence(self) -> AbstractContextManager[Fence]:
@@ -57,12 +57,13 @@ class StepSource(Protocol):
         ...
 
     def shortfall(self) -> Shortfall | None:
-        """The shortfall of the step that began, before its micro-steps: None if it learns as many samples as others."""
+        """Return the shortfall of the step that began, before its micro-steps: None if it learns as many samples as
+        others."""
         return None
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
-        """This rank's rows of the step that began, one micro-step after the other. Nothing of a micro-step is read or
-        made before its first row is asked for. Close a micro-step to give it up."""
+        """Yield this rank's rows of the step that began, one micro-step after the other. Nothing of a micro-step is
+        read or made before its first row is asked for. Close a micro-step to give it up."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -169,7 +170,7 @@ class FreshSteps(StepSource):
         self._source.begin_window(steps, global_step=self._global_step, clock=self._clock)
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
-        """The rows to learn in this micro-step. Raises DataError for a segment that is longer than a row."""
+        """Return the rows to learn in this micro-step. Raises DataError for a segment that is longer than a row."""
         step = MicroStep(samples=batch.samples, micro_step_idx=micro_step_idx, first_req_idx=batch.first_req_idx)
         segments = self._segments(step, batch.prompts)
         if self._owed:
@@ -211,12 +212,13 @@ class FreshSteps(StepSource):
 
 
 def own_share(sample_ids: Sequence[str], ranks: Ranks) -> list[str]:
-    """This rank's part of what all ranks have to learn after a resume."""
+    """Return this rank's part of what all ranks have to learn after a resume."""
     return list(sample_ids[ranks.rank :: ranks.world_size])
 
 
 def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
-    """This rank's rows, then zero-weight ones: as many as it is short of the rank that has most (D5). Collective."""
+    """Yield this rank's rows, then zero-weight ones: as many as it is short of the rank that has most (D5).
+    Collective."""
     num_rows = 0
     for row in rows:
         yield row
@@ -227,7 +229,7 @@ def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseC
 
 
 def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
-    """This rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: no rank goes
+    """Yield this rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: no rank goes
     on before each has its next row, or none is left, so that passes in which ranks wait for each other meet."""
     remaining = iter(rows)
     while True:

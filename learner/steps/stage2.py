@@ -1,4 +1,4 @@
-"""What a step of `stage2_ab_training` runs (R26, R31, R35): the part that both ways of rolling out have in common.
+"""A step of `stage2_ab_training` (R26, R31, R35): the part that both ways of rolling out have in common.
 
 Channel-A is ground truth, packed to completion. Channel-B learns rollouts, made within the step (`in_step`) or ahead of
 the steps (`ahead`). A step is one micro-step either way: all of the rank's rows, learned before one update.
@@ -50,7 +50,7 @@ class RankMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Parts:
-    """What both ways are made of. `batches` gives the rank's share of a whole step at a time, in which a sample has
+    """The parts of both ways. `batches` gives the rank's share of a whole step at a time, in which a sample has
     `places_per_sample` places in a row, one for each of its rollouts (`grpo`)."""
 
     b_ratio: float
@@ -65,7 +65,7 @@ class Stage2Parts:
 
 
 class Stage2Steps(StepSource):
-    """To be subclassed: by how the rows of Channel-B are made."""
+    """The steps of stage 2. Subclasses say how the rows of Channel-B are made."""
 
     def __init__(self, parts: Stage2Parts) -> None:
         self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock
@@ -77,7 +77,7 @@ class Stage2Steps(StepSource):
     # ---- what a subclass says of Channel-B -------------------------------------------------------------------------
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """This rank's rows of a Channel-B step, as they become ready."""
+        """Yield this rank's rows of a Channel-B step, as they become ready."""
         raise NotImplementedError
 
     def _decide(self, global_step: int) -> ChannelDecision:
@@ -133,7 +133,7 @@ class Stage2Steps(StepSource):
         return scheduled_channel(global_step, self._parts.b_ratio)
 
     def _in_segments(self, shortfall: Shortfall | None) -> Shortfall | None:
-        """A step's shortfall, counted in places, in segments of its channel."""
+        """Return a step's shortfall, counted in places, in segments of its channel."""
         assert self._decision is not None, "shortfall() before begin()"
         if shortfall is None or self._decision.channel == "B":
             return shortfall
@@ -141,8 +141,8 @@ class Stage2Steps(StepSource):
         return Shortfall(size=shortfall.size // each, whole=shortfall.whole // each)
 
     def _share(self, source: SegmentSource, *, every: int = 1) -> Generator[PackedRow]:
-        """The rank's whole share at once: read, made into segments of `every` n-th place, packed to completion, then
-        learned row by row."""
+        """Yield the rank's whole share: read at once, made into segments of `every` n-th place, packed to completion,
+        then learned row by row."""
         with self._clock.phase("data"):
             batch = self._next_batch()
         step = MicroStep(

@@ -28,7 +28,7 @@ class StepTotals:
     rows: list[LearnedRow] = field(default_factory=list)
 
     def add(self, row: PackedRow, loss: RowLoss) -> None:
-        """One row that was learned: what it held, and its summed weighted loss."""
+        """Count one row that was learned: what it held, and its summed weighted loss."""
         counted = {
             "loss": loss.loss_sum,
             "weight": loss.weight_sum,
@@ -51,8 +51,8 @@ class StepTotals:
         return self.counts.get("weight", 0.0)
 
     def share_of(self, shortfall: Shortfall | None) -> float:
-        """What part of an update the step makes: an epoch's short last step makes as much of one as it has samples, so
-        that one sample does not count as much as a batch elsewhere. 1 for every other step."""
+        """Return the part of an update that the step makes: an epoch's short last step makes as much of one as it has
+        samples, so that one sample does not count as much as a batch elsewhere. 1 for every other step."""
         if shortfall is None:
             return 1.0
         return min(1.0, (self.counts.get("segments", 0.0) - self.counts.get(TAUGHT, 0.0)) / shortfall.whole)
@@ -83,7 +83,7 @@ class StepTotals:
         capacity: int,
         extra: Mapping[str, float] | None = None,
     ) -> StepResult:
-        """The step's record; `extra` are metrics besides those that follow from the counts."""
+        """Return the step's record; `extra` are metrics besides those that follow from the counts."""
         counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
         metrics = {**seconds, **(extra or {})}
         metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]

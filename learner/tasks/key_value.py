@@ -52,7 +52,7 @@ __all__ = ["Field", "FieldAssignment", "KeyValueTask", "ParsedFields", "read_fie
 Drop = Literal["not_text", "blank", "repeated_key", "unreadable"]
 DROPS: tuple[Drop, ...] = ("not_text", "blank", "repeated_key", "unreadable")
 
-# Over bytes and possessive: reading takes linear time, whatever the model wrote.
+# The patterns are over bytes and possessive: reading takes linear time, whatever the model wrote.
 _WS = rb"[ \t\n\r]*+"
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _SCALAR = rb'[^][{}",: \t\n\r]++'
@@ -112,7 +112,7 @@ class FieldAssignment:
 
 
 def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
-    """One sample per line: `{"id": ..., "messages": [...], "images": [...], "fields": {"total": "12.50", ...}}`.
+    """Yield one sample per line: `{"id": ..., "messages": [...], "images": [...], "fields": {"total": "12.50", ...}}`.
 
     Without `id` the line number stands in. Raises DataError for a line that is something else.
     """
@@ -125,7 +125,7 @@ def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
 
 
 class KeyValueTask(Task):
-    """Reusable; holds only the tokenizer's tables."""
+    """The key-value task. It is reusable and holds only the tokenizer's tables."""
 
     reader = staticmethod(read_fields)
 
@@ -190,7 +190,7 @@ class KeyValueTask(Task):
         }
 
     def scene(self, assignment: FieldAssignment) -> dict[str, Any]:
-        """Truth and answer as objects of texts."""
+        """Return truth and answer as objects of texts."""
         sample = assignment.parsed.rollout.sample
         fields, drops = assignment.parsed.fields, dict(assignment.parsed.drops)
         return {"fields": dict(sample.objects), "answer": dict(fields), "drops": drops}
@@ -231,7 +231,7 @@ def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
 
 
 def _entry(pair: re.Match[bytes], keys: set[str], drops: Counter[str]) -> Entry:
-    """A pair of `_PAIR`. `keys` and `drops` are brought up to date."""
+    """Return a pair of `_PAIR`. `keys` and `drops` are brought up to date."""
     key, value = _decoded(pair[1]), _decoded(pair[2]) if pair[2] is not None else None
     fault: Drop | None = None
     if value is None or key is None:
@@ -249,7 +249,7 @@ def _entry(pair: re.Match[bytes], keys: set[str], drops: Counter[str]) -> Entry:
 
 
 def _decoded(string: bytes) -> str | None:
-    """A JSON string's text; None if it is not valid text."""
+    """Return a JSON string's text; None if it is not valid text."""
     try:
         text: str = json.loads(string)
         text.encode()
@@ -259,8 +259,8 @@ def _decoded(string: bytes) -> str | None:
 
 
 def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
-    """Tokens of the prefix that holds the first `kept` entries, the text that the tail begins with, and how many
-    entries that is.
+    """Return the tokens of the prefix that holds the first `kept` entries, the text that the tail begins with, and how
+    many entries that is.
 
     A token may hold a pair's end and what follows it. Then the prefix ends before that token, and the tail repeats the
     pair's last bytes. If these are not whole characters, the pair before is the last one.

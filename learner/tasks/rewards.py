@@ -30,7 +30,7 @@ class Rewards:
     task: Task | None = None
 
     def parts(self, rollout: Rollout, assignment: Any) -> dict[str, float]:
-        """Each reward of one rollout, by name. Raises RewardError."""
+        """Return each reward of one rollout, by name. Raises RewardError."""
         own = [name for name in self.weights if name not in self.functions]
         found = dict(self.task.rewards(assignment, own)) if self.task is not None and own else {}
         if unknown := sorted(set(own) - found.keys()):
@@ -47,11 +47,11 @@ class Rewards:
         return found
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The weighted sum of `parts`."""
+        """Return the weighted sum of `parts`."""
         return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
     def by_object(self, assignment: Any) -> PrefixRewards | None:
-        """The part of the total that objects earn one by one; None: the task cannot tell."""
+        """Return the part of the total that objects earn one by one; None: the task cannot tell."""
         weights = {name: weight for name, weight in self.weights.items() if name not in self.functions}
         return self.task.prefix_rewards(assignment, weights) if self.task is not None else None
 
@@ -60,13 +60,13 @@ class Rewards:
         return self.counts(self.parts(rollout, assignment))
 
     def counts(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """`parts` as `reward/NAME`, with `scored` 1 and the total: to be added up over rollouts."""
+        """Return `parts` as `reward/NAME`, with `scored` 1 and the total: to be added up over rollouts."""
         if not parts:
             return {}
         return {SCORED: 1.0, TOTAL: self.total(parts), **{PREFIX + name: value for name, value in parts.items()}}
 
     def means(self, rollouts: Sequence[Rollout], assignments: Sequence[Any]) -> dict[str, float]:
-        """The mean of each reward over some rollouts, and `reward`, the mean of their weighted sum. Raises
+        """Return the mean of each reward over some rollouts, and `reward`, the mean of their weighted sum. Raises
         RewardError."""
         totals: dict[str, float] = {}
         for rollout, assignment in zip(rollouts, assignments, strict=True):

@@ -1,4 +1,4 @@
-"""What is learned of a sample, whatever its task: labels and weights, and the segment that they make with a prompt.
+"""The supervision of a sample, whatever its task: labels and weights, and the segment that they make with a prompt.
 
 In: a `Target`, or a text's tokens. Out: a checked `Segment`. Invariants: `labels[i] == -100` exactly where
 `loss_weights[i] == 0`. Every supervised token is in the assistant span, after a token that predicts it.
@@ -20,7 +20,7 @@ IGNORED = -100  # the label of a token that is not learned
 
 
 def check_supervision(segment: Segment) -> NDArray[np.int64]:
-    """Indices of the segment's supervised tokens (label set, weight positive).
+    """Return the indices of the segment's supervised tokens (label set, weight positive).
 
     Raises LossError if one is outside the assistant span, or if labels and weights contradict each other.
     """
@@ -53,7 +53,7 @@ def _error(what: str, segment: Segment, index: int, wanted: str) -> LossError:
 
 
 def own_target(rollout: Rollout, weight: float = 1.0) -> Target:
-    """The rollout's own tokens, the stop token included, each its own label."""
+    """Return the rollout's own tokens, the stop token included, each its own label."""
     stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
     token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
     return Target(
@@ -72,7 +72,7 @@ def build_segment(
     ver: int | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Segment:
-    """Prompt + Y_train. Raises LossError if the target's parts do not fit, or if the prompt is empty."""
+    """Return prompt + Y_train. Raises LossError if the target's parts do not fit, or if the prompt is empty."""
     num_prompt, num_target = len(prompt.token_ids), len(target.token_ids)
     if not num_prompt or not (num_target == len(target.labels) == len(target.loss_weights)):
         raise LossError(
@@ -97,7 +97,7 @@ def build_segment(
 
 
 def tokens_of(text: str, pieces: TokenPieces) -> TokenText:
-    """The tokens of a tail's text. Raises LossError if the tokenizer changes it."""
+    """Return the tokens of a tail's text. Raises LossError if the tokenizer changes it."""
     found = pieces.text(pieces.encode_long(text))
     if found.data != text.encode():
         raise LossError(
@@ -110,7 +110,7 @@ def tokens_of(text: str, pieces: TokenPieces) -> TokenText:
 
 
 def continued(prefix: NDArray[np.int64], tail: TokenText, eos_token_id: int) -> Target:
-    """The prefix [P], ignored, then the tail and EOS with weight 1."""
+    """Return the prefix [P], ignored, then the tail and EOS with weight 1."""
     token_ids = np.concatenate([prefix, tail.ids, [eos_token_id]])
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[: len(prefix)] = 0.0

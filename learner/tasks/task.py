@@ -1,4 +1,4 @@
-"""What text can be taught, and what a target needs of a task whose answers are lists of objects (`ObjectTask`).
+"""The text that can be taught, and the needs of a target from a task whose answers are lists of objects (`ObjectTask`).
 
 The protocol of all tasks is `learner.extensions.Task`.
 """
@@ -27,27 +27,28 @@ class SerializedTail:
 
 class ObjectTask(Protocol):
     def parse(self, rollout: Rollout) -> ParsedRollout:
-        """Token-aligned and strict: no repair; a malformed object is dropped and counted, with a reason."""
+        """Parse strictly, aligned to tokens: no repair; a malformed object is dropped and counted, with a reason."""
         ...
 
     def match(self, parsed: ParsedRollout) -> Assignment:
-        """One-to-one assignment; pairs below the IoU threshold are infeasible before the assignment."""
+        """Return a one-to-one assignment; pairs below the IoU threshold are infeasible before the assignment."""
         ...
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
-        """`objects` as text that continues `after` (None: a new answer) and closes the container, without EOS."""
+        """Return `objects` as text that continues `after` (None: a new answer) and closes the container, without
+        EOS."""
         ...
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
-        """True if an object could be ground truth: written as an answer, it reads back unchanged."""
+        """Return True if an object could be ground truth: written as an answer, it reads back unchanged."""
         ...
 
     def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:
-        """The sort key of canonical order."""
+        """Return the sort key of canonical order."""
         ...
 
     def coordinate_text(self, value: int) -> str:
-        """One bin as an answer spells it."""
+        """Return one bin as an answer spells it."""
         ...
 
     def desc_text(self, desc: str) -> str:
@@ -56,8 +57,8 @@ class ObjectTask(Protocol):
 
 
 def text_fault(text: str, pieces: TokenPieces | None, what: str = "description") -> tuple[str, str, str] | None:
-    """(found, wanted, what to do) if `text` cannot be taught. `pieces` None: everything except whether it survives
-    tokenization. `what`: its name in the message."""
+    """Return (found, wanted, what to do) if `text` cannot be taught. `pieces` None: everything except whether it
+    survives tokenization. `what`: its name in the message."""
     remedy = f"rewrite the {what}"
     if not text.strip():
         return repr(text), f"a {what} that is not blank", remedy

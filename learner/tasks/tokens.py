@@ -1,4 +1,4 @@
-"""Which bytes each token stands for, so that text can be read over a model's own token ids, and long texts encoded
+"""The bytes that each token stands for, so that text can be read over a model's own token ids, and long texts encoded
 fast.
 
 `TokenPieces`. In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part
@@ -31,7 +31,7 @@ from learner.extensions import Tokenizer
 
 
 def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers of every range `first[i] .. first[i] + lengths[i]`, concatenated."""
+    """Return the numbers of every range `first[i] .. first[i] + lengths[i]`, concatenated."""
     if not len(first):
         return np.empty(0, dtype=np.int64)
     ends = lengths.cumsum()
@@ -58,7 +58,7 @@ class TokenBoundaries:
         self.numbers = _numbers_alone(encode, vocabulary)
         self._added = _splitting_tokens(added)
         self._cut = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
-        # Not a method of this object: a cache that holds its owner lives until garbage collection.
+        # The cache is no method of this object: a cache that holds its owner lives until garbage collection.
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
@@ -107,7 +107,7 @@ def _splitting_tokens(added: Mapping[int, Any]) -> dict[str, int]:
 
 
 def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) -> dict[str, Ids]:
-    """Each coordinate's ids, if they are the same everywhere in a list; else empty."""
+    """Return each coordinate's ids, if they are the same everywhere in a list; else empty."""
     if not vocabulary or any(map(_FUSED.search, vocabulary)):
         return {}
     numbers = {str(value): encode(str(value)) for value in range(_NUM_BINS)}
@@ -129,15 +129,15 @@ class TokenText(NamedTuple):
     ends: NDArray[np.int64]  # [T]
 
     def starts(self) -> NDArray[np.int64]:
-        """[T + 1] where each token begins, and where the text ends."""
+        """Return [T + 1]: where each token begins, and where the text ends."""
         return np.concatenate([[0], self.ends])
 
     def start(self, index: int) -> int:
-        """The offset of token `index`'s first byte."""
+        """Return the offset of token `index`'s first byte."""
         return int(self.ends[index - 1]) if index else 0
 
     def token_at(self, offset: int) -> int:
-        """The token that holds byte `offset`."""
+        """Return the token that holds byte `offset`."""
         return int(self.ends.searchsorted(offset, "right"))
 
     def tokens_until(self, offset: int) -> int:
@@ -153,10 +153,11 @@ class TokenPieces:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
-        # Not a method of this object: a cache that holds its owner keeps these tables until garbage collection.
+        # The cache is no method of this object: one that holds its owner keeps these tables until garbage collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
-        # By token id (the last entry for larger ids): a piece's length, and where it begins among all pieces so far.
+        # Each token id (the last entry for larger ids) has a piece's length, and where it begins among all pieces so
+        # far.
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
         self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -167,14 +168,14 @@ class TokenPieces:
         return self.text((token_id,)).data
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
-        """The text of `token_ids`, with each token's place in it."""
+        """Return the text of `token_ids`, with each token's place in it."""
         ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # twice as fast as fromiter
         lengths = self.lengths(ids)
         at = ranges(self._begins.take(ids, mode="clip"), lengths)
         return TokenText(ids, self._bytes.take(at).tobytes(), lengths.cumsum())
 
     def lengths(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[T] bytes of each token."""
+        """Return the number of bytes of each token [T]."""
         lengths = self._lengths.take(ids, mode="clip")
         if len(ids) and lengths.min() == _NOT_MET:
             self._meet(ids)
@@ -194,7 +195,8 @@ class TokenPieces:
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """`encode` for texts that hardly repeat. If the text can be cut, its parts are cached."""
+        """Encode a text as `encode` does, for texts that hardly repeat. If the text can be cut, its parts are
+        cached."""
         ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids
 
@@ -215,7 +217,7 @@ class TokenPieces:
 
 @lru_cache(maxsize=8)
 def pieces_of(tokenizer: Tokenizer) -> TokenPieces:
-    """The pieces of `tokenizer`. The same tokenizer gives the same object, so caches are shared."""
+    """Return the pieces of `tokenizer`. The same tokenizer gives the same object, so caches are shared."""
     return TokenPieces(tokenizer)
 
 
@@ -226,8 +228,8 @@ def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, 
 
 
 def _encoder_of(backend: Any) -> Any | None:
-    """A copy of `backend` if it is a `tokenizers.Tokenizer`, else None. Called directly, it encodes a short text in a
-    fifth of the time. It is a copy, because other users may set truncation and padding on the original."""
+    """Return a copy of `backend` if it is a `tokenizers.Tokenizer`, else None. Called directly, it encodes a short text
+    in a fifth of the time. It is a copy, because other users may set truncation and padding on the original."""
     if not hasattr(backend, "no_truncation"):
         return None
     encoder = copy.deepcopy(backend)
@@ -237,7 +239,7 @@ def _encoder_of(backend: Any) -> Any | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, as every byte-level BPE vocabulary spells them."""
+    """Return GPT-2's printable stand-ins for bytes, as every byte-level BPE vocabulary spells them."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -62,7 +62,7 @@ class Cluster:
 
 
 def cluster_objects(answers: Sequence[Sequence[DetectionObject]], *, iou_threshold: float = SAME_IOU) -> list[Cluster]:
-    """The clusters of K answers' objects: those with most votes first, then in canonical order."""
+    """Return the clusters of K answers' objects: those with most votes first, then in canonical order."""
     members = [Member(k, place, obj) for k, answer in enumerate(answers) for place, obj in enumerate(answer)]
     iou = iou_matrix([m.object for m in members], [m.object for m in members])
     groups = _groups(members, iou, iou_threshold)
@@ -74,8 +74,8 @@ def cluster_objects(answers: Sequence[Sequence[DetectionObject]], *, iou_thresho
 
 
 def without_repeats(clusters: Sequence[Cluster], *, iou_threshold: float = SAME_IOU) -> list[Cluster]:
-    """Those clusters that overlap no earlier one of the same name. The clusters of `cluster_objects` begin with those
-    that have most votes."""
+    """Return the clusters that overlap no earlier one of the same name. The clusters of `cluster_objects` begin with
+    those that have most votes."""
     objects = [cluster.object for cluster in clusters]
     iou = iou_matrix(objects, objects)
     kept: list[int] = []
@@ -86,7 +86,7 @@ def without_repeats(clusters: Sequence[Cluster], *, iou_threshold: float = SAME_
 
 
 def _groups(members: Sequence[Member], iou: NDArray[np.float64], iou_threshold: float) -> list[list[int]]:
-    """Indices of the members of each cluster, ascending. `iou` [N, N]."""
+    """Return the indices of the members of each cluster, ascending. `iou` [N, N]."""
     group_of = list(range(len(members)))
     groups = {i: [i] for i in range(len(members))}
     answers = {i: {member.answer} for i, member in enumerate(members)}

@@ -35,7 +35,7 @@ class RankedBoxes:
 
 
 def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]) -> list[RankedBoxes]:
-    """Those of each class; [] without ground truth or without predictions."""
+    """Return the ranked boxes of each class; [] without ground truth or without predictions."""
     evaluation = coco_matches(assignments, scores)
     if evaluation is None:
         return []

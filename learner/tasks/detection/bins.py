@@ -14,20 +14,21 @@ _LAST_BIN = NUM_BINS - 1
 
 
 def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]:
-    """Pixel coordinates x, y, x, y, ... as bins: `round(999 * pixel / size)`, clamped to 0..999."""
+    """Return pixel coordinates x, y, x, y, ... as bins: `round(999 * pixel / size)`, clamped to 0..999."""
     sizes = (width, height)
     scaled = (round(_LAST_BIN * value / sizes[i % 2]) for i, value in enumerate(coords))
     return tuple(min(max(bin_, 0), _LAST_BIN) for bin_ in scaled)
 
 
 def to_pixels(bins: Iterable[int], width: int, height: int) -> tuple[float, ...]:
-    """Bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`, within half a bin of what `to_bins` was given."""
+    """Return bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`, within half a bin of what `to_bins` was
+    given."""
     sizes = (width, height)
     return tuple(bin_ * sizes[i % 2] / _LAST_BIN for i, bin_ in enumerate(bins))
 
 
 def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
-    """(x1, y1, x2, y2) in bins."""
+    """Return (x1, y1, x2, y2) in bins."""
     if obj.kind == "bbox_2d":
         x1, y1, x2, y2 = obj.bins
         return x1, y1, x2, y2
@@ -48,12 +49,12 @@ def canonical_key(obj: DetectionObject) -> tuple[int, ...]:
 
 
 def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:
-    """Four numbers for a box; at least three points for a polygon."""
+    """Return True for four numbers of a box, or at least three points of a polygon."""
     return len(bins) == 4 if kind == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
 
 
 def encloses_something(kind: GeometryKind, bins: Sequence[float]) -> bool:
-    """True if x1 < x2 and y1 < y2: of the box itself, or of a polygon's bounding box."""
+    """True if x1 < x2 and y1 < y2 hold: of the box itself, or of a polygon's bounding box."""
     if kind == "bbox_2d":
         return bins[0] < bins[2] and bins[1] < bins[3]
     xs, ys = bins[0::2], bins[1::2]

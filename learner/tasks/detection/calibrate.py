@@ -97,7 +97,7 @@ def boxes_of(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], ca
 def right_boxes(
     objects: Sequence[DetectionObject], scores: Floats, sample: Sample, threshold: float = RIGHT_IOU
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """[N] which are right, and which do not count because they lie in an ignore region and hit nothing."""
+    """Return [N] which boxes are right, and which do not count because they lie in an ignore region and hit nothing."""
     right = np.zeros(len(objects), dtype=bool)
     if not objects:
         return right, right.copy()
@@ -118,7 +118,7 @@ def right_boxes(
 def fit_calibration(
     found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Floats, Boxes]:
-    """The calibration, and for what is measured the boxes with a score each [N], by a fit without their image.
+    """Return the calibration, and for measurements the boxes with a score each [N], from a fit without their image.
 
     Raises DataError if there is too little to learn from.
     """
@@ -148,7 +148,8 @@ def cross_fitted(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample]
 def _fit_twice(
     found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Boxes]:
-    """Which of several boxes of one object is right depends on the order of scores: after the first fit it is better.
+    """Fit twice: which of several boxes of one object is right depends on the order of scores, and after the first fit
+    that order is better.
 
     Raises DataError if there is too little to learn from.
     """
@@ -188,7 +189,7 @@ def _design(boxes: Boxes, calibration: Calibration) -> Floats:
 
 
 def _knots(features: Floats) -> dict[str, list[float]]:
-    """Quantiles of each feature that is not constant."""
+    """Return quantiles of each feature that is not constant."""
     found = {}
     for i, name in enumerate(FEATURES):
         ends = np.unique(np.quantile(features[:, i], np.linspace(0.01, 0.99, NUM_KNOTS)).round(6))
@@ -214,7 +215,7 @@ def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
 
 
 def _regress(columns: Floats, right: Floats, penalty: float) -> Floats:
-    """[D] weights; the constant is not penalised."""
+    """Return the weights [D]; the constant is not penalised."""
     shrunk = np.full(columns.shape[1], penalty)
     shrunk[0] = 0.0
     sign = 2 * right - 1
@@ -245,7 +246,7 @@ def log_loss(right: Floats, scores: Floats) -> float:
 
 
 def auc(right: Floats, scores: Floats) -> float:
-    """0.5 if all are right, or all wrong."""
+    """Return the area under the ROC curve; 0.5 if all are right, or all wrong."""
     num_right, number = right.sum(), len(right)
     if not 0 < num_right < number:
         return 0.5
@@ -254,7 +255,7 @@ def auc(right: Floats, scores: Floats) -> float:
 
 
 def reliability(right: Floats, scores: Floats, num_bins: int = BINS) -> list[Bin]:
-    """Bins of equal width that have boxes."""
+    """Return the bins of equal width that have boxes."""
     place = np.minimum((scores * num_bins).astype(int), num_bins - 1)
     return [
         Bin(i / num_bins, (i + 1) / num_bins, float(scores[own].mean()), float(right[own].mean()), int(own.sum()))
@@ -269,7 +270,7 @@ def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
 
 
 def best_threshold(right: Floats, scores: Floats, num_truth: int) -> float:
-    """The score from which on F1 is largest: halfway to the next lower score."""
+    """Return the score from which on F1 is largest: halfway to the next lower score."""
     if not len(right):
         return 0.0
     order = np.argsort(-scores, kind="stable")

@@ -25,7 +25,7 @@ class FoundBox(NamedTuple):
 
 
 def image_id(sample_id: str) -> int | str:
-    """A number where the annotations have one, as COCO's do."""
+    """Return a number where the annotations have one, as COCO's do."""
     is_number = sample_id.isascii() and sample_id.isdigit() and str(int(sample_id)) == sample_id
     return int(sample_id) if is_number else sample_id
 
@@ -51,5 +51,5 @@ def coco_rows(found: Iterable[FoundBox], categories: Mapping[str, int]) -> list[
 
 
 def coco_text(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line a row."""
+    """Return the text, a line per row."""
     return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"

@@ -106,7 +106,7 @@ def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObj
 
 
 def tally(found: Sequence[Candidate], num_answers: int) -> Tally:
-    """How many of a sample's clusters have v votes and each relation. A cluster that contradicts counts once a label is
+    """Count a sample's clusters with v votes and each relation. A cluster that contradicts counts once a label is
     confirmed too: an answer may be right and say something else besides."""
     counts = np.zeros((num_answers + 1, len(_COLUMNS)), dtype=np.int64)
     for one in found:
@@ -119,7 +119,7 @@ def tally(found: Sequence[Candidate], num_answers: int) -> Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """What is known of completed labels without the truth. The lists are by votes, from 1 on: of `at_least` so many."""
+    """An estimate of completed labels, made without the truth. The lists are by votes, from 1 on."""
 
     min_votes: int | None  # None: nothing is completed, and `why` says why not
     why: str
@@ -133,7 +133,8 @@ class Estimate:
 
 
 def estimate(counts: Tally, num_labels: int) -> Estimate:
-    """The threshold that `auto` takes. `counts`: the tallies of all samples, added up; `num_labels`: theirs."""
+    """Estimate the threshold that `auto` takes. `counts`: the tallies of all samples, added up; `num_labels`: the
+    number of their labels."""
     confirms, contradicts, free = (counts[1:, i].astype(float) for i in range(len(_COLUMNS)))
     near = confirms + contradicts
     recall = confirms[::-1].cumsum()[::-1] / max(1, num_labels)
@@ -161,7 +162,8 @@ class _Fit:
 
 
 def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
-    """None: too few clusters are near labels. The highest numbers of votes count as one, so that there are enough."""
+    """Fit the model; None if too few clusters are near labels. The highest numbers of votes count as one, so that there
+    are enough."""
     enough = np.flatnonzero(near[::-1].cumsum()[::-1] >= MIN_CLUSTERS)
     if not len(enough):
         return None
@@ -210,7 +212,7 @@ def _threshold(fit: _Fit | None, free: Counts) -> tuple[int | None, str]:
 
 
 def _least_share(part: float, whole: float) -> float:
-    """A share's lower bound: one standard deviation, by Wilson's score interval."""
+    """Return a share's lower bound: one standard deviation, by Wilson's score interval."""
     whole += 1
     share = (part + 0.5) / whole
     spread = math.sqrt((share * (1 - share) + 1 / (4 * whole)) / whole)
@@ -228,8 +230,8 @@ def completed(
     overlap: float = OVERLAP,
     ignore_below: bool = False,
 ) -> Sample:
-    """The sample with the free candidates that have enough votes as labels. `ignore_below`: those with fewer become
-    ignore regions, which are neither taught nor counted as wrong."""
+    """Return the sample with the free candidates that have enough votes as labels. `ignore_below`: those with fewer
+    become ignore regions, which are neither taught nor counted as wrong."""
     free = sorted((one.object for one in found if one.relation == "free"), key=_votes_then_place)
     labels = _apart([obj for obj in free if obj.votes is not None and obj.votes.found >= min_votes], overlap)
     ignored = list(sample.ignored)
@@ -245,7 +247,7 @@ def _votes_then_place(obj: DetectionObject) -> tuple[int, tuple[int, ...], str]:
 
 
 def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[DetectionObject]:
-    """Those that overlap no earlier one that is kept."""
+    """Return the objects that overlap no earlier one that is kept."""
     iou, kept = iou_matrix(objects, objects), list[int]()
     for i in range(len(objects)):
         if all(iou[i, j] < overlap for j in kept):
@@ -254,7 +256,7 @@ def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[Detection
 
 
 def without_completed(sample: Sample) -> Sample:
-    """The sample with its annotated labels only. Ignore regions of `ignore_below` have votes, too."""
+    """Return the sample with its annotated labels only. Ignore regions of `ignore_below` have votes, too."""
     return replace(
         sample,
         objects=tuple(obj for obj in sample.objects if obj.votes is None),

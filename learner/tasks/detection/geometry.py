@@ -19,7 +19,7 @@ from learner.tasks.detection.bins import bounding_box
 
 
 def area(obj: DetectionObject) -> float:
-    """Area in square bins."""
+    """Return the area in square bins."""
     if obj.kind == "bbox_2d":
         x1, y1, x2, y2 = obj.bins
         return float((x2 - x1) * (y2 - y1))
@@ -27,7 +27,7 @@ def area(obj: DetectionObject) -> float:
 
 
 def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> NDArray[np.float64]:
-    """[len(a), len(b)] intersection over union; 0 where both areas are 0."""
+    """Return intersection over union [len(a), len(b)]; 0 where both areas are 0."""
     if not a or not b:
         return np.zeros((len(a), len(b)))
     overlap, area_a, area_b = _overlaps(a, b)
@@ -35,7 +35,7 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
 
 
 def covered_share(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> NDArray[np.float64]:
-    """[len(a), len(b)] the share of each `a` inside each `b`; 0 where its area is 0."""
+    """Return the share of each `a` inside each `b` [len(a), len(b)]; 0 where its area is 0."""
     if not a or not b:
         return np.zeros((len(a), len(b)))
     overlap, area_a, _ = _overlaps(a, b)
@@ -45,7 +45,7 @@ def covered_share(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) ->
 def _overlaps(
     a: Sequence[DetectionObject], b: Sequence[DetectionObject]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Areas: of the intersections [len(a), len(b)], of `a` and of `b`."""
+    """Return areas: of the intersections [len(a), len(b)], of `a` and of `b`."""
     boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
     images_a, images_b = [obj.image for obj in a], [obj.image for obj in b]

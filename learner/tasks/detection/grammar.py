@@ -1,4 +1,4 @@
-"""How a detection answer is spelled: one `Grammar` per pair of container and coordinate format.
+"""The spelling of a detection answer: one `Grammar` per pair of container and coordinate format.
 
     index_map  {"object_1": {"desc": "seven", "bbox_2d": [C, C, C, C]}, "object_2": {...}}
     array      [{"bbox_2d": [C, C, C, C], "label": "seven"}, ...]
@@ -32,7 +32,7 @@ _SCALAR = rb'[^][{}",: \t\n\r]++'
 # One field of an object and what ends it: name, string value, content of a flat list, other value, "," or "}".
 _VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|(' + _SCALAR + rb"))"
 FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
-# What matters to bracket balance: whole strings, brackets, and a quote that never closes.
+# These parts matter to bracket balance: whole strings, brackets, and a quote that never closes.
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
 _NUMBER = rb"[1-9][0-9]{0,17}+"
 OBJECT_NAME = re.compile(rb"object_(" + _NUMBER + rb")")
@@ -56,13 +56,13 @@ class Grammar:
     list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 
     def coordinate_text(self, value: int) -> str:
-        """Bin `value` as an answer spells it."""
+        """Return bin `value` as an answer spells it."""
         return str(value) if self.digits else f"<|coord_{value}|>"
 
 
 @lru_cache(maxsize=8)
 def grammar_of(container: str, coordinates: str, *, numbered: bool = False) -> Grammar:
-    """The grammar of `task.container` and `task.coordinates`. `numbered`: for samples with several images."""
+    """Return the grammar of `task.container` and `task.coordinates`. `numbered`: for samples with several images."""
     indexed, digits = container == "index_map", coordinates == "digits"
     opener, closer = ("{", "}") if indexed else ("[", "]")
     end = re.escape(closer.encode())
@@ -95,7 +95,7 @@ def grammar_of(container: str, coordinates: str, *, numbered: bool = False) -> G
 
 @lru_cache(maxsize=_CACHED_STRINGS)
 def decode(string: bytes) -> str | None:
-    """A JSON string's text; None if it is blank or not valid."""
+    """Return a JSON string's text; None if it is blank or not valid."""
     try:
         text = string[1:-1].decode()
     except UnicodeDecodeError:

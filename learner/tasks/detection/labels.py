@@ -37,7 +37,7 @@ from shared.errors import LossError
 def description_labels(
     assignment: Assignment, desc_text: Callable[[str], str], tokenizer: Tokenizer
 ) -> Iterator[tuple[int, int]]:
-    """(position in the prefix, label) of every supervised token of a matched description."""
+    """Yield (position in the prefix, label) of every supervised token of a matched description."""
     parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
     pieces = pieces_of(tokenizer)
     text = pieces.text(parsed.token_ids[: parsed.prefix_length].tolist())
@@ -56,7 +56,7 @@ def description_labels(
 def _up_to_parting(
     text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
 ) -> Iterator[tuple[int, int]]:
-    """The labels if the name is wrong: the tokens of `wanted` in the same place, between the same bytes."""
+    """Yield the labels if the name is wrong: the tokens of `wanted` in the same place, between the same bytes."""
     begin, end = _inside_quotes(predicted)
     first, last = text.token_at(begin), text.tokens_until(end)  # with the token after the description
     last = min(last, len(text.ids) - 1)
@@ -77,7 +77,7 @@ def _inside_quotes(predicted: PredictedObject) -> tuple[int, int]:
 
 
 def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
-    """None if the bytes are not UTF-8: a character is cut at either end."""
+    """Return the tokens of the bytes; None if these are not UTF-8: a character is cut at either end."""
     try:
         return list(pieces.encode(data.decode()))
     except UnicodeDecodeError:
@@ -87,7 +87,7 @@ def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
 def coordinate_labels(
     assignment: Assignment, token_ids: Ints, coordinate_text: Callable[[int], str], tokenizer: Tokenizer
 ) -> tuple[Ints, Ints]:
-    """Supervised positions in `token_ids` (the prefix and the token that follows it), and the label of each.
+    """Return supervised positions in `token_ids` (the prefix and the token that follows it), and the label of each.
 
     Raises LossError if a coordinate's tokens are not in the prefix, or if two numbers have the same tokens.
     """
@@ -102,7 +102,7 @@ def coordinate_labels(
 
 
 def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
-    """Positions and labels; `tokens` [N, W] are the first tokens of the true numbers."""
+    """Return positions and labels; `tokens` [N, W] are the first tokens of the true numbers."""
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)
@@ -116,7 +116,7 @@ def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, I
 
 
 def _corresponding(assignment: Assignment) -> Numbers:
-    """The coordinates of matched predictions, each with its true bin."""
+    """Return the coordinates of matched predictions, each with its true bin."""
     parsed, truth = assignment.parsed, assignment.parsed.rollout.sample.objects
     first: list[int] = []
     lengths: list[int] = []
@@ -146,7 +146,8 @@ def _require_inside(numbers: Numbers, prefix_length: int) -> None:
 
 
 def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
-    """[N] how many tokens each number shares with the true one. Undefined for those that are `right`."""
+    """Return the number of tokens [N] that each number shares with the true one. It is undefined for those that are
+    `right`."""
     at = numbers.start[:, None] + np.arange(WINDOW)
     own = token_ids.take(at, mode="clip")
     differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])
@@ -163,5 +164,6 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
 
 
 def _taken_before(behind: Ints) -> Ints:
-    """[N] for each number, the first token that no earlier number has; `behind` is where each one's tokens end."""
+    """Return [N]: for each number, the first token that no earlier number has; `behind` is where each one's tokens
+    end."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

@@ -97,7 +97,7 @@ class CountTable:
 
 
 def columns_of(values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """`values` [..., len(COLUMNS)] by column name, each [...]."""
+    """Return `values` [..., len(COLUMNS)] by column name, each [...]."""
     return {name: values[..., i] for name, i in _COLUMN.items()}
 
 
@@ -150,7 +150,7 @@ def _descriptions(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
 def ignored_shares(
     predictions: Sequence[DetectionObject], regions: Sequence[DetectionObject]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The largest share of each prediction [P] in one ignore region: of its class, and of any class."""
+    """Return the largest share of each prediction [P] in one ignore region: of its class, and of any class."""
     if not regions:
         return np.zeros(len(predictions)), np.zeros(len(predictions))
     shares, classes = covered_share(predictions, regions), _descriptions(regions)
@@ -167,7 +167,7 @@ Metric = Callable[[Totals], NDArray[np.float64]]  # -> [...]
 
 
 def evaluate_counts(table: CountTable) -> dict[str, float]:
-    """Every metric over the whole table."""
+    """Return every metric over the whole table."""
     totals = table.totals()
     return {name: float(metric(totals)) for name, metric in METRICS.items()}
 
@@ -177,7 +177,7 @@ def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np
 
 
 def _judged(t: Totals, hits: str, threshold: float) -> NDArray[np.float64]:
-    """The number of predictions outside ignore regions."""
+    """Return the number of predictions outside ignore regions."""
     return t["predictions"] - t[f"{hits.replace('tp', 'ignored')}@{threshold:.2f}"]
 
 
@@ -274,7 +274,7 @@ def bootstrap_difference(
 
 
 def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.float64]]:
-    """Per table, the column sums of `n` draws: [n, columns]. All tables see the same draws."""
+    """Return per table the column sums of `n` draws: [n, columns]. All tables see the same draws."""
     sums: list[list[NDArray[np.float64]]] = [[] for _ in tables]
     for weights in draws(len(tables[0].sample_ids), n, seed):
         for parts, table in zip(sums, tables, strict=True):
@@ -306,8 +306,8 @@ _STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # plac
 
 
 def coco_ap(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
-    """AP and AR as COCO defines them; all 0.0 without ground truth or without predictions. `scores` are those of each
-    assignment's predictions; None: all are 1."""
+    """Return AP and AR as COCO defines them; all 0.0 without ground truth or without predictions. `scores` are those of
+    each assignment's predictions; None: all are 1."""
     evaluation = coco_matches(assignments, scores)
     if evaluation is None:
         return dict.fromkeys(_STATS, 0.0)
@@ -318,7 +318,8 @@ def coco_ap(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]
 
 
 def samples_of_images(assignments: Sequence[Assignment]) -> list[int]:
-    """Which assignment each image of `coco_matches` belongs to: one image a sample, or all of its several ones."""
+    """Return the assignment that each image of `coco_matches` belongs to: one image a sample, or all of its several
+    ones."""
     return [i for i, a in enumerate(assignments) for _ in range(max(1, len(a.parsed.rollout.sample.sizes)))]
 
 
@@ -362,7 +363,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
 def _by_image(
     first: NDArray[np.int64], objects: Sequence[Sequence[DetectionObject]]
 ) -> list[tuple[int, DetectionObject]]:
-    """Each sample's objects with the id of their image. `first` are the ids of the samples' first images."""
+    """Return each sample's objects with the id of their image. `first` are the ids of the samples' first images."""
     return [(int(start) + (obj.image or 1) - 1, obj) for start, own in zip(first, objects, strict=True) for obj in own]
 
 

@@ -78,7 +78,8 @@ NO_COORDINATES = Coordinates(CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=
 
 
 def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
-    """The coordinate tokens. `bin_of_token[id]` is negative for other tokens; its last entry is for larger ids."""
+    """Return the coordinate tokens. `bin_of_token[id]` is negative for other tokens; its last entry is for larger
+    ids."""
     bins = bin_of_token.take(text.ids, mode="clip")
     at = np.flatnonzero(bins >= 0)
     slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))
@@ -165,7 +166,7 @@ def _close(reading: Reading, data: bytes, pos: int) -> None:
 
 
 def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
-    """An entry, field by field. None if it never closes."""
+    """Return an entry, field by field. None if it never closes."""
     opening = grammar.entry_pattern.match(data, pos)
     if opening is None:
         return None
@@ -230,7 +231,8 @@ def _entry(
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
-    """The offset after the bracket that closes the one at `start`; None if there is none, or if brackets cross."""
+    """Return the offset after the bracket that closes the one at `start`; None if there is none, or if brackets
+    cross."""
     stack: list[bytes] = []
     for match in BALANCE.finditer(data, start):
         mark = match[0]
@@ -256,7 +258,7 @@ _predicted: Callable[[tuple[Any, ...]], PredictedObject] = partial(tuple.__new__
 def classify(
     entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar, num_images: int
 ) -> list[Outcome]:
-    """The outcome of each entry; `data` are the answer's bytes, `num_images` the sample's images."""
+    """Return the outcome of each entry; `data` are the answer's bytes, `num_images` the sample's images."""
     if not entries:
         return []
     _, numbers, faults, strings, places, geometries, begins, ends, images = zip(*entries, strict=True)
@@ -284,7 +286,7 @@ def classify(
 
 
 def _classify(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
-    """The outcome of one entry without a fault."""
+    """Return the outcome of one entry without a fault."""
     _, _, _, string, place, geometry, *_ = entry
     desc, kind = decode(string), GEOMETRY_KINDS[geometry]
     if desc is None:
@@ -355,7 +357,7 @@ def parse_rollout(
 
 
 def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> tuple[tuple[DropReason, int, int], ...]:
-    """Why each entry was dropped, and which tokens hold it or a part of it."""
+    """Return why each entry was dropped, and which tokens hold it or a part of it."""
     found: list[tuple[DropReason, int, int]] = []
     begin = 0
     for (end, *_), outcome in zip(reading.entries, outcomes, strict=True):

@@ -1,4 +1,5 @@
-"""How much of an answer is kept as the prefix of Y_train (`loss.prefix_end`), and where an answer should have ended.
+"""The part of an answer that is kept as the prefix of Y_train (`loss.prefix_end`), and the place where an answer should
+have ended.
 
     last_object   up to its last complete object: the default Y_train
     last_match    up to its last prediction that matched. Unmatched predictions after it are replaced by the missed
@@ -36,12 +37,12 @@ from learner.tasks.tokens import pieces_of
 
 
 def up_to_last_match(assignment: Assignment, task: ObjectTask) -> Assignment:
-    """Without what follows the last matched prediction, malformed objects included."""
+    """Cut what follows the last matched prediction, malformed objects included."""
     return _cut(assignment, max((index for index, *_ in assignment.pairs), default=-1), task)
 
 
 def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
-    """Up to the last matched prediction at which no object was skipped: those found until then are the first ones.
+    """Cut after the last matched prediction at which no object was skipped: those found until then are the first ones.
 
     Predictions that match nothing may stand between them.
     """
@@ -54,7 +55,7 @@ def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
 
 
 def unmatched_behind(whole: Assignment, cut: Assignment, task: ObjectTask) -> list[DetectionObject]:
-    """Unmatched predictions of `whole` after the objects of `cut`. They may be objects without a label.
+    """Return the unmatched predictions of `whole` after the objects of `cut`. They may be objects without a label.
 
     Left out are repeated predictions of a labelled object, and predictions that cannot be written as they were. Of an
     answer that did not close, only those before its last match count: the rest means nothing.
@@ -75,7 +76,7 @@ def without_label(assignment: Assignment, task: ObjectTask) -> list[int]:
 def overlaps(
     objects: Sequence[DetectionObject], others: Sequence[DetectionObject], parsed: ParsedRollout, task: ObjectTask
 ) -> Assignment:
-    """`objects` matched to `others`, as predictions to ground truth. `parsed`: any answer, for its other fields."""
+    """Match `objects` to `others`, as predictions to ground truth. `parsed`: any answer, for its other fields."""
     sample = replace(parsed.rollout.sample, objects=tuple(others))
     predicted = tuple([PredictedObject(obj, range(0)) for obj in objects])
     return task.match(replace(parsed, objects=predicted, rollout=replace(parsed.rollout, sample=sample)))
@@ -92,7 +93,7 @@ def apart(
 
 
 def repaired(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> Assignment:
-    """The assignment of the answer with its mistakes taken out, written as the task writes answers.
+    """Return the assignment of the answer with its mistakes taken out, written as the task writes answers.
 
     An object whose end is fused with the answer's end is missed, as in any other answer.
     """
@@ -113,7 +114,7 @@ def repaired(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> 
 
 
 def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedRollout:
-    """The answer up to the end of its valid object `index` (-1: before the first object).
+    """Return the answer up to the end of its valid object `index` (-1: before the first object).
 
     It has more objects if that object's end is fused with a coordinate after it.
     """
@@ -127,7 +128,7 @@ def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedR
 
 
 def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
-    """The assignment of the answer up to object `last`. Unchanged if the object does not end at a token's end."""
+    """The assignment of the answer up to object `last`. It is unchanged if the object does not end at a token's end."""
     begun = up_to_object(assignment.parsed, last, task)
     if len(begun.objects) > last + 1:
         return assignment
@@ -142,7 +143,7 @@ def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
 
 
 def overrun_label(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """(position in the prefix, token that closes the answer there).
+    """Return (position in the prefix, token that closes the answer there).
 
     None if an object is missed, or if nothing follows the last object that was found: then the tail teaches the
     closer. None also if that object does not end at a token's end.

@@ -85,7 +85,7 @@ class _View:
         return cls(iou, same, ignored, ignored_any, predicted, true)
 
     def reward(self, name: str, number: int) -> float:
-        """The reward of the first `number` predictions."""
+        """Return the reward of the first `number` predictions."""
         if name == "f1":
             return self._f1(number, THRESHOLDS[0])
         if name == "f1_miou":
@@ -120,5 +120,5 @@ class _View:
 
 
 def _ratio(above: float, below: float) -> float:
-    """1 where nothing was to be found and nothing was predicted."""
+    """Return the ratio; 1 where nothing was to be found and nothing was predicted."""
     return above / below if below else 1.0

@@ -69,7 +69,7 @@ class Told(NamedTuple):
 
 
 def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Candidate]:
-    """Candidates of one image; `answers[0]` is the greedy one."""
+    """Return the candidates of one image; `answers[0]` is the greedy one."""
     drawn = len(answers) - 1
     objects = [[predicted.object for predicted in answer.objects] for answer in answers]
     clusters = cluster_objects(objects) if drawn else [_alone(place, obj) for place, obj in enumerate(objects[0])]
@@ -122,7 +122,7 @@ def _votes(cluster: Cluster) -> tuple[bool, int]:
 
 
 def _support(cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[Told]], drawn: int) -> list[float]:
-    """`greedy` to `coord_least`."""
+    """Return the features `greedy` to `coord_least`."""
     in_greedy, votes = _votes(cluster)
     own = [told[m.answer][m.place] for m in cluster.members]
     others = [m.object for m in cluster.members if m.answer]
@@ -133,7 +133,7 @@ def _support(cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[Tol
 
 
 def _shape(obj: DetectionObject) -> list[float]:
-    """`log_area` to `edge`."""
+    """Return the features `log_area` to `edge`."""
     x1, y1, x2, y2 = bounding_box(obj)
     width, height, last = x2 - x1, y2 - y1, NUM_BINS - 1
     edge = min(x1, y1, last - x2, last - y2) / last
@@ -145,7 +145,7 @@ def _mean_place(cluster: Cluster, told: Sequence[Sequence[Told]]) -> float:
 
 
 def _overlaps(objects: Sequence[DetectionObject], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[N, 3] `overlap` to `rivals`."""
+    """Return the features `overlap` to `rivals` [N, 3]."""
     if not objects:
         return np.zeros((0, 3))
     iou = iou_matrix(objects, objects)
@@ -181,7 +181,7 @@ class Calibration(BaseModel):
     measured: dict[str, float] = {}  # on images that the fit did not have
 
     def scores(self, features: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
-        """[N] probabilities of N candidates with features [N, len(FEATURES)]."""
+        """Return the probabilities [N] of N candidates with features [N, len(FEATURES)]."""
         columns = design(features, names, knots=self.knots, classes=self.names)
         return 1 / (1 + np.exp(-np.clip(columns @ np.array(self.weights), -30, 30)))
 
@@ -198,13 +198,14 @@ class CalibrationFile(BaseModel):
         return self.model_dump_json(indent=1) + "\n"
 
     def of(self, samples: int) -> Calibration | None:
-        """The calibration for so many drawn answers, or the next number; drawn answers or none is never mixed up."""
+        """Return the calibration for so many drawn answers, or the next number; drawn answers or none is never mixed
+        up."""
         fitting = [one for one in self.calibrations if (one.samples > 0) == (samples > 0)]
         return min(fitting, key=lambda one: abs(one.samples - samples), default=None)
 
 
 def read_calibration(folder: Path, *, samples: int) -> Calibration | None:
-    """None if the folder has none for this. Raises ConfigError if the file cannot be read."""
+    """Return the calibration; None if the folder has none for this. Raises ConfigError if the file cannot be read."""
     file = folder / CALIBRATION_NAME
     if not file.is_file():
         return None
@@ -223,8 +224,8 @@ def read_calibration(folder: Path, *, samples: int) -> Calibration | None:
 def design(
     features: NDArray[np.float64], names: Sequence[str], *, knots: Mapping[str, Sequence[float]], classes: Sequence[str]
 ) -> NDArray[np.float64]:
-    """[N, D] columns of the regression: 1, each feature as a piecewise linear function that is flat outside its knots,
-    and a constant and a slope over the area of each class."""
+    """Return the columns [N, D] of the regression: 1, each feature as a piecewise linear function that is flat outside
+    its knots, and a constant and a slope over the area of each class."""
     columns = [np.ones(len(features))]
     area = np.zeros(len(features))
     for i, name in enumerate(FEATURES):
@@ -257,7 +258,7 @@ def scored_objects(
 
 
 def scores_of(found: Sequence[Candidate], calibration: Calibration | None) -> NDArray[np.float64]:
-    """[N]"""
+    """Return the scores [N]."""
     features = np.stack([one.features for one in found])
     if calibration is not None:
         return calibration.scores(features, [one.object.desc for one in found])
@@ -271,7 +272,7 @@ def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
 
 
 def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The probability of name and coordinates; with drawn answers, the share of answers that have it."""
+    """Return the probability of name and coordinates; with drawn answers, the share of answers that have it."""
     column = {name: features[:, i] for i, name in enumerate(FEATURES)}
     tokens = np.exp(column["name_logprob"] + column["coord_logprob"])
     return np.where(column["share"] > 0, (column["share"] + tokens) / 2, tokens * column["greedy"])

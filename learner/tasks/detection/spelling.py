@@ -1,4 +1,4 @@
-"""How one tokenizer spells the thousand coordinates, alone and in another number's place.
+"""One tokenizer's spelling of the thousand coordinates, alone and in another number's place.
 
 In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in those places. It
 is called for all numbers of an answer at once, because there are hundreds.
@@ -41,8 +41,8 @@ class Numbers(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """What surrounds a number: `lead` bytes of the token `before` and `tail` bytes of the token `last`, both shared
-    with the number (NO_TOKEN if none), and the token `after` that."""
+    """The surroundings of a number: `lead` bytes of the token `before` and `tail` bytes of the token `last`, both
+    shared with the number (NO_TOKEN if none), and the token `after` that."""
 
     before: int
     lead: int
@@ -73,11 +73,11 @@ class Spelling:
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
-        """True if each number is one token. Then its neighbours do not matter."""
+        """Return True if each number is one token. Then its neighbours do not matter."""
         return len(self.single_tokens) > 0 and bool((token_ids[numbers.start] == self.single_tokens[numbers.bin]).all())
 
     def tokens_in_place(self, numbers: Numbers, token_ids: Ints) -> Ints:
-        """[N, W] the first tokens of each true number in the predicted one's place; NO_TOKEN after its last."""
+        """Return the first tokens [N, W] of each true number in the predicted one's place; NO_TOKEN after its last."""
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
@@ -107,14 +107,14 @@ class Spelling:
         return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
 
     def _index_of(self, place: _Context) -> int:
-        """The row of `place` in the table; a new place gets a new row."""
+        """Return the row of `place` in the table; a new place gets a new row."""
         index = self._places.setdefault(place, len(self._places))
         if index == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])
         return index
 
     def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
-        """The first tokens of `value` in its place. A character cut by the place's ends is left out."""
+        """Return the first tokens of `value` in its place. A character cut by the place's ends is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
         text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")
@@ -123,5 +123,6 @@ class Spelling:
 
 @lru_cache(maxsize=8)
 def spelling_of(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> Spelling:
-    """The spelling of `coordinate_text`; the same object for the same arguments, so that its tables are shared."""
+    """Return the spelling of `coordinate_text`; the same object for the same arguments, so that its tables are
+    shared."""
     return Spelling(coordinate_text, pieces_of(tokenizer))

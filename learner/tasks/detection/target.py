@@ -80,7 +80,7 @@ def build_target(
 
 
 def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
-    """The objects to append, in canonical order or in a random order that is fixed per sample."""
+    """Return the objects to append, in canonical order or in a random order that is fixed per sample."""
     sample = assignment.parsed.rollout.sample
     missed = [sample.objects[i] for i in assignment.missed]
     if loss.missed_order == "random":
@@ -91,7 +91,8 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 def _appended(
     missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
 ) -> tuple[list[DetectionObject], dict[int, float]]:
-    """Both in canonical order, and what the loss of some of them is multiplied by: 0 for those without a label."""
+    """Return the missed and the unlabelled objects in canonical order, and factors on the loss of some of them: 0 for
+    those without a label."""
     both = [(obj, _factor(obj)) for obj in missed] + [(obj, 0.0) for obj in unlabelled]
     if unlabelled:
         both.sort(key=lambda pair: task.canonical_key(pair[0]))
@@ -125,7 +126,7 @@ def _teach_besides(target: Target, position: int, label: int, weight: float) -> 
 def ground_truth_target(
     sample: Sample, task: ObjectTask, tokenizer: Tokenizer, eos_token_id: int | None = None, desc_weight: float = 1.0
 ) -> Target:
-    """The whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
+    """Return the whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
     objects, factors = _appended(list(sample.objects), [], task)
     tail = task.serialize(objects, after=None)
     return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), eos_token_id, desc_weight, factors)
@@ -139,8 +140,8 @@ def _with_tail(
     desc_weight: float,
     factors: Mapping[int, float],
 ) -> Target:
-    """Prefix, tail and EOS. The prefix is ignored, the rest is supervised. `factors`: what the weights of some of the
-    tail's objects are multiplied by; 0: they are ignored."""
+    """Return prefix, tail and EOS. The prefix is ignored, the rest is supervised. `factors`: what the weights of some
+    of the tail's objects are multiplied by; 0: they are ignored."""
     text = tokens_of(tail.text, pieces)
     eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
     target = continued(prefix, text, eos)

@@ -29,7 +29,7 @@ from shared.errors import ConfigError, DataError
 
 
 class DetectionTask(Task):
-    """Pure and reusable; holds only the grammar and token tables."""
+    """The detection task. It is pure and reusable, and holds only the grammar and token tables."""
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
@@ -49,12 +49,12 @@ class DetectionTask(Task):
         return parse_rollout(rollout, self._pieces, self._bin_of_token, grammar)
 
     def match(self, parsed: ParsedRollout) -> Assignment:
-        """One-to-one with the sample's objects in the same image by IoU, at least `iou_threshold` (Hungarian). Names do
-        not matter."""
+        """Match one-to-one with the sample's objects in the same image by IoU, at least `iou_threshold` (Hungarian).
+        Names do not matter."""
         return match_objects(parsed, self.config.iou_threshold)
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
-        """`objects` as an answer's text: a new one (`after` None), or one that continues `after`."""
+        """Return `objects` as an answer's text: a new one (`after` None), or one that continues `after`."""
         return serialize_objects(objects, after, self.grammar)
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
@@ -70,12 +70,12 @@ class DetectionTask(Task):
         return escaped(desc)
 
     def target(self, assignment: Assignment, loss: LossConfig) -> Target:
-        """Y_train [Y]: the answer's own prefix, what it missed, and EOS, with labels and weights. Raises LossError if
-        the tokenizer changes the text of what is appended; `validate` finds such samples."""
+        """Return Y_train [Y]: the answer's own prefix, what it missed, and EOS, with labels and weights. Raises
+        LossError if the tokenizer changes the text of what is appended; `validate` finds such samples."""
         return build_target(assignment, self, self.tokenizer, loss=loss)
 
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
-        """The whole answer, teacher-forced [Y]. Raises LossError as `target` does."""
+        """Return the whole answer, teacher-forced [Y]. Raises LossError as `target` does."""
         return ground_truth_target(sample, self, self.tokenizer, desc_weight=loss.desc_weight)
 
     def stats(self, assignment: Assignment) -> dict[str, float]:
@@ -114,7 +114,7 @@ class DetectionTask(Task):
         return count_objects(assignments)
 
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
-        """The rows of `count`, each by column name, without zeros."""
+        """Return the rows of `count`, each by column name, without zeros."""
         rows = self.count(assignments).values
         return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 
@@ -149,7 +149,7 @@ class DetectionTask(Task):
         return [replace(one, scores=tuple(own.tolist())) for one, own in zip(assignments, scores, strict=True)]
 
     def _candidates(self, assignments: Sequence[Assignment]) -> tuple[list[list[Candidate]], list[Sample]]:
-        """Those of each answer, in the order of its predictions, and its sample."""
+        """Return the candidates of each answer, in the order of its predictions, and its sample."""
         found = [candidates([one.parsed], self._pieces) for one in assignments]
         return found, [one.parsed.rollout.sample for one in assignments]
 
@@ -163,12 +163,12 @@ class DetectionTask(Task):
 
 
 def object_json(item: DetectionObject) -> dict[str, Any]:
-    """Its description, its image if there are several, and its bins, as an answer would have them."""
+    """Return its description, its image if there are several, and its bins, as an answer would have them."""
     return {"desc": item.desc, **({} if item.image is None else {"image": item.image}), item.kind: list(item.bins)}
 
 
 def coordinate_token_ids(tokenizer: Tokenizer) -> list[int]:
-    """Those of the thousand `<|coord_k|>` tokens. Raises ConfigError if the tokenizer lacks one of them."""
+    """Return the ids of the thousand `<|coord_k|>` tokens. Raises ConfigError if the tokenizer lacks one of them."""
     token_ids: list[int] = []
     for value in range(NUM_BINS):
         ids = tokenizer.encode(f"<|coord_{value}|>", add_special_tokens=False)
@@ -184,7 +184,7 @@ def coordinate_token_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """[id] the bins of the coordinate tokens; -1 for others; the last entry is for all larger ids."""
+    """Return [id]: the bins of the coordinate tokens; -1 for others; the last entry is for all larger ids."""
     token_ids = coordinate_token_ids(tokenizer)
     bin_of_token = np.full(max(token_ids) + 2, -1)
     bin_of_token[token_ids] = np.arange(NUM_BINS)

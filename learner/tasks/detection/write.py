@@ -28,7 +28,8 @@ _CACHED_DESCS = 1 << 12
 def serialize_objects(
     objects: Sequence[DetectionObject], after: ParsedRollout | None, grammar: Grammar
 ) -> SerializedTail:
-    """`objects`, in the order given, as text that continues `after` (None: a whole answer) and closes the container."""
+    """Write `objects`, in the order given, as text that continues `after` (None: a whole answer) and closes the
+    container."""
     parts = [grammar.opener if after is None else after.tail_opening]
     length = len(parts[0])
     desc_spans: list[tuple[int, int]] = []
@@ -47,7 +48,8 @@ def serialize_objects(
 
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
-    """One object's text: the part before its description, the description without its quotes, and the part after it."""
+    """Write one object's text: the part before its description, the description without its quotes, and the part after
+    it."""
     desc = escaped(obj.desc)
     numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
     image = "" if obj.image is None else f'"image": {obj.image}, '
@@ -111,7 +113,7 @@ def _validate_images(sample: Sample) -> None:
 
 
 def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
-    """(found, wanted, what to do) if an object cannot be a target."""
+    """Return (found, wanted, what to do) if an object cannot be a target."""
     return _geometry_fault(obj) or text_fault(obj.desc, pieces)
 
 
